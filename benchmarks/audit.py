@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from quietgrad.audit.noise_checks import check_normals
 from record import save
 
 import quietgrad as qg
 from quietgrad.audit.attacks import attacked, attacks_on
 from quietgrad.audit.replicas import central
 from quietgrad.audit.running import run
-from quietgrad.audit.units import judge_units
 
 RESULTS = Path(__file__).parent / "results"
 MANY = 200
@@ -235,7 +235,7 @@ def probes() -> dict[str, Any]:
     level, draws, shape = 0.2, 2000, (256, 64)
     accused: Counter[str] = Counter()
     for _ in range(draws):
-        accused.update(f.layer for f in judge_units(rng.standard_normal(shape), "", level) if f.verdict != "pass")
+        accused.update(f.layer for f in check_normals(rng.standard_normal(shape), "", level) if f.verdict != "pass")
     bugs: dict[str, Callable[[Any], None]] = {
         "one release of 256 at 0.3 of the noise": lambda z: np.multiply(z[100], 0.3, out=z[100]),
         "every 64th release at 0.5": lambda z: np.multiply(z[5::64], 0.5, out=z[5::64]),
@@ -250,7 +250,7 @@ def probes() -> dict[str, Any]:
         for _ in range(50):
             z = rng.standard_normal(shape)
             put(z)
-            caught += any(f.verdict != "pass" for f in judge_units(z, "", 1e-6))
+            caught += any(f.verdict != "pass" for f in check_normals(z, "", 1e-6))
         seen[bug] = f"{caught} of 50"
     return {
         "level of each layer": level / 4,

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
-from quietgrad.audit.replicas import Replicated
+from quietgrad.audit.replicas import ReplicaSampling
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, ClippingRule, Query, RecursiveMomentum
@@ -343,7 +343,7 @@ class ZeroOutGame(CanaryGame):
 
 
 @dataclass(frozen=True)
-class ShuffledBlocks(Replicated, kind="test-shuffled"):
+class ShuffledBlocks(ReplicaSampling, kind="test-shuffled"):
     """Claims Poisson's amplification but walks through a shuffled list, one record per release."""
 
     def sampler(self, n_records: int, stream: SecureStream) -> Any:
@@ -371,7 +371,7 @@ class ShufflingCurator(CentralCurator):
         slots = tuple(
             replace(slot, sampling=ShuffledBlocks(slot.sampling.inner, slot.sampling.runs, slot.sampling.n))
             for slot in plan.schedule.slots
-            if isinstance(slot.sampling, Replicated)
+            if isinstance(slot.sampling, ReplicaSampling)
         )
         if not slots:  # the noise probe, whose slots are not replicated
             return super().open(plan)

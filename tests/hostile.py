@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.certificates.document import Document, canonical, parse
+from quietgrad.certificates.document import PrivacyCertificate, canonical, parse
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.wire import WireError
 
@@ -362,7 +362,7 @@ def _certificate() -> bytes:
 def _certified(body: bytes) -> bytes:
     """A certificate with a digest that fits, where the body is still JSON: otherwise the digest alone is tried."""
     try:
-        return Document(json.loads(body)).to_bytes()
+        return PrivacyCertificate(json.loads(body)).to_bytes()
     except (ValueError, RecursionError, TypeError):
         return body
 

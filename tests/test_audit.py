@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quietgrad.audit.distinguishers import PrivacyClaim, learned, likelihood
 from scipy import stats
 
 import quietgrad as qg
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit import bounds, federated
+from quietgrad.audit import confidence_bounds, federated
 from quietgrad.audit.attacks import Attack, attacked, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
-from quietgrad.audit.distinguish import Claim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
 from quietgrad.audit.replicas import central, collect
-from quietgrad.audit.rounds import probe_rounds
-from quietgrad.audit.running import enough_runs, run
+from quietgrad.audit.running import enough_runs, probe_rounds, run
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.budget import Relation
@@ -40,7 +39,7 @@ ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 @settings(max_examples=60, deadline=None)
 def test_clopper_pearson_inverts_the_binomial(trials: int, data: st.DataObject, alpha: float) -> None:
     hits = data.draw(st.integers(0, trials))
-    low, high = bounds.clopper_pearson(hits, trials, alpha)
+    low, high = confidence_bounds.clopper_pearson(hits, trials, alpha)
     if hits:
         assert stats.binom.sf(hits - 1, trials, low) == pytest.approx(alpha, rel=1e-6)
     if hits < trials:
@@ -52,7 +51,7 @@ def test_clopper_pearson_inverts_the_binomial(trials: int, data: st.DataObject, 
 def test_dprime_bound_inverts_the_noncentral_t(dprime: float, size: int) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(dprime, 1, size), rng.normal(0, 1, size)
-    estimate, low = bounds.dprime_lower(a, b, 1e-3)
+    estimate, low = confidence_bounds.dprime_lower(a, b, 1e-3)
     unit = math.sqrt(2 / size)
     if low > 0:
         assert stats.nct.sf(estimate / unit, 2 * size - 2, low / unit) == pytest.approx(5e-4, rel=1e-3)
@@ -62,7 +61,10 @@ def test_dprime_bound_inverts_the_noncentral_t(dprime: float, size: int) -> None
 def test_dprime_bound_covers() -> None:
     """At α = 0.1 the bound is above the truth in at most 10 % of 2000 audits; P(> 140) < 1e-8."""
     rng = np.random.default_rng(1)
-    over = sum(bounds.dprime_lower(rng.normal(1, 1, 60), rng.normal(0, 1, 60), 0.1)[1] > 1.0 for _ in range(2000))
+    over = sum(
+        confidence_bounds.dprime_lower(rng.normal(1, 1, 60), rng.normal(0, 1, 60), 0.1)[1] > 1.0
+        for _ in range(2000)
+    )
     assert 60 <= over <= 140  # α/2 each side: expected 100
 
 
@@ -72,14 +74,14 @@ def test_epsilon_bound_covers_the_gaussian_profile() -> None:
     over = 0
     for _ in range(300):
         s = rng.normal(1.5, 1, 400), rng.normal(0, 1, 400)
-        cut = bounds.best_threshold((s[0][:100], s[1][:100]), 0.01, 0.05, 300)
-        over += bounds.epsilon_lower((s[0][100:], s[1][100:]), cut, 0.01, 0.1) > truth
+        cut = confidence_bounds.best_threshold((s[0][:100], s[1][:100]), 0.01, 0.05, 300)
+        over += confidence_bounds.epsilon_lower((s[0][100:], s[1][100:]), cut, 0.01, 0.1) > truth
     assert over <= 50  # at most 10 %, and P(> 50) < 1e-3 even then
 
 
 def test_one_run_epsilon_agrees_with_its_definition() -> None:
     m, r, v, delta = 500, 60, 58, 1e-6
-    epsilon = bounds.one_run_epsilon(m, r, v, delta, 0.01)
+    epsilon = confidence_bounds.one_run_epsilon(m, r, v, delta, 0.01)
     q = 1 / (1 + math.exp(-epsilon))
     tail = stats.binom.sf(v - 1, r, q)
     alpha = max(2 * (stats.binom.cdf(v - 1, r, q) - stats.binom.cdf(v - 1 - i, r, q)) / i for i in range(1, v + 1))
@@ -95,12 +97,12 @@ def test_one_run_mu_never_exceeds_the_truth_at_its_rate(mu: float) -> None:
         coins = rng.random(400) < 0.5
         order = np.argsort(coins * mu + rng.standard_normal(400))
         correct = int(coins[order[-40:]].sum() + (~coins[order[:40]]).sum())
-        over += bounds.one_run_mu(400, 80, correct, 0.05) > mu
+        over += confidence_bounds.one_run_mu(400, 80, correct, 0.05) > mu
     assert over <= 25
 
 
 def test_one_run_mu_grows_with_the_evidence() -> None:
-    values = [bounds.one_run_mu(10_000, 1000, c, 1e-3) for c in (500, 700, 900, 1000)]
+    values = [confidence_bounds.one_run_mu(10_000, 1000, c, 1e-3) for c in (500, 700, 900, 1000)]
     assert values == sorted(values)
     assert values[0] == 0.0
     assert values[-1] > 1.2
@@ -109,10 +111,10 @@ def test_one_run_mu_grows_with_the_evidence() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: bounds.clopper_pearson(5, 3, 0.1),
-        lambda: bounds.dprime_lower([1.0], [2.0], 0.1),
-        lambda: bounds.one_run_mu(100, 200, 50, 0.1),
-        lambda: bounds.one_run_epsilon(100, 0, 0, 1e-5, 0.1),
+        lambda: confidence_bounds.clopper_pearson(5, 3, 0.1),
+        lambda: confidence_bounds.dprime_lower([1.0], [2.0], 0.1),
+        lambda: confidence_bounds.one_run_mu(100, 200, 50, 0.1),
+        lambda: confidence_bounds.one_run_epsilon(100, 0, 0, 1e-5, 0.1),
     ],
 )
 def test_bounds_refuse_nonsense(call: Any) -> None:
@@ -168,7 +170,7 @@ def test_likelihood_is_the_log_density_ratio() -> None:
     z, q = plan.noise_multiplier, 0.25
     x = view.transcript[:, ::2]
     ratio = (1 - q) + q * stats.norm.pdf(x, 1, z) / stats.norm.pdf(x, 0, z)
-    got = likelihood(view, Claim(plan), lambda t: 1.0)
+    got = likelihood(view, PrivacyClaim(plan), lambda t: 1.0)
     assert got is not None
     np.testing.assert_allclose(got, np.log(ratio).sum(axis=1), rtol=1e-9)
 
@@ -306,7 +308,7 @@ def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> Non
 
 def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
     """The planted coordinates leave the model's own sums alone."""
-    from quietgrad.audit.planted import PlantedObjective
+    from quietgrad.audit.single_run import PlantedObjective
     from quietgrad.objectives.base import Batch, RecursiveMomentum
 
     rng = np.random.default_rng(1)

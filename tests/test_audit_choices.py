@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 import pytest
+from quietgrad.audit.distinguishers import attack_divergence, binary_divergence
 
 from quietgrad.audit.attacks import Attack, attacks_on
-from quietgrad.audit.canaries import CanaryObjective, Cast
-from quietgrad.audit.divergence import attack_divergence, binary_divergence
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
 from quietgrad.audit.running import run
 from quietgrad.objectives.base import Batch
 from tests.broken import Broken
@@ -37,7 +37,9 @@ def test_canary_and_mirror_lose_at_different_candidates() -> None:
     lost = {}
     for role in ("canary", "mirror"):
         objective.tick()
-        lost[role] = [objective.loss_sum(Batch(Cast((role,), 1, 2), None), np.zeros(2), 3.0) for _ in range(6)]
+        lost[role] = [
+            objective.loss_sum(Batch(CanaryRecords((role,), 1, 2), None), np.zeros(2), 3.0) for _ in range(6)
+        ]
     assert np.add(lost["canary"], lost["mirror"]).tolist() == [3.0] * 6
     assert lost["canary"] == [3.0 if objective.loses(k) else 0.0 for k in range(6)]
     assert sum(lost["canary"]) == 9.0

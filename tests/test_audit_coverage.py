@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quietgrad.audit.noise_checks import MECHANISMS
 
 import quietgrad
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.mechanisms import LISTENERS
 from quietgrad.audit.releases import RELEASES
-from quietgrad.audit.series import MECHANISMS
 from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES
 from quietgrad.privacy.budget import Relation
@@ -101,7 +101,7 @@ def test_every_loss_and_network_is_probed() -> None:
 
 def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
     """Whatever sums or counts records in objectives.tables and .queries keeps its bound by brute force."""
-    from quietgrad.audit.planting import _queries
+    from quietgrad.audit.canaries import _queries
     from quietgrad.audit.table_bounds import table_findings
 
     existing = {
@@ -174,4 +174,4 @@ def test_streams_outside_the_mechanisms_have_no_noise() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quietgrad.privacy.noise")
     }
-    assert importing <= {"privacy.mechanisms", "privacy.correlated", "audit.series"}
+    assert importing <= {"privacy.mechanisms", "privacy.correlated", "audit.noise_checks"}

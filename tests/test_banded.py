@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from quietgrad.audit.noise_checks import probe_mechanism
 
 import quietgrad as qg
 from quietgrad.algorithms.dp_disk import KalmanGradient
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit.series import probe_mechanism
 from quietgrad.certificates import check, issue
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.transcript import Transcript

@@ -14,15 +14,14 @@ from typing import Any, Literal
 import jsonschema
 import numpy as np
 import pytest
+from quietgrad.certificates.independent_accountant import second_proof
 
 import quietgrad as qg
 from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.certificates import Document, SigningKey, check, issue, new_key, public_key, schema
 from quietgrad.certificates.checking import AGREES
-from quietgrad.certificates.document import canonical, parse
-from quietgrad.certificates.second import second_proof
-from quietgrad.certificates.signing import signature_holds
+from quietgrad.certificates.document import canonical, parse, signature_holds
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
@@ -658,7 +657,7 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
 def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = len(issue(home / "run", whole_ledger=False).to_bytes())
     assert len(issue(home / "run").to_bytes()) > short + 100
-    monkeypatch.setattr("quietgrad.certificates.content.LARGEST", short + 100)
+    monkeypatch.setattr("quietgrad.certificates.document.LARGEST", short + 100)
     assert len(issue(home / "run").body["ledger"]["lines"]) == 2
 
 

@@ -13,22 +13,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quietgrad.audit.noise_checks import (
+    MECHANISMS,
+    RELEASES,
+    check_noise,
+    probe_algorithm,
+    probe_charges,
+    probe_grid,
+    probe_mechanism,
+)
 
 import quietgrad as qg
 from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
-from quietgrad.audit.canaries import CanaryGame, CanaryObjective
+from quietgrad.audit.canaries import CanaryGame, CanaryObjective, every_bound
 from quietgrad.audit.clipping import adversarial_table, probe_clip
-from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.neighbours import neighbouring_tables
 from quietgrad.audit.parties import probe_federated_choice, probe_federation
-from quietgrad.audit.planting import every_bound
 from quietgrad.audit.probes import probe_ledger, probe_masks, probe_secure_sum, probe_sensitivity
 from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
+from quietgrad.audit.report import AuditFinding
 from quietgrad.audit.running import run
 from quietgrad.audit.samples import probe_samples
-from quietgrad.audit.series import MECHANISMS, RELEASES, probe_algorithm, probe_charges, probe_grid, probe_mechanism
-from quietgrad.audit.units import judge_noise
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
@@ -40,7 +46,7 @@ from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.secure.identity import SumOutOfBoundsError
 from tests import broken
 
-Findings = Iterable[Finding]
+Findings = Iterable[AuditFinding]
 GAUSSIAN = GaussianNoise()
 REPLACE = qg.Budget(6.0, 1e-5, Relation.REPLACE_ONE)
 ADD = qg.Budget(6.0, 1e-5)
@@ -182,7 +188,7 @@ def forgotten(forget: bool) -> Findings:
 def averaged_noise(parties: int) -> Findings:
     """WD-DP as printed: every party adds N(0, σ²) to its model and the models are averaged."""
     rng = np.random.default_rng(4)
-    return judge_noise(rng.standard_normal((parties, 3, 20_000)).mean(axis=0), 1.0, "weighted average")
+    return check_noise(rng.standard_normal((parties, 3, 20_000)).mean(axis=0), 1.0, "weighted average")
 
 
 def same_seed(patched: bool) -> Findings:
@@ -198,7 +204,7 @@ def same_seed(patched: bool) -> Findings:
         try:
             return probe_secure_sum("masks")
         except SumOutOfBoundsError:  # the sum was so long that nobody would take it: also seen
-            return [Finding("L0 noise scale", "secure sum", "refused", 0.0, 1.0, "violation")]
+            return [AuditFinding("L0 noise scale", "secure sum", "refused", 0.0, 1.0, "violation")]
 
 
 def reused_masks(patched: bool) -> Findings:

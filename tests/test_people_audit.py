@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.people import attack_person, probe_drawn_people, probe_ids, probe_people
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives import Logistic, registry
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective, UserLevelRecords
@@ -76,15 +76,15 @@ def exactly(ids: Any) -> UnitGrouping:
     return UnitGrouping.of([known.setdefault(repr(i), len(known)) for i in ids])
 
 
-def sensitivity(asking: Any = UserLevelObjective) -> list[Finding]:
+def sensitivity(asking: Any = UserLevelObjective) -> list[AuditFinding]:
     return list(probe_people(asking, LOSSES))
 
 
-def told_apart(asking: Any = UserLevelObjective) -> list[Finding]:
+def told_apart(asking: Any = UserLevelObjective) -> list[AuditFinding]:
     return [attack_person(7, 2000, asking, relation=relation) for relation in Relation]
 
 
-TABLE: list[tuple[str, Callable[..., list[Finding]], Any, str]] = [
+TABLE: list[tuple[str, Callable[..., list[AuditFinding]], Any, str]] = [
     ("clips records", sensitivity, ClipsRecords, "L0 sensitivity"),
     ("clips records", told_apart, ClipsRecords, "L2"),
     ("draws records", sensitivity, DrawsRecords, "L0 sensitivity"),

@@ -13,7 +13,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.audit.shared_people import attack_shared_person, kept_once, priced
 from quietgrad.certificates import check, issue
-from quietgrad.certificates.document import Document
+from quietgrad.certificates.document import PrivacyCertificate
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, approved, simulate
@@ -301,6 +301,6 @@ def test_a_certificate_says_that_people_were_matched(tmp_path: Path) -> None:
     stronger = json.loads(json.dumps(document.body))
     stronger["claim"]["adversary"] = stronger["claim"]["adversary"].removesuffix(BUT_FOR_LISTS)
     assert stronger["claim"]["adversary"] != document.body["claim"]["adversary"]
-    assert not check(Document(stronger)).ok
+    assert not check(PrivacyCertificate(stronger)).ok
     stronger["claim"]["notes"] = [note for note in stronger["claim"]["notes"] if MATCHED not in note]
-    assert not check(Document(stronger)).ok
+    assert not check(PrivacyCertificate(stronger)).ok

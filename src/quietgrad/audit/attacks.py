@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit.planting import table_game
+from quietgrad.audit.canaries import table_game
 from quietgrad.audit.replicas import Game
 from quietgrad.privacy.budget import Budget, Relation
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.canaries import CanaryObjective, Cast, Floats
-from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Floats
 from quietgrad.audit.replicas import CuratorFactory, central
+from quietgrad.audit.report import AuditFinding
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Batch, ClippingRule, Gradient
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -37,7 +37,7 @@ class _Register(CanaryObjective):
         np.add.at(self.uses, taken, 1)
 
 
-def probe_fresh_records(curator: CuratorFactory = central) -> Finding:
+def probe_fresh_records(curator: CuratorFactory = central) -> AuditFinding:
     """How often one record was summed in a single pass that two slots share, asked until the door refuses.
 
     The claim, one release's cost for the whole pass, holds only if no record is used twice.
@@ -48,7 +48,7 @@ def probe_fresh_records(curator: CuratorFactory = central) -> Finding:
     slots = (Slot("large", SinglePass(_RECORDS, 3), 9), Slot("small", SinglePass(_RECORDS, 2), 9))
     plan = Plan("probe", {}, Schedule(slots), _RECORDS, Budget(1.0, 1e-5, Relation.REPLACE_ONE), 5.0)
     register = _Register(_RECORDS)
-    session = curator(register, Cast(("silent",) * _RECORDS, 1, 2), fresh_key()).open(plan)
+    session = curator(register, CanaryRecords(("silent",) * _RECORDS, 1, 2), fresh_key()).open(plan)
     query = Gradient(np.zeros(2), 1.0)
     try:
         for _ in range(9):
@@ -57,10 +57,10 @@ def probe_fresh_records(curator: CuratorFactory = central) -> Finding:
     except ExhaustedError:
         pass
     most = float(register.uses.max())
-    return Finding("L0 reuse", "one fresh record", "uses", 1.0, most, "pass" if most <= 1.0 else "violation")
+    return AuditFinding("L0 reuse", "one fresh record", "uses", 1.0, most, "pass" if most <= 1.0 else "violation")
 
 
-def probe_lost_rounds(*, spare: int = 2) -> Finding:
+def probe_lost_rounds(*, spare: int = 2) -> AuditFinding:
     """What a federation that lost ``spare`` rounds is charged, against the cost of all sums that were made.
 
     A party who answered a round that then was lost has given its sum away all the same.
@@ -78,7 +78,7 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
 
     steps, budget = 3, Budget(1.0, 1e-5)
     register: Any = _Register(1)
-    holders = [Party(Cast(("silent",), 1, 2), n_public=1) for _ in range(2)]
+    holders = [Party(CanaryRecords(("silent",), 1, 2), n_public=1) for _ in range(2)]
     plan, people = assemble(
         DPGD(steps=steps), register, holders, budget=budget, trust="curator", spare=spare, noise_multiplier=5.0
     )
@@ -103,4 +103,4 @@ def probe_lost_rounds(*, spare: int = 2) -> Finding:
     made = events.gaussian(plan.noise_multiplier, answered)
     paid, owed = (account(e, delta=budget.delta, relation=budget.relation) for e in (charged, made))
     verdict = "pass" if owed <= paid * (1.0 + 1e-9) else "violation"
-    return Finding("L0 charge", f"{answered} sums, {spare} of them lost", "ε", paid, owed, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 charge", f"{answered} sums, {spare} of them lost", "ε", paid, owed, verdict)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ def amplitude(pattern: Pattern, step: int) -> float:
 
 
 @dataclass(frozen=True)
-class Cast:
+class CanaryRecords:
     """The records of ``runs`` blocks: in each the same few, told apart by their position."""
 
     roles: tuple[str, ...]
@@ -103,17 +103,17 @@ class CanaryObjective(BaseObjective):
         """Whether the canary loses at a candidate of a choice, which the auditor knows; else its mirror does."""
         return candidate % 2 == 1
 
-    def prepare(self, data: Cast) -> Cast:
+    def prepare(self, data: CanaryRecords) -> CanaryRecords:
         return data
 
-    def initial(self, records: Cast) -> Floats:
+    def initial(self, records: CanaryRecords) -> Floats:
         return np.zeros(records.dim)
 
     def constants(self, row_bound: float | None = None) -> LossConstants:
         """None that a proof may lean on: these gradients are adversarial."""
         return LossConstants(1.0, None, None, None, None, 0.0, None)
 
-    def gradients(self, records: Cast, step: int) -> Floats:
+    def gradients(self, records: CanaryRecords, step: int) -> Floats:
         """One row per role."""
         rows = np.zeros((len(records.roles), records.width))
         pull = amplitude(self.pattern, step) if step >= 0 else 0.0
@@ -139,16 +139,16 @@ class CanaryObjective(BaseObjective):
         loses = self.loses(self._asked)
         self._asked += 1
         losses = {"canary": bound if loses else 0.0, "mirror": 0.0 if loses else bound}
-        records: Cast = batch.records
+        records: CanaryRecords = batch.records
         return math.fsum(losses.get(role, 0.0) for role in records.roles) * records.runs
 
-    def risk(self, records: Cast, params: Floats) -> float:
+    def risk(self, records: CanaryRecords, params: Floats) -> float:
         return 0.0
 
-    def risk_gradient(self, records: Cast, params: Floats) -> Floats:
+    def risk_gradient(self, records: CanaryRecords, params: Floats) -> Floats:
         return np.zeros_like(params)
 
-    def _add(self, records: Cast, indices: Indices | None, rows: Floats, out: Floats) -> None:
+    def _add(self, records: CanaryRecords, indices: Indices | None, rows: Floats, out: Floats) -> None:
         blocks = np.asarray(out).reshape(records.runs, records.width)
         if indices is None:
             blocks += rows.sum(axis=0)
@@ -200,7 +200,7 @@ class CanaryGame:
         """Records of one run that are really there."""
         return len(self.roles(0))
 
-    def world(self, which: int, runs: int) -> tuple[Any, Cast]:
+    def world(self, which: int, runs: int) -> tuple[Any, CanaryRecords]:
         """(objective, data) of ``runs`` blocks."""
         roles = self.roles(which) or ("silent",)
-        return self.objective(self.pattern), Cast(roles, runs, self.dim)
+        return self.objective(self.pattern), CanaryRecords(roles, runs, self.dim)

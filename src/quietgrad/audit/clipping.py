@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.audit.canaries import shorten
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.listener import as_numbers
 from quietgrad.audit.neighbours import labels
+from quietgrad.audit.replicas import as_numbers
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.privacy.rng import seed_key
 from quietgrad.vectors import Vector, zeros_like
@@ -40,7 +40,7 @@ RULES = (
 
 def probe_clip(
     objective: Any, data: Any, points: Iterable[tuple[Any, Any]] | None = None, what: str = "objective"
-) -> Finding:
+) -> AuditFinding:
     """The worst of every record's contribution: its length in units of the bound, and how far from the right one.
 
     >>> from quietgrad.objectives import Logistic
@@ -58,7 +58,7 @@ def probe_clip(
         bent = max(bent, *(float(np.linalg.norm(g - w)) / rule.bound for g, w in pairs))
     wrong = not (longest <= 1.0 + _FLOAT_SLACK and bent <= _BENT)  # NaN is wrong too
     note = f"{bent:.2g} of the bound away from what the L2 ball leaves" if wrong else ""
-    return Finding("L0 clip", what, "C", 1.0, longest, "violation" if wrong else "pass", note=note)
+    return AuditFinding("L0 clip", what, "C", 1.0, longest, "violation" if wrong else "pass", note=note)
 
 
 def contribution(objective: Any, records: Any, i: int, points: tuple[Any, Any], rule: ClippingRule) -> Floats:
@@ -96,7 +96,7 @@ def adversarial_table(objective: Any, *, features: int = 5, seed: int = 0, dtype
     return rows.astype(dtype), labels(objective, rng, len(lengths))
 
 
-def probe_clips() -> Iterator[Finding]:
+def probe_clips() -> Iterator[AuditFinding]:
     """Every registered loss on tables, dense and sparse, and a network if torch is there."""
     from importlib.util import find_spec
 

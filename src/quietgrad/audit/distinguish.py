@@ -16,11 +16,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.bounds import best_threshold, clopper_pearson, dprime_lower, epsilon_lower
-from quietgrad.audit.power import (
+from quietgrad.audit.confidence_bounds import (
     TEACH,
+    best_threshold,
+    clopper_pearson,
     dprime_found,
+    dprime_lower,
     dprime_refuted,
+    epsilon_lower,
     half_width,
     profile_blind,
     profile_refuted,
@@ -45,7 +48,7 @@ class Finding(NamedTuple):
     """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict.
 
     ``refutes`` is the power of the test: the least ε of a Gaussian mechanism that it nearly always accuses
-    (:data:`~quietgrad.audit.power.OFTEN`), attacked as strongly as can be.
+    (:data:`~quietgrad.audit.confidence_bounds.OFTEN`), attacked as strongly as can be.
     """
 
     layer: str

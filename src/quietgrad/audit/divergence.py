@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtr, rel_entr
 
-from quietgrad.audit.bounds import clopper_pearson
-from quietgrad.audit.distinguish import Finding, Verdict
-from quietgrad.audit.power import TEACH, half_width
+from quietgrad.audit.confidence_bounds import TEACH, clopper_pearson, half_width
+from quietgrad.audit.report import AuditFinding, Verdict
 
 Floats = npt.NDArray[np.float64]
 
@@ -31,7 +30,7 @@ def binary_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> Floats:
     return np.asarray(np.where(a > b, apart, 0.0), np.float64)
 
 
-def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alpha: float) -> Finding:
+def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alpha: float) -> AuditFinding:
     """Test the event that diverges most on the teaching runs against ρ, by Clopper–Pearson bounds on the rest.
 
     >>> rng = np.random.default_rng(0)
@@ -57,7 +56,7 @@ def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alph
     _, high = clopper_pearson(hits[1], trials, alpha / 2)
     measured = float(binary_divergence(low, high))
     verdict: Verdict = "violation" if measured > rho else "vacuous" if _blind(rho, trials, alpha) else "pass"
-    return Finding("L2", what, "ρ", rho, measured, verdict)
+    return AuditFinding("L2", what, "ρ", rho, measured, verdict)
 
 
 def _shown(p: Floats, q: Floats, trials: int, alpha: float) -> Floats:

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.audit.canaries import CanaryObjective, Cast, Pattern
-from quietgrad.audit.distinguish import Claim, attack_dprime
-from quietgrad.audit.listener import Blocks, Listener
-from quietgrad.audit.replicas import Views, walk
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Pattern
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime
+from quietgrad.audit.noise_checks import check_noise
+from quietgrad.audit.replicas import BlockVector, RecordingSession, Views, walk
 from quietgrad.audit.report import AuditReport
-from quietgrad.audit.units import judge_noise
 from quietgrad.privacy.budget import Budget, Relation
 
 TRUSTS: tuple[tuple[str, str | None], ...] = (
@@ -89,7 +88,7 @@ def run_federated(
     alpha = (1.0 - confidence) / 4
     parties = parties or (1 if trust == "local" else 3)
     plan = make_plan(make(4), n=4, budget=budget)
-    claim = Claim(plan)
+    claim = PrivacyClaim(plan)
     if claim.mu is None:
         raise ValueError("a federation is audited with everyone in every round: make(n) must not sample.")
 
@@ -102,7 +101,7 @@ def run_federated(
     noises = np.array([plan.schedule[name].noise for name in silent.slots[::_WIDTH]])
     where = trust if secure is None else f"secure sum by {secure}"
     sigma = plan.noise_multiplier * math.sqrt(factor)
-    findings = judge_noise(rows / noises[:, None], sigma, f"after aggregation, {where}", alpha)
+    findings = check_noise(rows / noises[:, None], sigma, f"after aggregation, {where}", alpha)
     for pattern in ("growing", "alternating"):
         views = tuple(heard(pattern, which)[0] for which in (0, 1))
         findings.append(attack_dprime((views[0], views[1]), claim, f"{pattern} canary, {where}", alpha))
@@ -141,7 +140,8 @@ def _federation(
     attacked = ("silent",) if gone else (first, "silent")
     others = ("silent", "silent") if which is None else ("against", "aside")
     holders = [
-        Party(Cast(roles, runs, _WIDTH), n_public=2 * runs) for roles in (attacked, *[others] * (parties - 1))
+        Party(CanaryRecords(roles, runs, _WIDTH), n_public=2 * runs)
+        for roles in (attacked, *[others] * (parties - 1))
     ]
     objective: Any = CanaryObjective(pattern)
     algorithm = make(2 * runs * parties)
@@ -157,8 +157,8 @@ def _federation(
     curator = FederatedCurator(
         objective, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
     )
-    session = Listener(curator.open(plan), blocks=runs)
-    views = walk(algorithm, session, np.zeros(runs * _WIDTH).view(Blocks))
+    session = RecordingSession(curator.open(plan), blocks=runs)
+    views = walk(algorithm, session, np.zeros(runs * _WIDTH).view(BlockVector))
     session.close("steps")
     # Every party of a local federation adds the whole noise to its own sum.
     return views, float(parties if door[0] == "local" else plan.variance_factor)

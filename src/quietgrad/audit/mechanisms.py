@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import chdtri, gammaincc, ndtr, ndtri
 
-from quietgrad.audit.listener import as_numbers
+from quietgrad.audit.replicas import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.labels import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
@@ -43,7 +43,7 @@ _SEARCHED = 6
 
 
 @dataclass(frozen=True)
-class Crowd:
+class AnonymousRecords:
     """Records of which only the number is known."""
 
     n: int
@@ -60,21 +60,21 @@ class Crowd:
     fingerprint_parts = contents
 
 
-class Quiet:
+class EmptyObjective:
     """An objective for queries that ask nothing of it."""
 
     regularizer = NoRegularizer()
     silent_batches: ClassVar[bool] = False
 
-    def prepare(self, data: Crowd) -> Crowd:
+    def prepare(self, data: AnonymousRecords) -> AnonymousRecords:
         return data
 
-    def initial(self, records: Crowd) -> Floats:
+    def initial(self, records: AnonymousRecords) -> Floats:
         return np.zeros(records.dim)
 
 
 @dataclass(frozen=True)
-class Known:
+class ConstantQuery:
     """A query whose sum is known: ``value`` in every coordinate, whatever the records are."""
 
     size: int
@@ -111,7 +111,7 @@ def _multiplier(slot: Slot, plan: Plan, rho: float | None) -> float:
 def _gaussian(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         spend = {} if rho is None else {"rho": rho}
-        return as_numbers(session.release(slot.name, Known(width, BOUND), **spend)) / (multiplier * BOUND)
+        return as_numbers(session.release(slot.name, ConstantQuery(width, BOUND), **spend)) / (multiplier * BOUND)
 
     return listen
 
@@ -125,7 +125,9 @@ def _correlated(slot: Slot, multiplier: float, width: int, rho: float | None, pl
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         # How far the session has come says which release this is.
         del heard[session.used[slot.name] :]
-        heard.append(as_numbers(session.release(slot.name, Known(width, BOUND))) / (multiplier * BOUND * louder))
+        heard.append(
+            as_numbers(session.release(slot.name, ConstantQuery(width, BOUND))) / (multiplier * BOUND * louder)
+        )
         return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
 
     return listen
@@ -147,7 +149,9 @@ def strategy(mechanism: CorrelatedNoise) -> tuple[Floats, float]:
 
 def _laplace(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     def listen(session: Any, rng: np.random.Generator) -> Floats:
-        return laplace_units(as_numbers(session.release(slot.name, Known(width, BOUND))), multiplier * BOUND)
+        return laplace_units(
+            as_numbers(session.release(slot.name, ConstantQuery(width, BOUND))), multiplier * BOUND
+        )
 
     return listen
 
@@ -164,7 +168,7 @@ def laplace_units(noise: Floats, scale: float) -> Floats:
 def _choice(slot: Slot, multiplier: float, width: int, rho: float | None, plan: Plan) -> Listen:
     assert rho is not None
     epsilon = math.sqrt(8.0 * rho)
-    queries = [Known(1, BOUND, 2.0 * BOUND / epsilon * gap) for gap in _CHOICES]
+    queries = [ConstantQuery(1, BOUND, 2.0 * BOUND / epsilon * gap) for gap in _CHOICES]
     weights = np.exp(-np.array(_CHOICES))
     shares = weights / weights.sum()
 
@@ -178,7 +182,7 @@ def _threshold(slot: Slot, multiplier: float, width: int, rho: float | None, pla
     scale = multiplier * BOUND
     values = [scale * 4.0 * step for step in np.linspace(1.5, 0.5, _SEARCHED)]
     shares = search_law([v / scale for v in values])
-    queries = [Known(1, BOUND, value) for value in values]
+    queries = [ConstantQuery(1, BOUND, value) for value in values]
 
     def listen(session: Any, rng: np.random.Generator) -> Floats:
         found = session.first_below(slot.name, queries, 0.0)
@@ -235,12 +239,12 @@ def label_count(slot: Slot, plan: Plan) -> int:
     return math.ceil(label_threshold(slot.mechanism, sigma) + 0.5 * sigma)
 
 
-def labels_of(slot: Slot, plan: Plan, width: int) -> Crowd:
+def labels_of(slot: Slot, plan: Plan, width: int) -> AnonymousRecords:
     """A table in which ``width`` labels occur so often; whoever else there must be has one label more."""
     count = label_count(slot, plan)
     labels = np.repeat(np.arange(width), count)
     n = max(plan.n_public, len(labels))
-    return Crowd(n, 1, np.append(labels, np.full(n - len(labels), width)))
+    return AnonymousRecords(n, 1, np.append(labels, np.full(n - len(labels), width)))
 
 
 def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.report import AuditFinding
 from quietgrad.audit.zoo import MODELS, loss, table
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
@@ -29,7 +29,7 @@ _SIZES = (1, 7, 500, 90, 2, 3)
 _RULES = (ClippingRule.gradient(1.0), ClippingRule.momentum(0.3, 1.0, 0.1))
 
 
-def people_probes() -> Iterator[Finding]:
+def people_probes() -> Iterator[AuditFinding]:
     """All of them."""
     yield probe_people("layers", "mean")
     yield probe_people("layers", "sum")
@@ -47,7 +47,7 @@ def probe_people(
     micro_batch: int | None = None,
     processes: int = 1,
     records_per_person: int | None = None,
-) -> Finding:
+) -> AuditFinding:
     """The largest ‖q(D) − q(D′)‖/Δ over neighbours that differ in a person; above 1 is a violation.
 
     Passes of few records split people over several. Also whether the same query has the same sum again.
@@ -79,8 +79,8 @@ def probe_people(
     what += f", passes of {micro_batch}" if micro_batch else ""
     what += f", {records_per_person} records each" if records_per_person else ""
     if not again:
-        return Finding("L0 replay", what, "equal bits", 1.0, 0.0, "violation")
-    return Finding("L0 sensitivity", what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
+        return AuditFinding("L0 replay", what, "equal bits", 1.0, 0.0, "violation")
+    return AuditFinding("L0 sensitivity", what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
 
 
 def _exchanged(x: Tensor, ids: Any) -> Iterator[Tensor]:
@@ -114,7 +114,7 @@ def _reach(a: Tensor, b: Tensor, bound: float) -> float:
     return gap / bound if math.isfinite(gap) else math.inf
 
 
-def probe_people_drawn(steps: int = 30) -> Finding:
+def probe_people_drawn(steps: int = 30) -> AuditFinding:
     """In how many samples of an own loop somebody is without some of their records."""
     from quietgrad.torch.opacus import make_private
 
@@ -131,4 +131,4 @@ def probe_people_drawn(steps: int = 30) -> Finding:
             people, counts = np.unique(ids[x.flatten().long().tolist()], return_counts=True)
             torn += bool((counts != 3).any()) or x.shape[0] != 3 * len(people)
     verdict = "violation" if torn else "pass"
-    return Finding("L0 sampling", "own loop: people", "torn apart", 0.0, float(torn), verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 sampling", "own loop: people", "torn apart", 0.0, float(torn), verdict)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.network_people import people_probes
+from quietgrad.audit.report import AuditFinding
 from quietgrad.audit.zoo import MIXERS, MODELS, Augmented, Plain, loss, table
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine, clip_weights
@@ -41,7 +41,7 @@ _RULES = (
 )
 
 
-def network_probes() -> Iterator[Finding]:
+def network_probes() -> Iterator[AuditFinding]:
     """All of them."""
     for name in MODELS:
         yield probe_network(name)
@@ -58,7 +58,7 @@ def network_probes() -> Iterator[Finding]:
 
 def probe_network(
     name: str, *, micro_batch: int | None = None, processes: int = 1, augmented: bool = False, n: int = 10
-) -> Finding:
+) -> AuditFinding:
     """The largest ‖q(D) − q(D′)‖/Δ over neighbours of both relations, rules and points; above 1 is a violation.
 
     Also whether the same query, asked again after others have drawn, has the same sum bit for bit.
@@ -70,7 +70,7 @@ def probe_network(
     return _probed(objective, Augmented if augmented else Plain, what, "L0 sensitivity", processes, n)
 
 
-def probe_mixing(name: str) -> Finding:
+def probe_mixing(name: str) -> AuditFinding:
     """The same of models, losses and collate functions that would mix records, or keep something of them."""
     torch.manual_seed(0)
     make, loss_of_one, data, collate = MIXERS[name]
@@ -78,7 +78,7 @@ def probe_mixing(name: str) -> Finding:
     return _probed(objective, data, f"network: {name}", "L0 mixing", 1, 10)
 
 
-def _probed(objective: ModuleObjective, made: Any, what: str, layer: str, processes: int, n: int) -> Finding:
+def _probed(objective: ModuleObjective, made: Any, what: str, layer: str, processes: int, n: int) -> AuditFinding:
     x, y = table(n)
     records = objective.prepare(made(x, y))
     theta = objective.initial(records)
@@ -98,8 +98,8 @@ def _probed(objective: ModuleObjective, made: Any, what: str, layer: str, proces
         for others in exchanged:
             worst = max(worst, _reach(whole, _sum(objective, others, None, pair, rule, processes), 2 * rule.bound))
     if not again:
-        return Finding("L0 replay", what, "equal bits", 1.0, 0.0, "violation")
-    return Finding(layer, what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
+        return AuditFinding("L0 replay", what, "equal bits", 1.0, 0.0, "violation")
+    return AuditFinding(layer, what, "Δ", 1.0, worst, "violation" if worst > 1.0 + _SLACK else "pass")
 
 
 def _exchanged(x: Tensor) -> list[Tensor]:
@@ -129,7 +129,7 @@ def _reach(a: Tensor, b: Tensor, bound: float) -> float:
     return gap / bound if math.isfinite(gap) else math.inf
 
 
-def probe_long_sums(n: int = 30_000) -> Finding:
+def probe_long_sums(n: int = 30_000) -> AuditFinding:
     """Whether the bound holds for sums of many passes, where all contributions point the same way."""
     model = torch.nn.Linear(4, 1, bias=False)
     objective = ModuleObjective(model, lambda output, y: output[:, 0], micro_batch=512)
@@ -142,10 +142,10 @@ def probe_long_sums(n: int = 30_000) -> Finding:
         less = _sum(objective, records, np.delete(np.arange(n), gone), (theta,), _RULES[0], 1)
         worst = max(worst, _reach(whole, less, 1.0))
     verdict = "violation" if worst > 1.0 + _SLACK else "pass"
-    return Finding("L0 sensitivity", f"network: {n} records", "Δ", 1.0, worst, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 sensitivity", f"network: {n} records", "Δ", 1.0, worst, verdict)  # type: ignore[arg-type]
 
 
-def probe_gradients(name: str, tolerance: float = 1e-3) -> Finding:
+def probe_gradients(name: str, tolerance: float = 1e-3) -> AuditFinding:
     """The sum of unclipped gradients at other parameters than the module's own, against autograd alone."""
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss)
@@ -160,7 +160,7 @@ def probe_gradients(name: str, tolerance: float = 1e-3) -> Finding:
     return _compared("L0 gradients", name, made, wanted, tolerance)
 
 
-def probe_recorded(name: str, tolerance: float = 1e-4) -> Finding:
+def probe_recorded(name: str, tolerance: float = 1e-4) -> AuditFinding:
     """What a loop's own backward pass leaves of its records, clipped and summed, against a fit's sum."""
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss)
@@ -178,13 +178,13 @@ def probe_recorded(name: str, tolerance: float = 1e-4) -> Finding:
     return _compared("L0 recorded", name, made, wanted, tolerance)
 
 
-def _compared(layer: str, name: str, made: Tensor, wanted: Tensor, tolerance: float) -> Finding:
+def _compared(layer: str, name: str, made: Tensor, wanted: Tensor, tolerance: float) -> AuditFinding:
     off = float((made - wanted).norm() / wanted.norm())
     verdict = "pass" if off <= tolerance else "violation"
-    return Finding(layer, f"network: {name}", "relative error", tolerance, off, verdict)  # type: ignore[arg-type]
+    return AuditFinding(layer, f"network: {name}", "relative error", tolerance, off, verdict)  # type: ignore[arg-type]
 
 
-def probe_agreement() -> Finding:
+def probe_agreement() -> AuditFinding:
     """Whether the digests by which processes compare what they hold tell other orders and weights apart."""
     from quietgrad.torch.processes import _digests
 
@@ -205,4 +205,4 @@ def probe_agreement() -> Finding:
         seen.append(digests(x, y))
     missed = sum(other == mine for other in seen) + (digests(x, y) != seen[-1])
     verdict = "violation" if missed else "pass"
-    return Finding("L0 agreement", "processes", "missed", 0.0, float(missed), verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 agreement", "processes", "missed", 0.0, float(missed), verdict)  # type: ignore[arg-type]

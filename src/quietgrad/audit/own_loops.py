@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from quietgrad.audit.distinguish import Claim, Finding, attack_profile, learned
-from quietgrad.audit.report import AuditReport
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile, learned
+from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.audit.zoo import MODELS, Augmented, loss, table
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import QuietgradError
@@ -47,7 +47,7 @@ _ONE = ClippingRule.gradient(1.0)
 
 def audit_networks(runs: int) -> Iterator[AuditReport]:
     """Distinguishers on what a fit and an own loop release."""
-    attacks: dict[str, Callable[[], tuple[Plan, Finding]]] = {
+    attacks: dict[str, Callable[[], tuple[Plan, AuditFinding]]] = {
         "network: a fit with dropout": lambda: distinguish_fit("dropout", runs),
         "network: a fit with augmentation": lambda: distinguish_fit("layers", runs, augmented=True),
         "network: an own loop with dropout": lambda: distinguish_loop(runs),
@@ -68,7 +68,7 @@ def audit_networks(runs: int) -> Iterator[AuditReport]:
         )
 
 
-def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[Plan, Finding]:
+def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[Plan, AuditFinding]:
     """One step of gradient descent on all records, with and without the first, told apart by what is released."""
     from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.training import plan as make_plan
@@ -87,10 +87,10 @@ def distinguish_fit(name: str, runs: int, *, augmented: bool = False) -> tuple[P
         seen = [curator.open(plan).release(slot, query).double().numpy() for _ in range(runs)]
         views.append(np.stack(seen))
     what = f"network: {name}{', augmented' * augmented}, one release"
-    return plan, attack_profile(_scores(objective, views), Claim(plan), what, _ALPHA)
+    return plan, attack_profile(_scores(objective, views), PrivacyClaim(plan), what, _ALPHA)
 
 
-def distinguish_loop(runs: int) -> tuple[Plan, Finding]:
+def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
     """As :func:`distinguish_fit`, for an own loop that never moves its parameters: each step is a run by itself."""
     from quietgrad.algorithms.dp_sgd import DPGD
     from quietgrad.training import plan as make_plan
@@ -118,7 +118,7 @@ def distinguish_loop(runs: int) -> tuple[Plan, Finding]:
         views.append(np.stack(seen))
     torch.manual_seed(0)
     scores = _scores(ModuleObjective(MODELS["dropout"](), loss), views)
-    return plan, attack_profile(scores, Claim(plan), "own loop: dropout, one step", _ALPHA)
+    return plan, attack_profile(scores, PrivacyClaim(plan), "own loop: dropout, one step", _ALPHA)
 
 
 def _far(x: Any, y: Any) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ def _apart(a: Floats, b: Floats) -> float:
     return float(abs(a[half:].mean() - b[half:].mean()) / (a[half:].std() + b[half:].std()))
 
 
-def loop_probes() -> list[Finding]:
+def loop_probes() -> list[AuditFinding]:
     """The bookkeeping of own loops."""
     return [probe_loop_reuse(), probe_loop_conditions(), probe_loop_charges()]
 
@@ -225,7 +225,7 @@ _REUSES = {
 }
 
 
-def probe_loop_reuse() -> Finding:
+def probe_loop_reuse() -> AuditFinding:
     """How many ways of using a sample twice, or more samples than were planned, a loop accepts."""
     accepted = []
     for name, attempt in _REUSES.items():
@@ -236,7 +236,7 @@ def probe_loop_reuse() -> Finding:
             continue
     verdict = "violation" if accepted else "pass"
     note = f"accepted: {', '.join(accepted)}" if accepted else ""
-    return Finding("L0 reuse", "own loops", "accepted", 0.0, float(len(accepted)), verdict, note=note)  # type: ignore[arg-type]
+    return AuditFinding("L0 reuse", "own loops", "accepted", 0.0, float(len(accepted)), verdict, note=note)  # type: ignore[arg-type]
 
 
 _LOOKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
@@ -251,7 +251,7 @@ _LOOKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
 }
 
 
-def probe_loop_conditions() -> Finding:
+def probe_loop_conditions() -> AuditFinding:
     """How many ways of looking at private batches leave ε without its condition, in the loop or in its ledger."""
     silent = []
     for name, look in _LOOKS.items():
@@ -267,10 +267,10 @@ def probe_loop_conditions() -> Finding:
                 silent.append(name)
     verdict = "violation" if silent else "pass"
     note = f"without a word: {', '.join(silent)}" if silent else ""
-    return Finding("L0 condition", "own loops", "silent", 0.0, float(len(silent)), verdict, note=note)  # type: ignore[arg-type]
+    return AuditFinding("L0 condition", "own loops", "silent", 0.0, float(len(silent)), verdict, note=note)  # type: ignore[arg-type]
 
 
-def probe_loop_charges() -> Finding:
+def probe_loop_charges() -> AuditFinding:
     """The least ε said ÷ ε spent: skipped samples, earlier loops, seeded loops, states that were loaded."""
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.events import poisson_gaussian
@@ -308,4 +308,4 @@ def probe_loop_charges() -> Finding:
         next(iter(loader))
         said.append(second.get_epsilon(1e-5) / spent(2))
     verdict = "violation" if min(said) < 1.0 - 1e-9 else "pass"
-    return Finding("L0 charge", "own loops", "share", 1.0, min(said), verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 charge", "own loops", "share", 1.0, min(said), verdict)  # type: ignore[arg-type]

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.canaries import CanaryObjective, Cast
-from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
 from quietgrad.audit.federated import TRUSTS
 from quietgrad.audit.mechanisms import laplace_units, spread_choice, strategy
-from quietgrad.audit.units import judge_units
+from quietgrad.audit.noise_checks import check_normals
+from quietgrad.audit.report import AuditFinding
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
@@ -64,7 +64,7 @@ def probe_federation(
     mechanism: Mechanism | None = None,
     rounds: int = ROUNDS,
     alpha: float = 1e-6,
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Noise of ``rounds`` rounds after aggregation, that of every party where it adds its own, and the charges.
 
     Halfway everybody is restarted and goes on from what the folder holds: completed rounds are answered as they
@@ -86,7 +86,7 @@ def probe_federation(
         books = [folder / f"party-{k}.jsonl" for k in range(PARTIES)]
         own = folder / "coordinator.jsonl"
         objective: Any = CanaryObjective("constant")
-        holders = [Party(Cast(("silent",), 1, WIDTH), n_public=1, ledger=book) for book in books]
+        holders = [Party(CanaryRecords(("silent",), 1, WIDTH), n_public=1, ledger=book) for book in books]
         # One round more than is asked: a run that stops early, for no reason of the data's, pays for what it made.
         plan, people = assemble(
             _descent(rounds + 1, law), objective, holders, budget=_BUDGET, trust=trust, secure=secure,
@@ -116,16 +116,18 @@ def probe_federation(
         said = {name: first[name] + second[name] for name in plan.names}
         findings = list(_charges([own, *books], plan, rounds, where))
     same: Any = "pass" if changed == 0.0 else "violation"
-    findings.append(Finding("L0 replay", f"completed rounds, {where}", "change", 0.0, changed, same))
+    findings.append(AuditFinding("L0 replay", f"completed rounds, {where}", "change", 0.0, changed, same))
     voices = {name: _units(np.stack(sums), law, 1.0) for name, sums in said.items()} if trust == "local" else {}
     share = alpha / (2 + 2 * len(voices))
     if law.kind != "pure" or not voices:  # L2-Laplace noise adds up to another law
         factor = PARTIES if voices else plan.variance_factor
-        findings += judge_units(_units(np.stack(again), law, factor), f"published sums, {where}", share)
+        findings += check_normals(_units(np.stack(again), law, factor), f"published sums, {where}", share)
     for name, voice in voices.items():
-        findings += judge_units(voice, f"answers of {name}, {where}", share)
+        findings += check_normals(voice, f"answers of {name}, {where}", share)
     if voices:  # noise that parties share cancels for whoever subtracts
-        found = judge_units(np.concatenate(list(voices.values())), f"answers of different parties, {where}", share)
+        found = check_normals(
+            np.concatenate(list(voices.values())), f"answers of different parties, {where}", share
+        )
         findings += [f for f in found if f.layer == "L0 freshness"]
     return findings
 
@@ -158,7 +160,7 @@ def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
     return sums / scale
 
 
-def _charges(books: list[Path], plan: Plan, rounds: int, where: str) -> Iterator[Finding]:
+def _charges(books: list[Path], plan: Plan, rounds: int, where: str) -> Iterator[AuditFinding]:
     from quietgrad.privacy.ledger import Ledger
 
     event = plan.schedule.slots[0].event(_MULTIPLIER, _BUDGET.relation, rounds)
@@ -166,10 +168,10 @@ def _charges(books: list[Path], plan: Plan, rounds: int, where: str) -> Iterator
     spent = [Ledger(b).spent("default", delta=_BUDGET.delta, relation=_BUDGET.relation).epsilon for b in books]
     least = min(spent)
     verdict = "pass" if owed <= least * (1.0 + 1e-9) else "violation"
-    yield Finding("L0 charge", f"{rounds} rounds, {where}", "ε", least, owed, verdict)  # type: ignore[arg-type]
+    yield AuditFinding("L0 charge", f"{rounds} rounds, {where}", "ε", least, owed, verdict)  # type: ignore[arg-type]
 
 
-def probe_federated_choice(*, releases: int = CHOICES, alpha: float = 1e-6, seed: int = 0) -> list[Finding]:
+def probe_federated_choice(*, releases: int = CHOICES, alpha: float = 1e-6, seed: int = 0) -> list[AuditFinding]:
     """A trusted coordinator's noisy choice among equals, which must be uniform and independent."""
     from quietgrad.algorithms.dp_agd import DPAGD
     from quietgrad.federation.coordinator import FederatedCurator
@@ -180,7 +182,7 @@ def probe_federated_choice(*, releases: int = CHOICES, alpha: float = 1e-6, seed
 
     grid = 5
     objective: Any = CanaryObjective("constant")
-    holders = [Party(Cast(("silent",), 1, 2), n_public=1) for _ in range(PARTIES)]
+    holders = [Party(CanaryRecords(("silent",), 1, 2), n_public=1) for _ in range(PARTIES)]
     algorithm = DPAGD(grid=grid, max_steps=releases)
     plan, people = assemble(algorithm, objective, holders, budget=_BUDGET, trust="curator")
     session = FederatedCurator(
@@ -192,10 +194,10 @@ def probe_federated_choice(*, releases: int = CHOICES, alpha: float = 1e-6, seed
     shares = np.full(grid, 1.0 / grid)
     z = [spread_choice(session.choose("length", queries, rho=rho), shares, rng) for _ in range(releases)]
     session.close("enough")
-    return judge_units(np.stack(z), "choices of a coordinator", alpha)
+    return check_normals(np.stack(z), "choices of a coordinator", alpha)
 
 
-def probe_federations() -> Iterator[Finding]:
+def probe_federations() -> Iterator[AuditFinding]:
     """All trusts and secure sums."""
     for trust, secure in TRUSTS:
         yield from probe_federation(trust, secure)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.distinguish import Claim, Finding, attack_profile
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile
 from quietgrad.audit.neighbours import every_query, labels
 from quietgrad.audit.probes import probe_sensitivity
-from quietgrad.audit.report import AuditReport
+from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.audit.shared_people import shared_people_findings
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
@@ -79,7 +79,7 @@ def probe_people(
     asking: Asking = UserLevelObjective,
     losses: dict[str, Any] | None = None,
     relations: Iterable[Relation] = tuple(Relation),
-) -> Iterator[Finding]:
+) -> Iterator[AuditFinding]:
     """Brute force over neighbours that differ in a person: every loss on tables, every query on sums of gradients.
 
     >>> from quietgrad.objectives import Logistic
@@ -104,7 +104,7 @@ def _asked(records: Any) -> Iterator[Query]:
 
 def probe_drawn_people(
     asking: Asking = UserLevelObjective, grouping: Grouping = UnitGrouping.of, *, releases: int = 64
-) -> Finding:
+) -> AuditFinding:
     """Whether a sample holds people with all their records or not at all, each at the rate that was planned.
 
     Everybody's records point along an axis of their own with a gradient of one bound: a coordinate of the sum is
@@ -125,7 +125,9 @@ def probe_drawn_people(
     # Six deviations of a mean of coins: a false alarm in 10⁷ for all people together.
     wrong = whole > 1e-9 or far > 6.0 * 0.5 / releases**0.5
     note = "people are drawn in parts" if whole > 1e-9 else ""
-    return Finding("L0 sampling", "people", "whole", 0.0, float(whole), "violation" if wrong else "pass", note=note)
+    return AuditFinding(
+        "L0 sampling", "people", "whole", 0.0, float(whole), "violation" if wrong else "pass", note=note
+    )
 
 
 _SUSPICIOUS: tuple[list[Any], ...] = (
@@ -138,7 +140,7 @@ _DISTINCT: tuple[list[Any], ...] = (
 )  # fmt: skip
 
 
-def probe_ids(grouping: Grouping = UnitGrouping.of) -> Finding:
+def probe_ids(grouping: Grouping = UnitGrouping.of) -> AuditFinding:
     """Whether ids that may be one person's under two names are refused, and different people are never one."""
     mistaken = 0
     for ids in _SUSPICIOUS:
@@ -150,7 +152,7 @@ def probe_ids(grouping: Grouping = UnitGrouping.of) -> Finding:
     mistaken += sum(len(grouping(ids)) != len(ids) for ids in _DISTINCT)
     mistaken += sum(len(grouping([*ids, *ids])) != len(ids) for ids in _DISTINCT)
     verdict = "violation" if mistaken else "pass"
-    return Finding("L0 ids", "people", "mistaken", 0, mistaken, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 ids", "people", "mistaken", 0, mistaken, verdict)  # type: ignore[arg-type]
 
 
 def attack_person(
@@ -161,7 +163,7 @@ def attack_person(
     relation: Relation,
     noise_multiplier: float = 0.8,
     delta: float = 1e-5,
-) -> Finding:
+) -> AuditFinding:
     """Tell from one noisy sum whether a person of ``size`` records, all beyond the clip, is in it."""
     from quietgrad.objectives import Logistic
 
@@ -181,7 +183,9 @@ def attack_person(
         session = curator.open(many)
         query = Gradient(np.zeros(2), 1.0)
         scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
-    return attack_profile((scores[0], scores[1]), Claim(once), f"a person of {size} records, {relation}", _ALPHA)
+    return attack_profile(
+        (scores[0], scores[1]), PrivacyClaim(once), f"a person of {size} records, {relation}", _ALPHA
+    )
 
 
 def with_people(report: AuditReport, noise_multiplier: float, losses: dict[str, Any] | None = None) -> AuditReport:

@@ -17,9 +17,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.listener import Listener, as_numbers
-from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Views, _key, silent, spread
+from quietgrad.audit.replicas import (
+    CuratorFactory,
+    Game,
+    RecordingSession,
+    Tick,
+    Views,
+    _key,
+    as_numbers,
+    silent,
+    spread,
+)
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
@@ -53,7 +62,7 @@ class Planted:
         out[0] += self.pull * self.query.bound
 
 
-class Planting(Listener):
+class Planting(RecordingSession):
     """A session that adds a canary to every sum, and hears what is left when the rest is taken away."""
 
     pull = 0.0
@@ -160,7 +169,7 @@ def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
     return table_game(n, relation) if spaces == {"queries"} else None
 
 
-def every_bound(*, seed: int = 0) -> Iterator[Finding]:
+def every_bound(*, seed: int = 0) -> Iterator[AuditFinding]:
     """Brute force over neighbours for every query that is no sum of gradients: does it keep its bound?"""
     from quietgrad.audit.neighbours import neighbouring_tables
     from quietgrad.audit.probes import probe_sensitivity

@@ -2,7 +2,8 @@
 
 Sensitivity: sums without noise on adversarial neighbours must not differ by more than Δ. Secure sums: their noise
 after aggregation, and masks that are never used twice. Ledger: the reservation must be in the file before data
-are touched. Noise over time is in :mod:`~quietgrad.audit.series`, clipping in :mod:`~quietgrad.audit.clipping`.
+are touched. Noise over time is in :mod:`~quietgrad.audit.noise_checks`, clipping in
+:mod:`~quietgrad.audit.clipping`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from quietgrad.audit.canaries import CanaryObjective, Cast
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.units import judge_noise
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
+from quietgrad.audit.noise_checks import check_noise
+from quietgrad.audit.replicas import as_numbers
+from quietgrad.audit.report import AuditFinding
 from quietgrad.curators.base import Curator
 from quietgrad.errors import LedgerError
 from quietgrad.objectives.base import Batch, ClippingRule, Gradient, Query
@@ -33,7 +34,7 @@ Floats = npt.NDArray[np.float64]
 _FLOAT_SLACK = 1e-9
 
 
-def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: float = 1e-6) -> list[Finding]:
+def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: float = 1e-6) -> list[AuditFinding]:
     """Test the noise of a secure sum of silent parties, after aggregation, against what its terms state."""
     from quietgrad.federation import secure_sum
     from quietgrad.secure.terms import SecureSumConfig
@@ -43,10 +44,10 @@ def probe_secure_sum(mode: str, *, parties: int = 5, size: int = 10_000, alpha: 
     terms = SecureSumConfig(mode, parties=parties, dimension=size, bound=clip, sigma=sigma)  # type: ignore[arg-type]
     silence, times = np.zeros((parties, size)), sigma / clip
     heard = [secure_sum(silence, clip=clip, noise_multiplier=times, mode=mode) for _ in range(3)]  # type: ignore[arg-type]
-    return judge_noise(np.stack(heard), sigma * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
+    return check_noise(np.stack(heard), sigma * math.sqrt(terms.variance_factor), f"secure sum by {mode}", alpha)
 
 
-def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: float = 1e-6) -> Finding:
+def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: float = 1e-6) -> AuditFinding:
     """Whether what the server sees of one party in different rounds is unrelated, though her vector is the same.
 
     A mask used twice cancels in the difference of two submissions and bares the change of the vector.
@@ -65,7 +66,7 @@ def probe_masks(*, parties: int = 4, size: int = 4096, rounds: int = 3, alpha: f
     words = np.stack([np.frombuffer(payload, "<i8").astype(np.float64) for payload in seen])
     # Uniform words, each as good as a normal number.
     z = ndtri((words / 2.0**64 + 0.5) * (1.0 - 2.0**-52) + 2.0**-53)
-    return next(f for f in judge_noise(z, 1.0, "masked vectors of one party", alpha) if f.layer == "L0 freshness")
+    return next(f for f in check_noise(z, 1.0, "masked vectors of one party", alpha) if f.layer == "L0 freshness")
 
 
 def sums(query: Query, objective: Any, records: Any, indices: Any = None) -> Floats:
@@ -84,7 +85,7 @@ def probe_sensitivity(
     what: str = "objective",
     *,
     whole: bool = False,
-) -> Finding:
+) -> AuditFinding:
     """The largest ‖q(D) − q(D′)‖/Δ over neighbours and queries; above 1 the claimed bound is false.
 
     Args:
@@ -111,7 +112,7 @@ def probe_sensitivity(
                 worst = max(worst, gap / reach if math.isfinite(gap) else math.inf)
     verdict = "violation" if worst > 1.0 + _FLOAT_SLACK else "pass"
     note = "the claimed bound is never nearly reached: noise is wasted" if worst < 0.5 else ""
-    return Finding("L0 sensitivity", what, "Δ", 1.0, worst, verdict, note=note)  # type: ignore[arg-type]
+    return AuditFinding("L0 sensitivity", what, "Δ", 1.0, worst, verdict, note=note)  # type: ignore[arg-type]
 
 
 class _Witness(CanaryObjective):
@@ -131,15 +132,15 @@ class _Witness(CanaryObjective):
             self.reserved = False
 
 
-def probe_ledger(curator: Callable[[Any, Any, Path], Curator]) -> Finding:
+def probe_ledger(curator: Callable[[Any, Any, Path], Curator]) -> AuditFinding:
     """Whether a curator made with (objective, data, ledger) writes its reservation before it sums anything."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
         witness = _Witness(path)
-        session = curator(witness, Cast(("silent",), 1, 2), path).open(
+        session = curator(witness, CanaryRecords(("silent",), 1, 2), path).open(
             Plan("probe", {}, Schedule((Slot("gradient", FullBatch(), 1),)), 1, Budget(1.0, 1e-5), 5.0)
         )
         session.release("gradient", Gradient(np.zeros(2), 1.0))
     kept = 1.0 if witness.reserved else 0.0
     verdict = "pass" if witness.reserved else "violation"
-    return Finding("L0 ledger", "reservation before release", "kept", 1.0, kept, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 ledger", "reservation before release", "kept", 1.0, kept, verdict)  # type: ignore[arg-type]

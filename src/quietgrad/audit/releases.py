@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile
-from quietgrad.audit.mechanisms import Crowd, Known, Quiet
+from quietgrad.audit.canaries import QueryGame, table_game
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile
+from quietgrad.audit.mechanisms import AnonymousRecords, ConstantQuery, EmptyObjective
+from quietgrad.audit.noise_checks import categories, check_normals, lengthened, probe_slots
 from quietgrad.audit.people import people_reports
-from quietgrad.audit.planting import QueryGame, table_game
 from quietgrad.audit.replicas import Views
-from quietgrad.audit.report import AuditReport
+from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.audit.running import run
-from quietgrad.audit.series import lengthened, probe_slots
-from quietgrad.audit.units import categories, judge_units
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import gdp_mu
@@ -105,7 +104,7 @@ def _labels(runs: int) -> Iterator[AuditReport]:
         session = CentralCurator(LabelSet(), (np.zeros((len(y), 1)), y), account="audit").open(many)
         query = LabelCounts(Relation.ADD_REMOVE)
         scores.append(np.array([float(0 in session.discover("labels", query)) for _ in range(runs)]))
-    found = attack_profile((scores[0], scores[1]), Claim(once), "one label more or less", 1e-6)
+    found = attack_profile((scores[0], scores[1]), PrivacyClaim(once), "one label more or less", 1e-6)
     yield _report("labels", once, [found, *probe_slots(lengthened(once), what="labels")], runs, started)
 
 
@@ -168,13 +167,13 @@ def _search(runs: int) -> Iterator[AuditReport]:
     shares = np.array([*((1 - 1 / mean) ** (edges - 1) / mean), (1 - 1 / mean) ** 39])
     chance = categories(seen.astype(np.float64), 4000 * shares)
     verdict = "pass" if chance >= 1e-7 else "violation"
-    findings.append(Finding("L0 rounds", "the law of K", "p", 1e-7, chance, verdict))  # type: ignore[arg-type]
+    findings.append(AuditFinding("L0 rounds", "the law of K", "p", 1e-7, chance, verdict))  # type: ignore[arg-type]
     best, rounds = zip(*(_rounds_of(plan, pull, mean, runs) for pull in (1.0, -1.0)), strict=True)
-    findings.append(attack_profile((best[0], best[1]), Claim(plan), "the best score", 5e-7))
+    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", 5e-7))
     # A round is priced as one Gaussian release, and the theorem about their number does the rest.
     views = tuple(Views(r[:, None], np.zeros((len(r), 1)), ["round"], True) for r in rounds)
     mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
-    inner = attack_dprime((views[0], views[1]), Claim(plan), "one round's score", 5e-7, mu=mu)
+    inner = attack_dprime((views[0], views[1]), PrivacyClaim(plan), "one round's score", 5e-7, mu=mu)
     findings.append(inner._replace(epsilon_lower=0.0))  # of a round, not of the search
     yield _report("private-search", plan, findings, runs, started)
 
@@ -184,8 +183,8 @@ def _rounds_of(plan: Plan, pull: float, mean: float, runs: int) -> tuple[Floats,
     from quietgrad.curators.central import CentralCurator
     from quietgrad.estimators.search import _rounds
 
-    session = CentralCurator(Quiet(), Crowd(plan.n_public, 1), account="audit").open(plan)
-    query = Known(1, 1.0, pull)
+    session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
+    query = ConstantQuery(1, 1.0, pull)
     scores = []
     for number in range(runs):
         count = _rounds(mean, session.uniform(f"rounds/{number}"))
@@ -203,9 +202,9 @@ def _own_loop(runs: int) -> Iterator[AuditReport]:
     coins = rng.random(count) < 0.5
     # Every canary has a weight of its own; those that are out have no gradient.
     said, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
-    findings = _judge(said.sum(axis=0), coins, Claim(plan), count // 10, 1e-6, gaussian=True)
+    findings = _judge(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, 1e-6, gaussian=True)
     silence, longer = _loop(np.zeros((8, 64), np.float32), steps=256)
-    findings += judge_units(silence / longer.noise_multiplier, "steps of a loop")
+    findings += check_normals(silence / longer.noise_multiplier, "steps of a loop")
     yield _report("own-loop", plan, findings, 1, started)
 
 
@@ -236,7 +235,7 @@ def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
     return np.stack(heard), loop.plan
 
 
-def _report(name: str, plan: Plan, findings: list[Finding], runs: int, started: float) -> AuditReport:
+def _report(name: str, plan: Plan, findings: list[AuditFinding], runs: int, started: float) -> AuditReport:
     assert plan.budget is not None
     return AuditReport(
         algorithm=name,

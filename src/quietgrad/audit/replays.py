@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.mechanisms import BOUND, Crowd, Known, Quiet
-from quietgrad.audit.units import judge_units
+from quietgrad.audit.mechanisms import BOUND, AnonymousRecords, ConstantQuery, EmptyObjective
+from quietgrad.audit.noise_checks import check_normals
+from quietgrad.audit.replicas import as_numbers
+from quietgrad.audit.report import AuditFinding
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.transcript import Transcript
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -31,7 +31,7 @@ Holder = Callable[..., Any]
 """(objective, data, ledger=, run=, key=) ↦ a curator whose sessions can be continued by a transcript."""
 
 
-def probe_replay(curator: Holder = CentralCurator, *, alpha: float = 1e-6) -> list[Finding]:
+def probe_replay(curator: Holder = CentralCurator, *, alpha: float = 1e-6) -> list[AuditFinding]:
     """Make releases, lose the session, and ask them again: the first half as they were, then something else.
 
     >>> [finding.verdict for finding in probe_replay()]
@@ -49,9 +49,9 @@ def probe_replay(curator: Holder = CentralCurator, *, alpha: float = 1e-6) -> li
 
         def ask(values: list[float], *, resumed: bool = False) -> Any:
             log = Transcript(Path(folder) / "transcript", "run", key, resumed=resumed)
-            holder = curator(Quiet(), Crowd(1, _WIDTH), ledger=path, run="run", key=key)
+            holder = curator(EmptyObjective(), AnonymousRecords(1, _WIDTH), ledger=path, run="run", key=key)
             session = holder.open(plan, transcript=log)
-            heard = [as_numbers(session.release("probe", Known(_WIDTH, BOUND, value))) for value in values]
+            heard = [as_numbers(session.release("probe", ConstantQuery(_WIDTH, BOUND, value))) for value in values]
             return session, log, np.stack(heard)
 
         _, log, before = ask([0.0] * _RELEASES)
@@ -61,12 +61,12 @@ def probe_replay(curator: Holder = CentralCurator, *, alpha: float = 1e-6) -> li
         log.close()
         charged = Ledger(path).spent("default", delta=budget.delta, relation=budget.relation).epsilon
     same = float(np.abs(again[:half] - before[:half]).max())
-    first = Finding("L0 replay", "the same again", "change", 0.0, same, "pass" if same == 0.0 else "violation")
+    first = AuditFinding("L0 replay", "the same again", "change", 0.0, same, "pass" if same == 0.0 else "violation")
     z = np.concatenate([before, again[half:] - moved]) / (2.0 * BOUND)
-    findings = [first, *judge_units(z, "sums that changed after a resume", alpha)]
+    findings = [first, *check_normals(z, "sums that changed after a resume", alpha)]
     owed = account(plan.schedule.slots[0].event(2.0, budget.relation, _RELEASES + half), **_at(budget))
     verdict = "pass" if owed <= charged * (1.0 + 1e-9) else "violation"
-    return [*findings, Finding("L0 charge", "releases asked again", "ε", charged, owed, verdict)]  # type: ignore[arg-type]
+    return [*findings, AuditFinding("L0 charge", "releases asked again", "ε", charged, owed, verdict)]  # type: ignore[arg-type]
 
 
 def _at(budget: Budget) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.audit.listener import Blocks, Listener, NotSeparableError
 from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.plans.schedule import Plan
@@ -38,7 +37,7 @@ _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are m
 
 
 @dataclass(frozen=True)
-class Replicated(Sampling, kind="replicated"):
+class ReplicaSampling(Sampling, kind="replicated"):
     """``inner`` sampling drawn independently in each of ``runs`` blocks of records; ``n`` is one run's public n."""
 
     inner: Sampling
@@ -205,8 +204,8 @@ def _blocks(
     objective, data = game.world(which, runs)
     holder = curator(objective, data, key)
     session = holder.open(spread(plan, game, blocks=runs))
-    ear = Listener(session, blocks=runs, uniform=uniform)
-    return walk(algorithm, ear, np.asarray(holder.initial()).view(Blocks))
+    ear = RecordingSession(session, blocks=runs, uniform=uniform)
+    return walk(algorithm, ear, np.asarray(holder.initial()).view(BlockVector))
 
 
 def _loop(
@@ -236,12 +235,12 @@ def _loop(
         session.rho_left = rho
         if hasattr(objective, "rewind"):
             objective.rewind()
-        views.append(walk(algorithm, Listener(session, number=number), start))
+        views.append(walk(algorithm, RecordingSession(session, number=number), start))
         tick(1)
     return views
 
 
-def walk(algorithm: Algorithm, session: Listener, start: Vector) -> Views:
+def walk(algorithm: Algorithm, session: RecordingSession, start: Vector) -> Views:
     state = algorithm.init(start)
     while not state.done:
         state = algorithm.step(state, session)
@@ -259,7 +258,7 @@ def spread(plan: Plan, game: Game, *, blocks: int = 1, rounds: int = 1) -> Plan:
     slots = tuple(
         replace(
             slot,
-            sampling=slot.sampling if single else Replicated(slot.sampling, blocks, plan.n_public),
+            sampling=slot.sampling if single else ReplicaSampling(slot.sampling, blocks, plan.n_public),
             count=slot.count * rounds,
         )
         for slot in plan.schedule.slots

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quietgrad.audit.distinguish import Finding, Verdict
-from quietgrad.audit.power import OFTEN
+from quietgrad.audit.confidence_bounds import OFTEN
 from quietgrad.privacy.budget import Relation
 
 
@@ -31,7 +30,7 @@ class AuditReport:
     confidence: float
     runs: int
     seconds: float
-    findings: tuple[Finding, ...]
+    findings: tuple[AuditFinding, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -110,7 +109,7 @@ class AuditReport:
         )
 
 
-def describe(finding: Finding) -> str:
+def describe(finding: AuditFinding) -> str:
     """One line of a finding."""
     tail = f" ({finding.note})" if finding.note else ""
     return (
@@ -152,7 +151,7 @@ def rows(reports: Sequence[AuditReport]) -> list[tuple[str, ...]]:
     ]
 
 
-def to_html(reports: Sequence[AuditReport], probes: Sequence[Finding] = ()) -> str:
+def to_html(reports: Sequence[AuditReport], probes: Sequence[AuditFinding] = ()) -> str:
     """A section of a page: the table of audits, and the exact probes under it.
 
     >>> to_html([])[:25]

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 
 from quietgrad.audit.canaries import Pattern, amplitude
-from quietgrad.audit.distinguish import Claim, Finding, attack_dprime, attack_profile, likelihood
-from quietgrad.audit.power import TEACH, dprime_refuted
+from quietgrad.audit.confidence_bounds import TEACH, dprime_refuted
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile, likelihood
+from quietgrad.audit.noise_checks import categories
 from quietgrad.audit.replicas import CuratorFactory, Game, Views, collect, collect_blocks
-from quietgrad.audit.units import categories
+from quietgrad.audit.report import AuditFinding
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy.accounting import gdp_mu
@@ -47,7 +48,7 @@ def attack_rounds(
     seed: int | None,
     what: str,
     alpha: float,
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """L1 for every possible round of un-sampled releases, else L2 on runs of rounds drawn by the auditor."""
     law = law_of(plan)
     assert law is not None
@@ -70,7 +71,7 @@ def attack_rounds(
         )  # fmt: skip
         return pair[0], pair[1]
 
-    claim = Claim(plan)
+    claim = PrivacyClaim(plan)
     if mus is not None:
         return [_dprimes([views(k) for k in range(len(law))], law, mus, claim, what, alpha)]
     scores: tuple[list[Floats], list[Floats]] = ([], [])
@@ -93,8 +94,13 @@ def _mu(plan: Plan, rounds: int) -> float:
 
 
 def _dprimes(
-    views: Sequence[tuple[Views, Views]], law: Law, mus: Sequence[float], claim: Claim, what: str, alpha: float
-) -> Finding:
+    views: Sequence[tuple[Views, Views]],
+    law: Law,
+    mus: Sequence[float],
+    claim: PrivacyClaim,
+    what: str,
+    alpha: float,
+) -> AuditFinding:
     share = alpha / len(law)
     found = [attack_dprime(pair, claim, what, share, mu=mu) for pair, mu in zip(views, mus, strict=True)]
     worst = max(range(len(law)), key=lambda k: found[k].measured / mus[k])
@@ -107,7 +113,7 @@ def _dprimes(
     least = [(p, dprime_refuted(mu, tested, share)) for (_, p), mu in zip(law, mus, strict=True)]
     known = all(math.isfinite(mu) for _, mu in least)
     refutes = mixture_epsilon(least, claim.delta_budget) if known else math.inf
-    return Finding("L1", words, "μ", mus[worst], lows[worst], verdict, epsilon, refutes=refutes)  # type: ignore[arg-type]
+    return AuditFinding("L1", words, "μ", mus[worst], lows[worst], verdict, epsilon, refutes=refutes)  # type: ignore[arg-type]
 
 
 def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float:
@@ -126,7 +132,7 @@ def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float
 
 def probe_rounds(
     algorithm: Any, plan: Plan, game: Game, *, curator: CuratorFactory, seed: int | None, alpha: float
-) -> Finding:
+) -> AuditFinding:
     """Whether R follows the law that was priced: as many runs as it takes, each with its own session.
 
     A price may put rounds together and count each as the last of its group, which only costs more; so do we.
@@ -145,4 +151,4 @@ def probe_rounds(
     expected = _DRAWS * np.array([p for _, p in law])
     chance = categories(seen.astype(np.float64), expected)
     verdict = "violation" if strange or chance < alpha else "pass"
-    return Finding("L0 rounds", "the law of R", "p", alpha, 0.0 if strange else chance, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 rounds", "the law of R", "p", alpha, 0.0 if strange else chance, verdict)  # type: ignore[arg-type]

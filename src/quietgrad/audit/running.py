@@ -9,23 +9,19 @@ from dataclasses import replace
 from typing import Any
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.audit.canaries import CanaryGame, Pattern, amplitude
-from quietgrad.audit.distinguish import (
-    Claim,
-    Finding,
+from quietgrad.audit.canaries import CanaryGame, Pattern, QueryGame, amplitude, data_game
+from quietgrad.audit.confidence_bounds import runs_for
+from quietgrad.audit.distinguishers import (
+    PrivacyClaim,
+    attack_divergence,
     attack_dprime,
     attack_profile,
     learned,
     likelihood,
 )
-from quietgrad.audit.divergence import attack_divergence
-from quietgrad.audit.planting import QueryGame
-from quietgrad.audit.power import runs_for
+from quietgrad.audit.noise_checks import lengthened, probe_grid, probe_slots
 from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Views, central, collect, silent
-from quietgrad.audit.report import AuditReport
-from quietgrad.audit.rounds import attack_rounds, law_of, probe_rounds
-from quietgrad.audit.series import lengthened, probe_grid, probe_slots
-from quietgrad.audit.worlds import special_game
+from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FixedSize, SinglePass
@@ -84,10 +80,10 @@ def run(
     holder = _curator(curator)
     n = _default_n(algorithm) if n is None else n
     plan = make_plan(algorithm, n=n, budget=budget, noise_multiplier=noise_multiplier)
-    game = game or special_game(algorithm, n, budget.relation)
-    claim = Claim(claimed or plan)
+    game = game or data_game(algorithm, n, budget.relation)
+    claim = PrivacyClaim(claimed or plan)
     notes: list[str] = []
-    findings: list[Finding] = probe_slots(lengthened(plan), holder, alpha=alpha / 10, seed=seed)
+    findings: list[AuditFinding] = probe_slots(lengthened(plan), holder, alpha=alpha / 10, seed=seed)
     findings.append(probe_grid(holder))
     games = _games(plan, claim, n, budget) if game is None else [_given(game)]
     law = law_of(plan) if game is None else None
@@ -140,17 +136,17 @@ def enough_runs(plan: Plan, confidence: float = 1.0 - 1e-6) -> int | None:
     >>> enough_runs(plan(DPGD(steps=4), n=100, budget=Budget(1.0, 1e-5)))
     1812
     """
-    claim = Claim(plan)
+    claim = PrivacyClaim(plan)
     return runs_for(claim.mu, claim.profile, (1.0 - confidence) / (3 * len(_PATTERNS)))
 
 
 def affordable_runs(algorithm: Algorithm, plan: Plan, seconds: float) -> float:
     """How many runs of each world this machine makes in so many seconds of its own; no limit side by side."""
     assert plan.budget is not None
-    game = special_game(algorithm, plan.n_public, plan.budget.relation)
+    game = data_game(algorithm, plan.n_public, plan.budget.relation)
     if game is None and law_of(plan) is not None:
         return math.inf
-    games = _games(plan, Claim(plan), plan.n_public, plan.budget) if game is None else [_given(game)]
+    games = _games(plan, PrivacyClaim(plan), plan.n_public, plan.budget) if game is None else [_given(game)]
     for count in (2, _PILOT):  # the first runs also load what the others use
         started = time.process_time()
         views = _collect(algorithm, plan, games[0][2], 0, count, central, None, silent)
@@ -190,8 +186,13 @@ def _collect(
 
 
 def _attack(
-    views: tuple[Views, Views], claim: Claim, what: str, pattern: Pattern | None, gaussian: bool, alpha: float
-) -> list[Finding]:
+    views: tuple[Views, Views],
+    claim: PrivacyClaim,
+    what: str,
+    pattern: Pattern | None,
+    gaussian: bool,
+    alpha: float,
+) -> list[AuditFinding]:
     """L1 if the transcript is Gaussian; L2 on the likelihood (else a learned direction) and on the model alone."""
     found = []
     if claim.mu is not None and gaussian:
@@ -213,7 +214,7 @@ def _attack(
     return found
 
 
-def _games(plan: Plan, claim: Claim, n: int, budget: Budget) -> list[tuple[str, Pattern | None, Game]]:
+def _games(plan: Plan, claim: PrivacyClaim, n: int, budget: Budget) -> list[tuple[str, Pattern | None, Game]]:
     whole = any(isinstance(slot.sampling, FixedSize | SinglePass) for slot in plan.schedule.slots)
     # Sampled background records would only blur the canary; un-sampled ones expose division by the realised batch.
     background = claim.mu is not None and n >= 3

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.mechanisms import Crowd, Quiet
+from quietgrad.audit.mechanisms import AnonymousRecords, EmptyObjective
+from quietgrad.audit.noise_checks import check_normals
 from quietgrad.audit.replicas import CuratorFactory, central
-from quietgrad.audit.units import judge_units
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
@@ -45,7 +45,7 @@ class RollCall:
         self.present.append(np.array(indices, np.int64))
 
 
-def probe_samples(curator: CuratorFactory = central, *, alpha: float = 1e-6) -> list[Finding]:
+def probe_samples(curator: CuratorFactory = central, *, alpha: float = 1e-6) -> list[AuditFinding]:
     """Poisson samples as independent coins, and samples of fixed size as sets of that size.
 
     >>> {finding.verdict for finding in probe_samples()}
@@ -62,16 +62,16 @@ def probe_samples(curator: CuratorFactory = central, *, alpha: float = 1e-6) -> 
     # A coin of probability q, spread over its part of the unit interval, is uniform.
     u = np.random.default_rng().random(taken.shape)
     z = ndtri(np.clip(np.where(taken, u * _RATE, _RATE + u * (1.0 - _RATE)), 1e-15, 1.0 - 1e-15))
-    coins = judge_units(z, "who is in a Poisson sample", alpha)
+    coins = check_normals(z, "who is in a Poisson sample", alpha)
     findings = [coin._replace(layer="L0 sampling") for coin in coins]
     whole = sum(len(np.unique(i)) == len(i) == _SIZE for i in calls["fixed"])
     exact = "pass" if whole == _RELEASES else "violation"
-    return [*findings, Finding("L0 sampling", "sets of fixed size", "right", _RELEASES, whole, exact)]  # type: ignore[arg-type]
+    return [*findings, AuditFinding("L0 sampling", "sets of fixed size", "right", _RELEASES, whole, exact)]  # type: ignore[arg-type]
 
 
 def _call(slot: Slot, curator: CuratorFactory) -> list[npt.NDArray[np.int64]]:
     plan = Plan("probe", {}, Schedule((slot,)), _RECORDS, Budget(1.0, 1e-5, Relation.REPLACE_ONE), 20.0)
-    session = curator(Quiet(), Crowd(_RECORDS, 1), fresh_key()).open(plan)
+    session = curator(EmptyObjective(), AnonymousRecords(_RECORDS, 1), fresh_key()).open(plan)
     roll = RollCall()
     for _ in range(slot.count):
         session.release(slot.name, roll)

@@ -16,11 +16,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.distinguish import Finding
-from quietgrad.audit.listener import as_numbers
-from quietgrad.audit.mechanisms import BOUND, SCALAR, Crowd, Known, Quiet, label_count, labels_of, listener
-from quietgrad.audit.replicas import CuratorFactory, central
-from quietgrad.audit.units import judge_units
+from quietgrad.audit.mechanisms import (
+    BOUND,
+    SCALAR,
+    AnonymousRecords,
+    ConstantQuery,
+    EmptyObjective,
+    label_count,
+    labels_of,
+    listener,
+)
+from quietgrad.audit.noise_checks import check_normals
+from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.queries.labels import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
@@ -58,7 +66,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
 
 def probe_mechanism(
     mechanism: Mechanism, curator: CuratorFactory = central, *, alpha: float = 1e-6, seed: int | None = None
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Listen to hundreds of releases of one mechanism, half of them after the session was opened again.
 
     >>> {finding.verdict for finding in probe_mechanism(GaussianNoise(), seed=0)}
@@ -70,19 +78,19 @@ def probe_mechanism(
     return probe_slots(plan, curator, f"{mechanism.kind} noise", alpha=alpha, seed=seed, width=width)
 
 
-def probe_grid(curator: CuratorFactory = central) -> Finding:
+def probe_grid(curator: CuratorFactory = central) -> AuditFinding:
     """Whether noise and sum lie on the public grid: a float's last bits would betray the sum.
 
     >>> probe_grid().verdict
     'pass'
     """
     plan = plan_of(GaussianNoise())
-    session = curator(Quiet(), Crowd(1, WIDTH), fresh_key()).open(plan)
-    heard = np.stack([as_numbers(session.release("probe", Known(WIDTH, BOUND, 0.1))) for _ in range(8)])
+    session = curator(EmptyObjective(), AnonymousRecords(1, WIDTH), fresh_key()).open(plan)
+    heard = np.stack([as_numbers(session.release("probe", ConstantQuery(WIDTH, BOUND, 0.1))) for _ in range(8)])
     _, step = sigma_for(plan.noise_multiplier, BOUND, WIDTH)
     off = float(np.abs(heard / step - np.rint(heard / step)).max())
     verdict = "pass" if off == 0.0 else "violation"
-    return Finding("L0 grid", "curator", "units off", 0.0, off, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 grid", "curator", "units off", 0.0, off, verdict)  # type: ignore[arg-type]
 
 
 def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> Plan:
@@ -107,7 +115,7 @@ def probe_algorithm(
     *,
     alpha: float = 1e-6,
     seed: int | None = None,
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Listen to every slot of an algorithm's plan, each as often as hundreds of steps would."""
     from quietgrad.training import plan as make_plan
 
@@ -148,20 +156,20 @@ def probe_slots(
     alpha: float = 1e-6,
     seed: int | None = None,
     width: int = WIDTH,
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """Listen to all releases of every slot of ``plan``, and for noise that slots share."""
     key = fresh_key() if seed is None else seed_key(seed)
     slots = plan.schedule.slots
     share = alpha / (len(slots) + 1)
-    findings: list[Finding] = []
+    findings: list[AuditFinding] = []
     vectors = []
     for slot in slots:
         z = np.stack(list(_hear(plan, slot, curator, key, seed, width)))
-        findings += judge_units(z, f"{what}, {slot.name!r}" if what else slot.name, share)
+        findings += check_normals(z, f"{what}, {slot.name!r}" if what else slot.name, share)
         if z.shape[1] == width:
             vectors.append(z)
     if len(vectors) > 1:
-        together = judge_units(np.concatenate(vectors), f"{what}, all slots" if what else "all slots", share)
+        together = check_normals(np.concatenate(vectors), f"{what}, all slots" if what else "all slots", share)
         findings += [f for f in together if f.layer == "L0 freshness"]
     return findings
 
@@ -191,7 +199,7 @@ def _hear(
 def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, width: int) -> Any:
     if isinstance(slot.mechanism, GaussianPartitionSelection):
         return curator(_Labelled(), labels_of(slot, plan, width), key)
-    return curator(Quiet(), Crowd(plan.n_public, width), key)
+    return curator(EmptyObjective(), AnonymousRecords(plan.n_public, width), key)
 
 
 class _Labelled(LabelSet):
@@ -214,7 +222,7 @@ def _count(mechanism: Mechanism) -> int:
 
 def probe_charges(
     curator: Any, mechanisms: Iterable[Mechanism] = MECHANISMS, *, releases: int = 41
-) -> list[Finding]:
+) -> list[AuditFinding]:
     """What is in the ledger after a session was closed early, against the price of what was heard.
 
     Args:
@@ -223,7 +231,7 @@ def probe_charges(
     return [_charged(curator, mechanism, releases) for mechanism in mechanisms]
 
 
-def _charged(curator: Any, mechanism: Mechanism, releases: int) -> Finding:
+def _charged(curator: Any, mechanism: Mechanism, releases: int) -> AuditFinding:
     from quietgrad.privacy.ledger import Ledger
 
     plan = plan_of(mechanism)
@@ -234,7 +242,7 @@ def _charged(curator: Any, mechanism: Mechanism, releases: int) -> Finding:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
-        objective, data = Quiet(), Crowd(plan.n_public, WIDTH)
+        objective, data = EmptyObjective(), AnonymousRecords(plan.n_public, WIDTH)
         if isinstance(mechanism, GaussianPartitionSelection):
             objective, data = _Labelled(), labels_of(slot, plan, WIDTH)  # type: ignore[assignment]
         session = curator(objective, data, path).open(plan)
@@ -246,4 +254,4 @@ def _charged(curator: Any, mechanism: Mechanism, releases: int) -> Finding:
     owed = account(owed_event, delta=plan.budget.delta, relation=relation)
     verdict = "pass" if owed <= spent * (1.0 + 1e-9) else "violation"
     what = f"{heard} releases, {mechanism.kind} noise"
-    return Finding("L0 charge", what, "ε", spent, owed, verdict)  # type: ignore[arg-type]
+    return AuditFinding("L0 charge", what, "ε", spent, owed, verdict)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.distinguish import Claim, Finding, attack_profile
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile
+from quietgrad.audit.report import AuditFinding
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.parties import Party, matched
 from quietgrad.federation.simulation import assemble
@@ -45,7 +46,7 @@ def attack_shared_person(
     relation: Relation = Relation.ADD_REMOVE,
     trust: str = "curator",
     secure: str | None = None,
-) -> Finding:
+) -> AuditFinding:
     """Tell from one published sum whether somebody known to two of three parties is in it.
 
     >>> attack_shared_person(400, kept_once).verdict
@@ -74,10 +75,10 @@ def attack_shared_person(
     assert claimed is not None
     how = trust if secure is None else f"secure sum by {secure}"
     what = f"a person known to two parties, {joining.__name__}, {how}, {relation}"
-    return attack_profile((scores[0], scores[1]), Claim(claimed), what, 1e-6)
+    return attack_profile((scores[0], scores[1]), PrivacyClaim(claimed), what, 1e-6)
 
 
-def shared_people_findings(runs: int, relation: Relation) -> Iterator[Finding]:
+def shared_people_findings(runs: int, relation: Relation) -> Iterator[AuditFinding]:
     """Both ways, where the coordinator adds no more noise than is claimed."""
     for joining in (priced, kept_once):
         yield attack_shared_person(runs, joining, relation=relation)

@@ -16,13 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.audit.bounds import dprime_lower, one_run_epsilon, one_run_mu, one_run_refutes
-from quietgrad.audit.distinguish import Claim, Finding, Verdict
-from quietgrad.audit.listener import Listener
-from quietgrad.audit.planted import PlantedObjective
-from quietgrad.audit.power import dprime_found
-from quietgrad.audit.replicas import CuratorFactory, central
-from quietgrad.audit.report import AuditReport
+from quietgrad.audit.confidence_bounds import (
+    dprime_found,
+    dprime_lower,
+    one_run_epsilon,
+    one_run_mu,
+    one_run_refutes,
+)
+from quietgrad.audit.distinguishers import PrivacyClaim
+from quietgrad.audit.replicas import CuratorFactory, RecordingSession, central
+from quietgrad.audit.report import AuditFinding, AuditReport, Verdict
 from quietgrad.objectives.base import Batch
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
@@ -77,7 +80,7 @@ def one_run(
     key = fresh_key() if seed is None else seed_key(seed)
     train = _planted if planted else _mixed
     scores, plan = train(objective, data, algorithm, budget, canaries, coins, curator, key)
-    claim = Claim(plan)
+    claim = PrivacyClaim(plan)
     findings = _judge(scores, coins, claim, guesses, 1.0 - confidence, gaussian=planted)
     space = "gradient space" if planted else "input space"
     return AuditReport(
@@ -110,7 +113,7 @@ def _planted(
     holder = curator(PlantedObjective(objective, canaries, coins, budget.relation), data, key)
     n = len(objective.prepare(data)) + canaries
     plan = make_plan(algorithm, n=n, budget=budget)
-    session = Listener(holder.open(plan))
+    session = RecordingSession(holder.open(plan))
     state = algorithm.init(holder.initial())
     while not state.done:
         state = algorithm.step(state, session)
@@ -135,7 +138,7 @@ def _mixed(
     together = tuple(_stack(part, extra[coins]) for part, extra in zip(data, canaries, strict=True))
     holder = curator(objective, together, key)
     plan = make_plan(algorithm, n=len(data[1]) + len(coins), budget=budget)
-    session = Listener(holder.open(plan))
+    session = RecordingSession(holder.open(plan))
     start = holder.initial()
     state = algorithm.init(copy(start))
     while not state.done:
@@ -162,8 +165,8 @@ def _stack(part: Any, extra: Any) -> Any:
 
 
 def _judge(
-    scores: Floats, coins: npt.NDArray[np.bool_], claim: Claim, guesses: int, alpha: float, *, gaussian: bool
-) -> list[Finding]:
+    scores: Floats, coins: npt.NDArray[np.bool_], claim: PrivacyClaim, guesses: int, alpha: float, *, gaussian: bool
+) -> list[AuditFinding]:
     """The three bounds, α shared; the d′ bound only where scores are Gaussian."""
     order = np.argsort(scores)
     half = guesses // 2
@@ -181,7 +184,7 @@ def _judge(
         verdict: Verdict = "violation" if refuted else "pass"
         if not one_run_refutes(curve, count, guesses, guesses, share):
             verdict = "vacuous"
-        return [*found, Finding("L3 f-DP", what, "profile refuted", 0.0, float(refuted), verdict)]
+        return [*found, AuditFinding("L3 f-DP", what, "profile refuted", 0.0, float(refuted), verdict)]
     mu = one_run_mu(count, guesses, correct, share)
     finding = _finding("L3 f-DP", what, "μ", claim.mu, mu, gaussian_epsilon(mu, delta) if mu else 0.0)
     if finding.verdict == "pass" and one_run_mu(count, guesses, guesses, share) <= claim.mu:
@@ -197,11 +200,13 @@ def _judge(
     return found
 
 
-def _finding(layer: str, what: str, unit: str, claimed: float, measured: float, epsilon: float) -> Finding:
-    return Finding(layer, what, unit, claimed, measured, "violation" if measured > claimed else "pass", epsilon)
+def _finding(layer: str, what: str, unit: str, claimed: float, measured: float, epsilon: float) -> AuditFinding:
+    return AuditFinding(
+        layer, what, unit, claimed, measured, "violation" if measured > claimed else "pass", epsilon
+    )
 
 
-def _tradeoff(claim: Claim) -> Any:
+def _tradeoff(claim: PrivacyClaim) -> Any:
     """By the claimed profile: the least probability of an event in one world, given that in the other."""
     points = [(np.exp(e), d) for e, d in claim.profile.items()]
 

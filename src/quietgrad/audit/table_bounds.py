@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sparse
 
-from quietgrad.audit.distinguish import Finding
 from quietgrad.audit.probes import probe_sensitivity
+from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
 from quietgrad.objectives.queries.labels import LabelCounts, LabelRecords
@@ -122,7 +122,7 @@ def name_of(query: Query) -> str:
     return type(query.query if isinstance(query, Framed) else query).__name__
 
 
-def _table_findings() -> Iterator[Finding]:
+def _table_findings() -> Iterator[AuditFinding]:
     for relation, regression, is_sparse in itertools.product(Relation, (False, True), (False, True)):
         objective = Squared(intercept=True) if regression else Logistic(intercept=True)
         pairs = list(hostile_pairs(regression, relation, is_sparse=is_sparse))
@@ -167,7 +167,7 @@ def _asked(queries: list[Query], records: Any) -> list[Query]:
     return queries
 
 
-def _evaluation_findings() -> Iterator[Finding]:
+def _evaluation_findings() -> Iterator[AuditFinding]:
     scores = [0.0, 1.0, 5.0, -2.0, np.nan, np.inf]
     for relation in Relation:
         yield probe_sensitivity(
@@ -189,7 +189,7 @@ def _evaluation_findings() -> Iterator[Finding]:
             )
 
 
-def _label_findings() -> Iterator[Finding]:
+def _label_findings() -> Iterator[AuditFinding]:
     """Counts of labels as one vector over all of them: neighbours differ by 1 in one place, or in two."""
     labels = np.array(["a", "b", "b", "c"])
     from quietgrad.privacy.accounting import sensitivity_factor
@@ -206,10 +206,10 @@ def _label_findings() -> Iterator[Finding]:
             gap = np.linalg.norm([a.get(k, 0.0) - b.get(k, 0.0) for k in {*a, *b}])
             worst = max(worst, float(gap) / (sensitivity_factor(relation) * query.bound))
         verdict = "violation" if worst > 1.0 + 1e-9 else "pass"
-        yield Finding("L0 sensitivity", f"LabelCounts, {relation}", "Δ", 1.0, worst, verdict)  # type: ignore[arg-type]
+        yield AuditFinding("L0 sensitivity", f"LabelCounts, {relation}", "Δ", 1.0, worst, verdict)  # type: ignore[arg-type]
 
 
-def table_findings() -> Iterator[Finding]:
+def table_findings() -> Iterator[AuditFinding]:
     """All of them.
 
     >>> {finding.verdict for finding in _label_findings()}

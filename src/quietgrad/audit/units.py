@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import betainc, chdtrc, gammainc, gammaincc, ndtr
 
-from quietgrad.audit.distinguish import Finding
+from quietgrad.audit.report import AuditFinding
 
 Floats = npt.NDArray[np.float64]
 _BINS = 64
@@ -34,7 +34,7 @@ _FEWEST_EXPECTED = 50.0
 _FEWEST_PAIRED = 16  # numbers of two releases below which only all pairs of a distance are compared
 
 
-def judge_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -> list[Finding]:
+def judge_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -> list[AuditFinding]:
     """Test noise of a claimed σ, one row per release; long rows are cut into shorter ones.
 
     >>> rng = np.random.default_rng(0)
@@ -47,7 +47,7 @@ def judge_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -
     return judge_units(z, what, alpha)
 
 
-def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[Finding]:
+def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[AuditFinding]:
     """Test rows of releases that are claimed to be independent standard normals.
 
     >>> rng = np.random.default_rng(0)
@@ -60,7 +60,7 @@ def judge_units(z: Floats, what: str, alpha: float = 1e-6) -> list[Finding]:
     """
     z = np.atleast_2d(np.asarray(z, np.float64))
     if not np.isfinite(z).all():
-        return [Finding("L0 noise scale", what, "numbers", 0.0, math.nan, "violation")]
+        return [AuditFinding("L0 noise scale", what, "numbers", 0.0, math.nan, "violation")]
     found = [_scale(z, what, alpha / 4), _law(z, what, alpha / 4)]
     found.append(_independent(z, f"releases of {what}", "L0 freshness", alpha / 4))
     if z.shape[1] > 1:
@@ -92,7 +92,7 @@ def categories(seen: Floats, expected: Floats) -> float:
     return float(chdtrc(len(pairs) - 1, float(((got - wanted) ** 2 / wanted).sum())))
 
 
-def _scale(z: Floats, what: str, alpha: float) -> Finding:
+def _scale(z: Floats, what: str, alpha: float) -> AuditFinding:
     blocks = list(_blocks(z * z))
     total, count = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
     # χ² both ways, by the incomplete gamma function.
@@ -100,8 +100,8 @@ def _scale(z: Floats, what: str, alpha: float) -> Finding:
     worst = int(np.argmin(chance))
     ratio = math.sqrt(total[worst] / count[worst])
     if float(chance[worst]) >= alpha / len(chance):
-        return Finding("L0 noise scale", what, "σ/claim", 1.0, ratio, "pass")
-    return Finding("L0 noise scale", what, "σ/claim", 1.0, ratio, "violation", note=_where(blocks, worst))
+        return AuditFinding("L0 noise scale", what, "σ/claim", 1.0, ratio, "pass")
+    return AuditFinding("L0 noise scale", what, "σ/claim", 1.0, ratio, "violation", note=_where(blocks, worst))
 
 
 def _where(blocks: list[tuple[Floats, Floats, str]], place: int) -> str:
@@ -138,7 +138,7 @@ def _halves(size: int) -> list[slice]:
     return found or [slice(0, size)]
 
 
-def _law(z: Floats, what: str, alpha: float) -> Finding:
+def _law(z: Floats, what: str, alpha: float) -> AuditFinding:
     bins = min(_BINS, max(2, z.size // 20))
     counts = np.bincount(np.minimum((ndtr(z.ravel()) * bins).astype(int), bins - 1), minlength=bins)
     expected = z.size / bins
@@ -150,12 +150,12 @@ def _law(z: Floats, what: str, alpha: float) -> Finding:
     shifted = float(means[worst]) * len(means)
     chance = 2.0 * min(whole, shifted)
     if chance >= alpha:
-        return Finding("L0 noise law", what, "p", alpha, min(1.0, chance), "pass")
+        return AuditFinding("L0 noise law", what, "p", alpha, min(1.0, chance), "pass")
     note = f"the mean at {_where(blocks, worst)}" if shifted < whole else ""
-    return Finding("L0 noise law", what, "p", alpha, chance, "violation", note=note)
+    return AuditFinding("L0 noise law", what, "p", alpha, chance, "violation", note=note)
 
 
-def _independent(z: Floats, what: str, layer: str, alpha: float) -> Finding:
+def _independent(z: Floats, what: str, layer: str, alpha: float) -> AuditFinding:
     """Rows that are related: any two of them, or all that lie a certain distance apart."""
     size, width = z.shape
     products = z @ z.T
@@ -178,4 +178,4 @@ def _independent(z: Floats, what: str, layer: str, alpha: float) -> Finding:
         chances.append(1.0 - float(betainc(0.5, (width - 1) / 2, min(1.0, cosine**2))))
         tests += size * (size - 1) // 2
     worst = min(chances) * max(1, tests)
-    return Finding(layer, what, "p", alpha, min(1.0, worst), "violation" if worst < alpha else "pass")
+    return AuditFinding(layer, what, "p", alpha, min(1.0, worst), "violation" if worst < alpha else "pass")

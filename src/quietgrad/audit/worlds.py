@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.audit.planting import query_game
+from quietgrad.audit.canaries import query_game
 from quietgrad.audit.replicas import Game
 from quietgrad.privacy.budget import Relation
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.certificates.claims import ALTERED, Claim
+from quietgrad.certificates.consistency import ALTERED, CertificateClaim
 from quietgrad.certificates.document import canonical
 from quietgrad.errors import QuietgradError
 from quietgrad.plans.counting import COUNT, PublicCount
@@ -22,7 +22,7 @@ _MOST_SLOTS = 256
 _MOST_SETTING = 10**6  # some plan a slot, or a weight of a law, for each
 
 
-def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[str]]:
+def plan_problems(body: dict[str, Any], claim: CertificateClaim) -> tuple[Schedule, list[str]]:
     plan, privacy = body["plan"], claim.privacy
     expected = {
         "algorithm",
@@ -82,7 +82,7 @@ def plan_problems(body: dict[str, Any], claim: Claim) -> tuple[Schedule, list[st
     return schedule, found
 
 
-def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[str]:
+def _federation_problems(federation: Any, n_public: Any, claim: CertificateClaim) -> list[str]:
     """Who took part must add up to the records stated, and be told of against whom the claim is made."""
     from quietgrad.federation.coordinator import ADVERSARIES, BUT_FOR_LISTS
     from quietgrad.federation.plan import MATCHED
@@ -117,7 +117,7 @@ def _federation_problems(federation: Any, n_public: Any, claim: Claim) -> list[s
     return found
 
 
-def _may_end_there(planned: Schedule, stated: Schedule, body: dict[str, Any], claim: Claim) -> bool:
+def _may_end_there(planned: Schedule, stated: Schedule, body: dict[str, Any], claim: CertificateClaim) -> bool:
     """Whether fewer releases than the slots hold may be what is paid for: rounds that a federation kept spare.
 
     Whoever stops for another reason pays for the whole plan, and so does whose releases follow from data or from a
@@ -138,7 +138,9 @@ def _largest(value: Any) -> float:
     return abs(value) if isinstance(value, int) or (isinstance(value, float) and value.is_integer()) else 0
 
 
-def _derived(schedule: Schedule, claim: Claim, federation: Any, count: PublicCount, *, parts_count: bool) -> bool:
+def _derived(
+    schedule: Schedule, claim: CertificateClaim, federation: Any, count: PublicCount, *, parts_count: bool
+) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
     parties = _without_slack(claim.event)
     first = count.event(claim.relation)

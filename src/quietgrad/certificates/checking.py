@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quietgrad.certificates.agreement import plan_problems
-from quietgrad.certificates.claims import ALTERED, Claim, read_claim
-from quietgrad.certificates.document import Document
-from quietgrad.certificates.second import SecondProof, second_proof, sensitivity_again
-from quietgrad.certificates.signing import signature_holds
+from quietgrad.certificates.consistency import ALTERED, CertificateClaim, plan_problems, read_claim
+from quietgrad.certificates.document import PrivacyCertificate, signature_holds
+from quietgrad.certificates.independent_accountant import IndependentProof, second_proof, sensitivity_again
 from quietgrad.errors import DataError, LedgerError, UnprovableError
 from quietgrad.files import read_bytes
 from quietgrad.plans.schedule import DECLARED, Schedule
@@ -81,7 +79,7 @@ class Verdict:
 
 
 def check(
-    document: Document,
+    document: PrivacyCertificate,
     *,
     public_key: str | None = None,
     ledger: str | Path | None = None,
@@ -129,7 +127,7 @@ def check(
     )
 
 
-def _signature(document: Document, demanded: str | None) -> Finding:
+def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
     if document.signature is None:
         words = "none: whoever wrote this file could have written any other"
         return Finding("signature", None if demanded is None else False, words)
@@ -146,7 +144,7 @@ def _signature(document: Document, demanded: str | None) -> Finding:
 # ---- the proofs ----------------------------------------------------------------------------------------------
 
 
-def _first_proof(claim: Claim, *, counted: bool) -> tuple[ProvedGuarantee | None, Finding]:
+def _first_proof(claim: CertificateClaim, *, counted: bool) -> tuple[ProvedGuarantee | None, Finding]:
     name = str(claim.privacy.accountant)
     family = next(
         (each for each in ("gaussian-exact", "pure", "pld", "zcdp", "rdp") if name.startswith(each)), None
@@ -167,9 +165,9 @@ def _first_proof(claim: Claim, *, counted: bool) -> tuple[ProvedGuarantee | None
     return proof, Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
 
 
-def _second_finding(claim: Claim, ours: ProvedGuarantee | None, schedule: Schedule | None) -> Finding:
+def _second_finding(claim: CertificateClaim, ours: ProvedGuarantee | None, schedule: Schedule | None) -> Finding:
     """Whether dp-accounting proves ε too. Where it cannot, one accountant did, which is no fault of the claim."""
-    second: SecondProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
+    second: IndependentProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
     value = f"{second.how}: ε = {second.epsilon:.6g}"
@@ -206,7 +204,7 @@ def _theorem(schedule: Schedule | None) -> str | None:
 # ---- what lies beside it -------------------------------------------------------------------------------------
 
 
-def _ledger_findings(body: dict[str, Any], claim: Claim, file: str | Path | None) -> list[Finding]:
+def _ledger_findings(body: dict[str, Any], claim: CertificateClaim, file: str | Path | None) -> list[Finding]:
     stated = body["ledger"]
     if stated is None:
         found = [Finding("ledger", None, "none: what else was spent on these people is not known")]
@@ -264,7 +262,7 @@ def _chain_problem(entries: tuple[ChainEntry, ...], head: Any) -> str:
     return ""
 
 
-def _account_finding(book: LedgerState, claim: Claim) -> Finding:
+def _account_finding(book: LedgerState, claim: CertificateClaim) -> Finding:
     parts, count = book.counted(str(claim.privacy.account)), book.runs(str(claim.privacy.account))
     if len(set(parts)) > _MOST_KINDS:
         return Finding("account", None, f"{count} runs of this account: too many kinds to add up here")
@@ -309,7 +307,7 @@ def _model_finding(body: dict[str, Any], file: str | Path | None) -> Finding:
 
 
 def _words(
-    document: Document, claim: Claim, findings: list[Finding], demanded: str | None
+    document: PrivacyCertificate, claim: CertificateClaim, findings: list[Finding], demanded: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     good = {finding.what for finding in findings if finding.ok}
     shown, rest = [], []

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from quietgrad.certificates.document import LARGEST, Document
+from quietgrad.certificates.document import LARGEST, PrivacyCertificate
 from quietgrad.curators.account import run_of
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes
@@ -24,7 +24,7 @@ from quietgrad.training.result import Result, ledger_of, load, problems_of
 _PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 
 
-def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> Document:
+def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
     """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
 
     ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
@@ -54,7 +54,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
         raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
     stated = privacy.to_json()
     event = stated.pop("event")
-    document = Document(
+    document = PrivacyCertificate(
         {
             "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             "claim": stated,

@@ -38,7 +38,7 @@ def canonical(value: Any) -> bytes:
 
 
 @dataclass(frozen=True)
-class Document:
+class PrivacyCertificate:
     """A certificate in memory: what it says, and the signature over it as hexadecimal text, if there is one."""
 
     body: dict[str, Any]
@@ -67,7 +67,7 @@ class Document:
         return target
 
 
-def read(path: str | Path) -> Document:
+def read(path: str | Path) -> PrivacyCertificate:
     """Read a certificate; ``DataError`` in one sentence if the file is not exactly one."""
     try:
         content = read_bytes(path, most=LARGEST)
@@ -76,7 +76,7 @@ def read(path: str | Path) -> Document:
     return parse(content, str(path))
 
 
-def parse(content: bytes, name: str) -> Document:
+def parse(content: bytes, name: str) -> PrivacyCertificate:
     """The certificate that ``content`` spells; ``name`` is for messages."""
     try:
         value = parse_json(content)
@@ -97,7 +97,7 @@ def parse(content: bytes, name: str) -> Document:
     signature = value["signature"]
     if signature is not None and not _is_signature(signature):
         raise DataError(f"{name}: was altered: its signature is not one.")
-    document = Document(value["body"], signature)
+    document = PrivacyCertificate(value["body"], signature)
     if document.digest != value["digest"]:
         raise DataError(f"{name}: was altered: its digest does not fit its content.")
     return document

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quietgrad.certificates.document import Document
+from quietgrad.certificates.document import PrivacyCertificate
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes, sync_folder, write_atomically
 
@@ -53,10 +53,12 @@ class SigningKey:
         """The public key as 64 hexadecimal digits."""
         return self._key.public_key().public_bytes_raw().hex()
 
-    def sign(self, document: Document) -> Document:
+    def sign(self, document: PrivacyCertificate) -> PrivacyCertificate:
         """``document`` with this key's signature."""
         value = self._key.sign(document.payload).hex()
-        return Document(document.body, {"algorithm": "ed25519", "public_key": self.public, "value": value})
+        return PrivacyCertificate(
+            document.body, {"algorithm": "ed25519", "public_key": self.public, "value": value}
+        )
 
 
 def new_key(path: str | Path) -> str:
@@ -123,7 +125,7 @@ def _digits(content: bytes) -> str | None:
     return found.decode() if len(found) == 64 and not set(found) - set(b"0123456789abcdef") else None
 
 
-def signature_holds(document: Document) -> bool:
+def signature_holds(document: PrivacyCertificate) -> bool:
     """Whether the signature in ``document`` is that of the key that it names; false if there is none."""
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

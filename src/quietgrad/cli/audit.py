@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from quietgrad.audit.distinguish import Finding
-    from quietgrad.audit.report import AuditReport
+    from quietgrad.audit.report import AuditFinding, AuditReport
 
 app = typer.Typer(add_completion=False)
 
@@ -230,17 +229,17 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     return entry(name).make(config)
 
 
-def _probes() -> Iterator[Finding]:
+def _probes() -> Iterator[AuditFinding]:
     """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
     from quietgrad.audit import (
         bookkeeping,
+        canaries,
         clipping,
+        noise_checks,
         parties,
-        planting,
         probes,
         replays,
         samples,
-        series,
         table_bounds,
     )
     from quietgrad.audit.neighbours import every_query, neighbouring_tables
@@ -253,9 +252,9 @@ def _probes() -> Iterator[Finding]:
     def charging(objective: Any, data: Any, path: Path) -> Any:
         return CentralCurator(objective, data, ledger=path)
 
-    for mechanism in series.MECHANISMS:
-        yield from series.probe_mechanism(mechanism)
-    yield from series.probe_charges(charging)
+    for mechanism in noise_checks.MECHANISMS:
+        yield from noise_checks.probe_mechanism(mechanism)
+    yield from noise_checks.probe_charges(charging)
     yield probes.probe_ledger(charging)
     yield from replays.probe_replay()
     yield from samples.probe_samples()
@@ -263,7 +262,7 @@ def _probes() -> Iterator[Finding]:
         loss = entry.make_example()
         for r in Relation:
             yield probes.probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{name}, {r}")
-    yield from planting.every_bound()
+    yield from canaries.every_bound()
     yield from table_bounds.table_findings()
     yield from clipping.probe_clips()
     yield bookkeeping.probe_fresh_records()
@@ -283,7 +282,7 @@ def _line(report: AuditReport) -> str:
     )
 
 
-def _explain(reports: list[AuditReport], findings: list[Finding]) -> None:
+def _explain(reports: list[AuditReport], findings: list[AuditFinding]) -> None:
     """Say more about whatever did not pass, and about what it would take."""
     from quietgrad.audit.report import describe
 
@@ -294,7 +293,7 @@ def _explain(reports: list[AuditReport], findings: list[Finding]) -> None:
             typer.echo(str(report))
 
 
-def _write(page: Path, reports: list[AuditReport], findings: list[Finding]) -> None:
+def _write(page: Path, reports: list[AuditReport], findings: list[AuditFinding]) -> None:
     from quietgrad.audit.report import to_html
 
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
