@@ -64,8 +64,8 @@ def make_private_with_epsilon(
     """Make a module, optimizer and loader private for ``epochs`` epochs at ``target_epsilon``.
 
     What differs from Opacus: the whole cost is charged to a ledger before the first batch; batches are secret
-    Poisson samples; with ``criterion=`` a fourth value comes back and ε holds without a condition. Without ``criterion=``
-    three values come back, and ``loader.privacy.condition`` states what ε assumes about the loop.
+    Poisson samples; with ``criterion=`` a fourth value comes back and ε holds without a condition. Without
+    ``criterion=`` three values come back, and ``loader.privacy.condition`` states what ε assumes about the loop.
 
     ``noise_schedule`` is relative to the calibrated noise, such as ``lambda epoch: 0.95**epoch``. All other
     arguments are those of :func:`make_private`.
