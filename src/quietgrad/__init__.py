@@ -1,4 +1,8 @@
-"""quietgrad: differentially private optimisation that proves what privacy it spent.
+"""Differentially private training that proves what privacy it spent.
+
+Four entry points: :mod:`quietgrad.estimators` for tables, :mod:`quietgrad.torch` for PyTorch modules,
+:mod:`quietgrad.federation` for several parties, and :func:`minimize` with an algorithm of your choice. A plan
+states what a run will release and cost before it reads data:
 
 >>> import quietgrad as qg
 >>> budget = qg.Budget(epsilon=1.0, delta=1e-5)

@@ -199,18 +199,23 @@ def declared_classes(classes: Sequence[Any], y: Any) -> Any:
 
 @dataclass(eq=False, repr=False)
 class PrivateLogisticRegression(_PrivateClassifier):
-    """Differentially private logistic regression, binary or multinomial; good without tuning.
+    """Differentially private logistic regression, binary or multinomial.
+
+    One fit costs (ε, δ), whatever it estimates besides the model: label set, feature ranges, standard errors.
+    The defaults are meant to be used untuned.
 
     Args:
-        epsilon, delta, relation: the promise of one fit. ``"add-remove"`` keeps the number of records secret,
-            ``"replace-one"`` has it public and fixed.
-        classes: the label set, public; ``None`` finds frequent labels privately, at a small charge. Boolean labels
+        epsilon: Privacy budget of one fit. Smaller is more private and noisier.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation. ``"add-remove"`` keeps the number of records secret; ``"replace-one"``
+            takes it as public.
+        classes: The public label set. ``None`` detects frequent labels privately, at a small charge. Boolean labels
             and pandas categoricals declare theirs; a warning says so of the latter, because ``astype("category")``
             reads them from the records.
-        feature_bounds: public (low, high) of each feature, or a mapping of column names to them; what is not
-            declared is found privately where n and ε allow. Values outside are moved to the limit, also at
-            prediction. Boolean columns count as declared.
-        class_weight: public weights of classes; the clip bounds a weighted record like any other.
+        feature_bounds: Public (low, high) of each feature, or a mapping of column names to them. Undeclared ranges
+            are estimated privately where n and ε allow. Values outside are moved to the limit, also at prediction.
+            Boolean columns count as declared.
+        class_weight: Public weights of classes; the clip bounds a weighted record like any other.
         row_bound: a public bound on row norms instead of bounds on features.
         fit_intercept: whether to add a constant.
         regularization: strength of an ℓ2 penalty on features scaled to ±1; the noise regularises already.
@@ -218,15 +223,17 @@ class PrivateLogisticRegression(_PrivateClassifier):
             the predictions next to nothing and the two classes are declared.
         algorithm: a method of quietgrad, or its name ("dp-sgd"), instead of the default
             :class:`~quietgrad.algorithms.whitened_gd.WhitenedGD`.
-        ledger: path of a ledger file; all fits of an account compose there, clones' included. ``None`` adds up the
-            fits of this process only (:func:`quietgrad.estimators.spent`).
-        account: the people the records are about.
-        cap: a :class:`~quietgrad.Budget` the account as a whole must not exceed.
+        ledger: Path of a ledger file. The whole cost is written there before the first release; all fits of an
+            account compose, clones included. ``None`` charges the project's ledger.
+        account: Name of the group of people that the records are about.
+        cap: A :class:`~quietgrad.Budget` that the account as a whole must not exceed.
         n_public: under add-remove, the public number of records; ``None`` counts them privately, with 1 % of ε.
         random_state: a seed for tests; the result is then not private and a warning says so.
 
     Attributes:
-        coef_, intercept_, classes_: as in scikit-learn.
+        coef_: Coefficients, as in scikit-learn.
+        intercept_: Constants, as in scikit-learn.
+        classes_: Labels, as in scikit-learn.
         feature_range_: (low, high) that rows are moved into, declared or found; ``None`` for another algorithm.
         privacy_: what is proved about this fit, a :class:`~quietgrad.training.result.Privacy`.
 

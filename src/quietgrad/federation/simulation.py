@@ -72,15 +72,21 @@ def simulate(
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Result:
-    """Train one model on the records of many parties.
+    """Train one model on the records of several parties, all in this process.
+
+    ``trust`` decides who sees what, and how much noise that costs:
+
+    - ``"curator"``: the coordinator sees exact sums; the noise of one table.
+    - ``"secure"``: no role sees a sum without noise; 1.003 times (``mpc``), m/(m−1) times (``masks``) or twice
+      (``servers``) the variance.
+    - ``"local"``: every party adds its own noise; m times the variance.
 
     Args:
         algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
-        objective: the loss, the same for everybody.
+        objective: the loss, the same for all parties.
         parties: the data holders.
-        budget: the promise to every record of every party; ``None`` adds no noise.
-        trust: ``"curator"`` (the coordinator sees exact sums), ``"secure"`` (nobody does), or ``"local"`` (every
-            party adds its own noise, ICRL-DP).
+        budget: (ε, δ) for every record of every party; ``None`` adds no noise.
+        trust: ``"curator"``, ``"secure"`` or ``"local"`` (ICRL-DP), as above.
         secure: ``"masks"``, ``"servers"`` or ``"mpc"``, with ``trust="secure"``.
         weights: ``"size"``, ``"equal"`` or one number per party.
         quorum: complete a round with this many parties at least; all of them unless given.
@@ -92,12 +98,12 @@ def simulate(
         ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes. A
-            call that finds no interrupted run there approves a new one for everybody.
+            call that finds no interrupted run there approves a new one for all parties.
         processes: give every party a process of its own.
         transport: make another transport to the members, to rehearse what can go wrong.
         keep: called with the result before what could resume the run is removed: save it there.
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
-            of them may be known to; 1 if nobody is known to two. The promise is then to people.
+            of them may be known to; 1 if no person is known to two. The privacy unit is then a person.
         match_people: instead, find by a keyed hash who is known to several parties; one of them keeps the person.
         combine, records_per_person: how a person's records count, as in :func:`quietgrad.minimize`.
 

@@ -12,11 +12,11 @@ _LONGEST_CONDITION = 300  # characters: it stands in one sentence with ε
 
 
 class Relation(StrEnum):
-    """Which pairs of data sets must look alike.
+    """The neighbouring relation: which pairs of data sets must look alike.
 
     ``add-remove``: one has a record more; the sensitivity of a sum of vectors of norm ≤ C is C.
     ``replace-one``: both have n records and differ in one; the sensitivity is 2C and n is public.
-    They are different promises: never compare an ε of one with an ε of the other.
+    They are different guarantees: never compare an ε of one with an ε of the other.
     """
 
     ADD_REMOVE = "add-remove"
@@ -104,7 +104,10 @@ def check_condition(condition: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Budget:
-    """An (ε, δ) promise under a neighbouring relation.
+    """A privacy budget: (ε, δ) under a neighbouring relation.
+
+    A run M within it satisfies Pr[M(D) ∈ S] ≤ e^ε · Pr[M(D′) ∈ S] + δ for all neighbours D, D′ and all sets S of
+    outcomes. Smaller ε and δ are more private; choose δ well below 1/n.
 
     >>> Budget(epsilon=1.0, delta=1e-5)
     Budget(epsilon=1.0, delta=1e-05, relation=<Relation.ADD_REMOVE: 'add-remove'>)

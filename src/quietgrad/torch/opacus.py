@@ -61,9 +61,14 @@ def make_private_with_epsilon(
     max_grad_norm: float | Sequence[float],
     **settings: Any,
 ) -> Any:
-    """As :func:`make_private`, with the noise by which ``epochs`` epochs cost ``target_epsilon``, and no more.
+    """Make a module, optimizer and loader private for ``epochs`` epochs at ``target_epsilon``.
 
-    ``noise_schedule`` is relative to that noise, such as ``lambda epoch: 0.95**epoch``.
+    What differs from Opacus: the whole cost is charged to a ledger before the first batch; batches are secret
+    Poisson samples; with ``criterion=`` a fourth value comes back and ε holds without a condition. Without
+    ``criterion=`` three values come back, and ``loader.privacy.condition`` states what ε assumes about the loop.
+
+    ``noise_schedule`` is relative to the calibrated noise, such as ``lambda epoch: 0.95**epoch``. All other
+    arguments are those of :func:`make_private`.
 
     >>> import torch
     >>> data = torch.utils.data.TensorDataset(torch.randn(100, 3), torch.randint(0, 2, (100,)))

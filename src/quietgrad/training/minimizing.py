@@ -156,15 +156,17 @@ def minimize(
 ) -> Result:
     """Minimise an empirical risk privately.
 
+    The whole cost of the run is written to the ledger before the first number is released. A run that fails before
+    that costs nothing.
+
     Args:
         objective: a loss of :mod:`quietgrad.objectives`.
         data: what the objective takes, ``(X, y)`` for tables.
         algorithm: a method, such as ``qg.DPSRM(steps=1500, batch_size=100)``, or a function that makes one from
             the public number of records.
-        budget: the promise; ``None`` runs without noise and the result says **not private**.
-        ledger: file that the whole cost is reserved in before anything is released; without it the project's own
-            (:mod:`quietgrad.privacy.project`).
-        account: the people the data are about; runs of one account compose.
+        budget: (ε, δ) and the relation; ``None`` runs without noise and the result says **not private**.
+        ledger: the file that is charged; without it the project's own (:mod:`quietgrad.privacy.project`).
+        account: the group of people that the data are about; runs of one account compose.
         cap: a budget that the account as a whole must not exceed.
         n_public: the public number of records, if there is one. Under add-remove the true number is private:
             without a declared one it is counted privately, with about 1 % of ε, and the run is planned for what
@@ -177,8 +179,8 @@ def minimize(
             after every step; such as ``CSVLog("log.csv")``.
         seed: fixed randomness for tests; the result is then not private.
         planned: the plan, if it was made already from the same algorithm, budget and number of records.
-        person: one id per record, of the person it is about; the promise is then to people with all their records,
-            n is their number and batches are of people. Without it a record is a person's only one.
+        person: one id per record, of the person it is about. The privacy unit is then a person with all their
+            records; n and batch sizes count people. Without it the unit is a record.
         combine: a person counts with the ``"mean"`` of their records' gradients or with their ``"sum"``, either
             clipped as a whole.
         records_per_person: the most of a person's records that one release looks at, chosen anew for each.

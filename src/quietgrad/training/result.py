@@ -41,13 +41,12 @@ _STATEMENT: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Privacy:
-    """What is proved about a run.
+    """The guarantee of a run: (ε, δ) under a relation, for a privacy unit, against an adversary.
 
-    ``epsilon`` is ``None`` when the run added no noise; ``is_private`` is also false when its randomness was
-    seeded, whatever ε the noise would have given, and when a paper's noise was used only to reproduce it. The first
-    of the ``notes`` then says so. ``unit`` is whom it is about: one record, or a person with all of theirs.
-    ``condition`` is the clause under which ε holds, where part of it rests on code that is not checked; ``None``:
-    ε holds without one.
+    ``epsilon`` is ``None`` if the run added no noise. ``is_private`` is also false if its randomness was seeded, or
+    if a paper's noise was used only to reproduce it; the first of the ``notes`` then says so. ``unit`` is the
+    privacy unit: a record, or a person with all their records. ``condition`` is the sentence under which ε holds if
+    code that cannot be checked has a part in it, else ``None``.
     """
 
     epsilon: float | None
