@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from quietgrad.audit.noise_checks import check_normals
 from record import save
 
 import quietgrad as qg
 from quietgrad.audit.attacks import attacked, attacks_on
+from quietgrad.audit.noise_checks import check_normals
 from quietgrad.audit.replicas import central
 from quietgrad.audit.running import run
 

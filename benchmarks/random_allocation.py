@@ -25,9 +25,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from quietgrad.certificates.independent_accountant import second_proof
 
 import quietgrad as qg
+from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.privacy import random_allocation as room
 from quietgrad.privacy.accounting import prove, prove_or_infinite
 from quietgrad.privacy.budget import Relation

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quietgrad.audit.distinguishers import PrivacyClaim, learned, likelihood
 from scipy import stats
 
 import quietgrad as qg
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit import confidence_bounds, federated
+from quietgrad.audit import confidence_bounds as bounds
+from quietgrad.audit import federated
 from quietgrad.audit.attacks import Attack, attacked, attacks_on
 from quietgrad.audit.canaries import CanaryGame, shorten
+from quietgrad.audit.distinguishers import PrivacyClaim, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.replicas import central, collect
+from quietgrad.audit.replicas import Trial
 from quietgrad.audit.running import enough_runs, probe_rounds, run
 from quietgrad.cli import main
 from quietgrad.errors import DataError
@@ -39,7 +40,7 @@ ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 @settings(max_examples=60, deadline=None)
 def test_clopper_pearson_inverts_the_binomial(trials: int, data: st.DataObject, alpha: float) -> None:
     hits = data.draw(st.integers(0, trials))
-    low, high = confidence_bounds.clopper_pearson(hits, trials, alpha)
+    low, high = bounds.clopper_pearson(hits, trials, alpha)
     if hits:
         assert stats.binom.sf(hits - 1, trials, low) == pytest.approx(alpha, rel=1e-6)
     if hits < trials:
@@ -51,7 +52,7 @@ def test_clopper_pearson_inverts_the_binomial(trials: int, data: st.DataObject, 
 def test_dprime_bound_inverts_the_noncentral_t(dprime: float, size: int) -> None:
     rng = np.random.default_rng(0)
     a, b = rng.normal(dprime, 1, size), rng.normal(0, 1, size)
-    estimate, low = confidence_bounds.dprime_lower(a, b, 1e-3)
+    estimate, low = bounds.dprime_lower(a, b, 1e-3)
     unit = math.sqrt(2 / size)
     if low > 0:
         assert stats.nct.sf(estimate / unit, 2 * size - 2, low / unit) == pytest.approx(5e-4, rel=1e-3)
@@ -61,10 +62,7 @@ def test_dprime_bound_inverts_the_noncentral_t(dprime: float, size: int) -> None
 def test_dprime_bound_covers() -> None:
     """At α = 0.1 the bound is above the truth in at most 10 % of 2000 audits; P(> 140) < 1e-8."""
     rng = np.random.default_rng(1)
-    over = sum(
-        confidence_bounds.dprime_lower(rng.normal(1, 1, 60), rng.normal(0, 1, 60), 0.1)[1] > 1.0
-        for _ in range(2000)
-    )
+    over = sum(bounds.dprime_lower(rng.normal(1, 1, 60), rng.normal(0, 1, 60), 0.1)[1] > 1.0 for _ in range(2000))
     assert 60 <= over <= 140  # α/2 each side: expected 100
 
 
@@ -74,14 +72,14 @@ def test_epsilon_bound_covers_the_gaussian_profile() -> None:
     over = 0
     for _ in range(300):
         s = rng.normal(1.5, 1, 400), rng.normal(0, 1, 400)
-        cut = confidence_bounds.best_threshold((s[0][:100], s[1][:100]), 0.01, 0.05, 300)
-        over += confidence_bounds.epsilon_lower((s[0][100:], s[1][100:]), cut, 0.01, 0.1) > truth
+        cut = bounds.best_threshold((s[0][:100], s[1][:100]), 0.01, 0.05, 300)
+        over += bounds.epsilon_lower((s[0][100:], s[1][100:]), cut, 0.01, 0.1) > truth
     assert over <= 50  # at most 10 %, and P(> 50) < 1e-3 even then
 
 
 def test_one_run_epsilon_agrees_with_its_definition() -> None:
     m, r, v, delta = 500, 60, 58, 1e-6
-    epsilon = confidence_bounds.one_run_epsilon(m, r, v, delta, 0.01)
+    epsilon = bounds.one_run_epsilon(m, r, v, delta, 0.01)
     q = 1 / (1 + math.exp(-epsilon))
     tail = stats.binom.sf(v - 1, r, q)
     alpha = max(2 * (stats.binom.cdf(v - 1, r, q) - stats.binom.cdf(v - 1 - i, r, q)) / i for i in range(1, v + 1))
@@ -97,12 +95,12 @@ def test_one_run_mu_never_exceeds_the_truth_at_its_rate(mu: float) -> None:
         coins = rng.random(400) < 0.5
         order = np.argsort(coins * mu + rng.standard_normal(400))
         correct = int(coins[order[-40:]].sum() + (~coins[order[:40]]).sum())
-        over += confidence_bounds.one_run_mu(400, 80, correct, 0.05) > mu
+        over += bounds.one_run_mu(400, 80, correct, 0.05) > mu
     assert over <= 25
 
 
 def test_one_run_mu_grows_with_the_evidence() -> None:
-    values = [confidence_bounds.one_run_mu(10_000, 1000, c, 1e-3) for c in (500, 700, 900, 1000)]
+    values = [bounds.one_run_mu(10_000, 1000, c, 1e-3) for c in (500, 700, 900, 1000)]
     assert values == sorted(values)
     assert values[0] == 0.0
     assert values[-1] > 1.2
@@ -111,10 +109,10 @@ def test_one_run_mu_grows_with_the_evidence() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: confidence_bounds.clopper_pearson(5, 3, 0.1),
-        lambda: confidence_bounds.dprime_lower([1.0], [2.0], 0.1),
-        lambda: confidence_bounds.one_run_mu(100, 200, 50, 0.1),
-        lambda: confidence_bounds.one_run_epsilon(100, 0, 0, 1e-5, 0.1),
+        lambda: bounds.clopper_pearson(5, 3, 0.1),
+        lambda: bounds.dprime_lower([1.0], [2.0], 0.1),
+        lambda: bounds.one_run_mu(100, 200, 50, 0.1),
+        lambda: bounds.one_run_epsilon(100, 0, 0, 1e-5, 0.1),
     ],
 )
 def test_bounds_refuse_nonsense(call: Any) -> None:
@@ -131,7 +129,7 @@ def test_blocks_are_independent_runs(sampling: Any) -> None:
     algorithm = qg.DPSGD(steps=3, batch_size=2, sampling=sampling)
     plan = qg.plan(algorithm, n=4, budget=qg.Budget(40.0, 1e-5, REPLACE))
     game = CanaryGame(4, REPLACE, background=False, all_records=True)
-    x = collect(algorithm, plan, game, 0, 4000, seed=5).transcript
+    x = Trial(algorithm, plan, game, seed=5).collect(0, 4000).transcript
     x = x - x.mean(axis=0)
     z = plan.noise_multiplier
     # Half of the releases hold the canary (shift 1): variance ¼ beside the noise's; the other axis is noise.
@@ -147,7 +145,7 @@ def test_blocks_and_loop_agree_without_noise_differences() -> None:
     plan = qg.plan(algorithm, n=4, budget=qg.Budget(6.0, 1e-5, REPLACE))
     slow = qg.DPSRM(steps=4, batch_size=4, difference_clip=0.2, smoothness=1e12)  # takes a norm: one by one
     game = CanaryGame(4, REPLACE)
-    fast_view, slow_view = collect(algorithm, plan, game, 0, 1500), collect(slow, plan, game, 0, 1500)
+    fast_view, slow_view = (Trial(each, plan, game).collect(0, 1500) for each in (algorithm, slow))
     assert not fast_view.looped
     assert slow_view.looped
     error = 5 * plan.noise_multiplier * math.sqrt(2 / 1500)
@@ -166,7 +164,7 @@ def test_shorten_never_exceeds_the_clip(row: list[float], clip: float) -> None:
 def test_likelihood_is_the_log_density_ratio() -> None:
     algorithm = qg.DPSGD(steps=2, batch_size=1)
     plan = qg.plan(algorithm, n=4, budget=qg.Budget(6.0, 1e-5))
-    view = collect(algorithm, plan, CanaryGame(4, ADD, background=False), 0, 300, seed=1)
+    view = Trial(algorithm, plan, CanaryGame(4, ADD, background=False), seed=1).collect(0, 300)
     z, q = plan.noise_multiplier, 0.25
     x = view.transcript[:, ::2]
     ratio = (1 - q) + q * stats.norm.pdf(x, 1, z) / stats.norm.pdf(x, 0, z)
@@ -433,12 +431,12 @@ def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
     method, budget = qg.RRPSGD(steps=130, batch_size=4), qg.Budget(4.0, 1e-5)
     made = qg.plan(method, n=4, budget=budget)
     game = CanaryGame(4, budget.relation, "growing", background=True)
-    found = probe_rounds(method, made, game, curator=central, seed=0, alpha=1e-7)
+    found = probe_rounds(Trial(method, made, game, seed=0), 1e-7)
     assert found.verdict == "pass", found
     short = qg.plan(qg.RRPSGD(steps=90, batch_size=4), n=4, budget=budget)
     schedule = replace(made.schedule, slots=(replace(made.schedule.slots[0], law=short.schedule.slots[0].law),))
     less = replace(made, schedule=schedule)  # rounds beyond what was paid for
-    assert probe_rounds(method, less, game, curator=central, seed=0, alpha=1e-7).verdict == "violation"
+    assert probe_rounds(Trial(method, less, game, seed=0), 1e-7).verdict == "violation"
 
 
 def test_audit_tells_how_far_it_is() -> None:

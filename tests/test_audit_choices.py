@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 import pytest
-from quietgrad.audit.distinguishers import attack_divergence, binary_divergence
 
 from quietgrad.audit.attacks import Attack, attacks_on
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
+from quietgrad.audit.distinguishers import attack_divergence, binary_divergence
 from quietgrad.audit.running import run
 from quietgrad.objectives.base import Batch
 from tests.broken import Broken

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quietgrad.audit.noise_checks import MECHANISMS
 
 import quietgrad
 from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.audit.attacks import ATTACKS
 from quietgrad.audit.mechanisms import LISTENERS
-from quietgrad.audit.releases import RELEASES
+from quietgrad.audit.noise_checks import MECHANISMS
 from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES
 from quietgrad.privacy.budget import Relation
+from tests.probes.records import SECOND_ORDER, probe_clips, probe_table_queries
 
 ROOT = Path(quietgrad.__file__).parent
 SAMPLERS = {"add_discretized_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
@@ -38,8 +39,7 @@ def calls(tree: ast.Module) -> set[str]:
 
 
 def test_every_module_that_plans_a_release_is_attacked() -> None:
-    known = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values() if entry.attacks}
-    known |= {home for release in RELEASES.values() for home in release.homes}
+    known = {module for target in ATTACKS.values() for module in target.modules}
     known |= {"oracles.gradient_estimators", "oracles.base"}  # DP-SRM's own, and what all oracles share
     planning = {
         name for name, tree in modules() if "Slot" in calls(tree) and not name.startswith(("audit.", "plans."))
@@ -55,7 +55,7 @@ def test_every_oracle_is_attacked() -> None:
 def test_every_private_method_is_registered() -> None:
     """Whatever has a schedule and steps can be handed to minimize()."""
     homes = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values()}
-    homes |= {home for release in RELEASES.values() for home in release.homes}
+    homes |= {module for target in ATTACKS.values() for module in target.modules}
     # The common loop, and one that runs a registered method for fewer steps.
     homes |= {"algorithms.base", "torch.affording"}
     for name, tree in modules():
@@ -93,16 +93,14 @@ def test_noise_meets_data_in_mechanisms_and_nowhere_else() -> None:
 
 
 def test_every_loss_and_network_is_probed() -> None:
-    from quietgrad.audit.clipping import probe_clips
-
-    probed = {finding.what.partition(",")[0] for finding in probe_clips()}
+    findings = list(probe_clips())
+    assert [f.what for f in findings if f.verdict != "pass"] == []
+    probed = {finding.what.partition(",")[0] for finding in findings}
     assert probed >= {*TABLE_LOSSES, *NETWORKS}
 
 
 def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
     """Whatever sums or counts records in objectives.tables and .queries keeps its bound by brute force."""
-    from quietgrad.audit.canaries import _queries
-    from quietgrad.audit.table_bounds import table_findings
 
     existing = {
         node.name
@@ -112,26 +110,26 @@ def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         if {"sum_into", "count"} & {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
     }
-    findings = list(table_findings())
+    findings = list(probe_table_queries())
     assert [f.what for f in findings if f.verdict != "pass"] == []
     asked = " ".join(f.what for f in findings)
-    elsewhere = {type(make(np.zeros(3), Relation.ADD_REMOVE)).__name__ for make in _queries().values()}
+    elsewhere = {type(make(np.zeros(3), Relation.ADD_REMOVE)).__name__ for make in SECOND_ORDER.values()}
     # A frame shows rows to another query; the bound of a whole fit is a theorem with tests of its own.
     assert not {name for name in existing if name not in asked} - elsewhere - {"Framed", "LocalFit"}
 
 
 def test_a_query_that_claims_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.audit.table_bounds import table_findings
+
     from quietgrad.objectives.tables.ranges import Magnitudes
 
     monkeypatch.setattr(Magnitudes, "bound", property(lambda query: 0.6))
-    assert {f.what.partition(",")[0] for f in table_findings() if f.verdict == "violation"} == {"Magnitudes"}
+    assert {f.what.partition(",")[0] for f in probe_table_queries() if f.verdict == "violation"} == {"Magnitudes"}
 
 
-@pytest.mark.parametrize("name", RELEASES)
+@pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ALGORITHMS])
 def test_releases_pass_their_attacks(name: str) -> None:
     """False-alarm rate 1e-6 each."""
-    for report in RELEASES[name].reports(400):
+    for report in ATTACKS[name].reports(400):
         assert report.verdict != "violation", str(report)
         assert report.findings
 
@@ -148,6 +146,7 @@ DRAWN = {
     "training.stationarity": "a starting vector, the same for all data",
     "federation.planning": "made-up answers of a rehearsal",
     "estimators.scoring": "error bars of what was released",
+    "estimators.describing": "error bars of what was released",
 }
 LAWS = {
     "normal", "normal_pieces", "standard_normal", "exponential", "standard_exponential", "laplace", "gumbel",

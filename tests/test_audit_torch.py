@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import quietgrad as qg
-from quietgrad.audit.probes import probe_sensitivity
 from quietgrad.objectives.base import Gradient, JointMomentum, Query, RecursiveMomentum
 from quietgrad.privacy.budget import Relation
 from tests.broken import Broken
+from tests.probes.records import probe_sensitivity
 
 torch = pytest.importorskip("torch")
 

@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from quietgrad.audit.noise_checks import probe_mechanism
 
 import quietgrad as qg
 from quietgrad.algorithms.dp_disk import KalmanGradient
 from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.audit.noise_checks import probe_mechanism
 from quietgrad.certificates import check, issue
 from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
@@ -341,37 +340,6 @@ def test_a_run_goes_on_with_the_noise_it_began_with(tmp_path: Path) -> None:
         resumed(data, other_noise("independent"), tmp_path)
     resumed(data, other_noise("correlated"), tmp_path)
     assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon < 1.1
-
-
-def test_two_plans_on_one_transcript_share_no_noise(tmp_path: Path) -> None:
-    """Begun with some bands, resumed with others and dead at once, resumed again: no sum is under both."""
-    X, y = problem(300)
-    query = Gradient(np.zeros(6), 1.0)
-    columns = ((1.0, 0.5, 0.375, 0.3125), (1.0, 0.2, 0.1, 0.05))
-    plans = [
-        qg.plan(
-            qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, "noise": BandedToeplitzNoise(32, c)}),
-            n=300,
-            budget=BUDGET,
-        )
-        for c in columns
-    ]
-    heard, keys = [], []
-    for number, plan in enumerate((plans[0], plans[1], plans[1])):
-        log = Transcript(tmp_path / "transcript", "run", KEY, resumed=number > 0)
-        curator = CentralCurator(Logistic(), (X, y), ledger=tmp_path / "ledger.jsonl", run="run", key=KEY)
-        session = curator.open(plan, transcript=log)
-        keys.append(log.key(0))
-        if number != 1:
-            heard.append(np.asarray(session.release("gradient", query)))
-        log.close()
-    scales = [plan.noise_multiplier * plan.schedule.slots[0].mechanism.factor for plan in plans]
-    bare = heard[0] - scales[0] * (heard[0] - heard[1]) / (scales[0] - scales[1])
-    batch = plans[0].schedule.slots[0].sampling.sampler(300, SecureStream(keys[0], "sample/gradient")).batch(0)
-    total = ((0.5 - y[batch])[:, None] * X[batch]).sum(axis=0)
-    assert np.abs(bare - total).max() > 1.0  # below 1e-3 if both were made of the same normals
-    assert keys[0] != keys[1] == keys[2]
-    assert session.epochs == 2
 
 
 def test_nothing_is_asked_between_releases_that_belong_together() -> None:

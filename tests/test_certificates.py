@@ -14,14 +14,14 @@ from typing import Any, Literal
 import jsonschema
 import numpy as np
 import pytest
-from quietgrad.certificates.independent_accountant import second_proof
 
 import quietgrad as qg
 from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.certificates import Document, SigningKey, check, issue, new_key, public_key, schema
+from quietgrad.certificates import PrivacyCertificate, SigningKey, check, issue, new_key, public_key, schema
 from quietgrad.certificates.checking import AGREES
 from quietgrad.certificates.document import canonical, parse, signature_holds
+from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
@@ -54,11 +54,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def signed(home: Path) -> Document:
+def signed(home: Path) -> PrivacyCertificate:
     return SigningKey.read(home / "signer.key").sign(issue(home / "run"))
 
 
-def verdict(document: Document, **options: Any) -> list[str]:
+def verdict(document: PrivacyCertificate, **options: Any) -> list[str]:
     """What is found against a certificate."""
     return [finding.what for finding in check(document, **options).findings if finding.ok is False]
 
@@ -159,7 +159,7 @@ def other(value: Any) -> Any:
     return {**value, "added": 1} if isinstance(value, dict) else 1
 
 
-def test_every_field_edited_plainly_is_caught(signed: Document) -> None:
+def test_every_field_edited_plainly_is_caught(signed: PrivacyCertificate) -> None:
     whole = json.loads(signed.to_bytes())
     paths = [path for path in leaves(whole) if path]
     assert len(paths) > 120
@@ -179,22 +179,24 @@ def _parses(content: bytes) -> bool:
     return True
 
 
-def test_every_field_of_a_body_edited_with_its_digest_is_caught_by_the_signature(signed: Document) -> None:
+def test_every_field_of_a_body_edited_with_its_digest_is_caught_by_the_signature(
+    signed: PrivacyCertificate,
+) -> None:
     for path in [path for path in leaves(signed.body) if path][::3]:
-        changed = Document(edited(signed.body, path, other), signed.signature)
+        changed = PrivacyCertificate(edited(signed.body, path, other), signed.signature)
         assert not signature_holds(changed), path
 
 
-def test_signed_again_by_another_key_is_caught(signed: Document, tmp_path: Path, home: Path) -> None:
+def test_signed_again_by_another_key_is_caught(signed: PrivacyCertificate, tmp_path: Path, home: Path) -> None:
     ours = public_key(str(home / "signer.key.pub"))
     new_key(tmp_path / "thief.key")
-    theirs = SigningKey.read(tmp_path / "thief.key").sign(Document(signed.body))
+    theirs = SigningKey.read(tmp_path / "thief.key").sign(PrivacyCertificate(signed.body))
     assert verdict(signed, public_key=ours) == []
     assert verdict(theirs, public_key=ours) == ["signature"]
-    assert verdict(Document(signed.body), public_key=ours) == ["signature"]
+    assert verdict(PrivacyCertificate(signed.body), public_key=ours) == ["signature"]
     # The thief's signature under our name.
     assert theirs.signature is not None
-    assert verdict(Document(signed.body, {**theirs.signature, "public_key": ours})) == ["signature"]
+    assert verdict(PrivacyCertificate(signed.body, {**theirs.signature, "public_key": ours})) == ["signature"]
 
 
 UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
@@ -267,7 +269,9 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("edit", UNSIGNED)
-def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(signed: Document, edit: str) -> None:
+def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(
+    signed: PrivacyCertificate, edit: str
+) -> None:
     """Wherever two parts of the file speak of the same thing, agreement alone catches it."""
     path, change, where = UNSIGNED[edit]
     body = copy.deepcopy(signed.body)
@@ -275,16 +279,16 @@ def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(signed: Do
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = change(holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]])
-    assert where in verdict(Document(body))
+    assert where in verdict(PrivacyCertificate(body))
 
 
-def test_what_only_a_signature_catches_is_admitted(signed: Document) -> None:
+def test_what_only_a_signature_catches_is_admitted(signed: PrivacyCertificate) -> None:
     """A file that was made up as a whole agrees with itself; the verdict must not call that more than agreement."""
-    made_up = Document({**signed.body, "data": {**signed.body["data"], "name": "another table"}})
+    made_up = PrivacyCertificate({**signed.body, "data": {**signed.body["data"], "name": "another table"}})
     found = check(made_up)
     assert found.ok
     assert "all of it could have been made up" in found.not_shown[0]
-    assert verdict(Document(made_up.body, signed.signature)) == ["signature"]
+    assert verdict(PrivacyCertificate(made_up.body, signed.signature)) == ["signature"]
 
 
 STRUCTURE: dict[str, Callable[[bytes], bytes]] = {
@@ -317,7 +321,7 @@ STRUCTURE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("edit", STRUCTURE)
 def test_another_structure_is_one_sentence(
-    signed: Document, edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    signed: PrivacyCertificate, edit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = STRUCTURE[edit](signed.to_bytes())
     assert changed != signed.to_bytes()
@@ -330,12 +334,12 @@ def test_another_structure_is_one_sentence(
 
 
 def test_what_a_terminal_obeys_is_spelt_out(
-    signed: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    signed: PrivacyCertificate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = "\x1b[2J\x1b]0;owned\x07\u202e"
     body = copy.deepcopy(signed.body)
     body["data"]["name"] = body["plan"]["algorithm"] = body["claim"]["adversary"] = evil
-    Document(body).write(tmp_path / "c.json")
+    PrivacyCertificate(body).write(tmp_path / "c.json")
     assert main(["verify", str(tmp_path / "c.json")]) == 1
     captured = capsys.readouterr()
     assert not {"\x1b", "\x07", "\u202e"} & set(captured.out + captured.err)
@@ -350,7 +354,7 @@ def test_a_file_that_is_too_large_or_none_is_refused(tmp_path: Path, capsys: pyt
         assert len(capsys.readouterr().err.splitlines()) == 1
 
 
-def test_another_model_or_ledger_is_told(signed: Document, home: Path, tmp_path: Path) -> None:
+def test_another_model_or_ledger_is_told(signed: PrivacyCertificate, home: Path, tmp_path: Path) -> None:
     assert verdict(signed, model=home / "run" / "model.safetensors", ledger=home / "ledger.jsonl") == []
     assert verdict(signed, model=home / "other" / "model.safetensors") == ["model"]
     other = qg.Ledger(tmp_path / "ledger.jsonl")
@@ -383,7 +387,7 @@ def test_keys_are_private_and_never_replaced(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_public_key_is_a_file_its_text_or_digits(
-    home: Path, signed: Document, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, signed: PrivacyCertificate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     digits, pem = SigningKey.read(home / "signer.key").public, (home / "signer.key.pub").read_text()
     (tmp_path / "digits").write_text(f"{digits.upper()}\n")
@@ -497,7 +501,7 @@ def test_every_algorithm_can_be_certified(name: str, tmp_path: Path) -> None:
         method = ALGORITHMS[name].make(example.settings)
         plan = qg.plan(method, n=example.n, budget=qg.Budget(1.0, 1e-5, Relation.parse(example.relation)))
         body = _planned(plan)
-        failed = [finding for finding in check(Document(body)).findings if finding.ok is False]
+        failed = [finding for finding in check(PrivacyCertificate(body)).findings if finding.ok is False]
         assert [finding.what for finding in failed] in ([], ["second proof"]), failed
 
 
@@ -526,7 +530,7 @@ def test_a_federation_is_certified_from_its_parties_batches(
     cheaper = copy.deepcopy(document.body)
     sizes = cheaper["federation"]["sizes"]
     cheaper["federation"]["sizes"] = [10 * size for size in sizes]
-    assert verdict(Document(cheaper)) == ["plan", *expected]
+    assert verdict(PrivacyCertificate(cheaper)) == ["plan", *expected]
     for path, change in (
         (("federation", "sizes"), lambda sizes: [*sizes, 0]),
         (("federation", "trust"), lambda _: "perfect"),
@@ -534,7 +538,7 @@ def test_a_federation_is_certified_from_its_parties_batches(
         (("federation", "trust"), lambda _: "curator"),
         (("federation",), lambda _: None),
     ):
-        assert verdict(Document(edited(document.body, path, change))) == ["plan", *expected], path
+        assert verdict(PrivacyCertificate(edited(document.body, path, change))) == ["plan", *expected], path
 
 
 @pytest.mark.parametrize("stopped_by", ["steps", "budget", "callback"])
@@ -555,7 +559,7 @@ def test_a_run_that_stopped_early_is_not_believed_to_have_cost_less(stopped_by: 
         body = _planned(plan)
         body["claim"] |= {"releases": {slot: 1}, "epsilon": proof.epsilon, "accountant": proof.accountant}
         body["event"], body["plan"]["stopped_by"] = few.to_json(), stopped_by
-        assert "plan" in verdict(Document(body)), name
+        assert "plan" in verdict(PrivacyCertificate(body)), name
         tried.append(name)
     assert {"dp-sgd", "dp-gd", "bassily-sgd", "dp-srm"} <= set(tried)
 
@@ -565,13 +569,13 @@ def test_settings_that_would_plan_without_end_are_refused(name: str, key: str) -
     example = ALGORITHMS[name].examples[0]
     budget = qg.Budget(1.0, 1e-5, Relation.parse(example.relation))
     body = _planned(qg.plan(ALGORITHMS[name].make(example.settings), n=example.n, budget=budget))
-    assert "plan" in verdict(Document(edited(body, ("plan", "config", key), lambda _: 10**18)))
+    assert "plan" in verdict(PrivacyCertificate(edited(body, ("plan", "config", key), lambda _: 10**18)))
 
 
-def test_whom_a_claim_is_about_and_against_whom_is_not_free_text(signed: Document) -> None:
+def test_whom_a_claim_is_about_and_against_whom_is_not_free_text(signed: PrivacyCertificate) -> None:
     for key, value in (("unit", "person"), ("adversary", "everyone, the curator too")):
         claim = {**signed.body["claim"], key: value}
-        assert "plan" in verdict(Document({**signed.body, "claim": claim, "ledger": None})), key
+        assert "plan" in verdict(PrivacyCertificate({**signed.body, "claim": claim, "ledger": None})), key
 
 
 def test_a_claim_about_people_is_certified(tmp_path: Path) -> None:
@@ -606,7 +610,7 @@ def test_people_of_several_parties_are_certified_as_priced(
     jsonschema.validate(json.loads(document.to_bytes()), schema())
     fewer = copy.deepcopy(document.body)
     fewer["federation"]["parties_per_person"] = 3 - known_to  # the other of 1 and 2
-    assert verdict(Document(fewer)) == ["plan"]
+    assert verdict(PrivacyCertificate(fewer)) == ["plan"]
 
 
 def test_a_unit_that_was_edited_is_caught_without_ledger_or_signature(tmp_path: Path) -> None:
@@ -623,7 +627,7 @@ def test_a_unit_that_was_edited_is_caught_without_ledger_or_signature(tmp_path: 
         other = "record" if name == "person" else "person"
         body = copy.deepcopy(document.body)
         body["claim"]["unit"] = other
-        assert verdict(Document(body)) == ["plan", "ledger"]
+        assert verdict(PrivacyCertificate(body)) == ["plan", "ledger"]
         written = json.loads((folder / "result.json").read_text())
         written["privacy"]["unit"] = other
         (folder / "result.json").write_text(json.dumps(written))
@@ -711,7 +715,7 @@ def test_a_condition_that_was_removed_is_missed(conditional: Path, said: str | N
     if with_settings:
         body["plan"]["config"]["condition"] = said
         body["plan"]["config"] = {k: v for k, v in body["plan"]["config"].items() if v is not None}
-    assert ("ledger" if with_settings else "plan") in verdict(Document(body))
+    assert ("ledger" if with_settings else "plan") in verdict(PrivacyCertificate(body))
 
 
 @pytest.mark.parametrize("said", ["", "it holds", "if " + "x" * 400, "if\nit", 3])

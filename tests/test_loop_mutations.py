@@ -7,16 +7,9 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.network_people import probe_people_drawn
-from quietgrad.audit.own_loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
 from tests import broken_loops as broken
-
-
-def probe_agreement() -> Any:
-    from quietgrad.audit.networks import probe_agreement as probe
-
-    return probe()
-
+from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
+from tests.probes.networks import probe_agreement, probe_people_drawn
 
 TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], Any]]] = {
     "a sample again": ("L0 reuse", broken.samples_serve_again, probe_loop_reuse),

@@ -13,28 +13,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import quietgrad as qg
+from quietgrad.audit.canaries import CanaryGame, CanaryObjective
 from quietgrad.audit.noise_checks import (
     MECHANISMS,
     RELEASES,
     check_noise,
     probe_algorithm,
-    probe_charges,
     probe_grid,
     probe_mechanism,
 )
-
-import quietgrad as qg
-from quietgrad.audit.bookkeeping import probe_fresh_records, probe_lost_rounds
-from quietgrad.audit.canaries import CanaryGame, CanaryObjective, every_bound
-from quietgrad.audit.clipping import adversarial_table, probe_clip
-from quietgrad.audit.neighbours import neighbouring_tables
-from quietgrad.audit.parties import probe_federated_choice, probe_federation
-from quietgrad.audit.probes import probe_ledger, probe_masks, probe_secure_sum, probe_sensitivity
-from quietgrad.audit.replays import probe_replay
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.report import AuditFinding
 from quietgrad.audit.running import run
-from quietgrad.audit.samples import probe_samples
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
@@ -45,6 +37,21 @@ from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.secure.identity import SumOutOfBoundsError
 from tests import broken
+from tests.probes.parties import (
+    probe_federated_choice,
+    probe_federation,
+    probe_lost_rounds,
+    probe_masks,
+    probe_secure_sum,
+)
+from tests.probes.records import (
+    adversarial_table,
+    neighbouring_tables,
+    probe_clip,
+    probe_second_order,
+    probe_sensitivity,
+)
+from tests.probes.sessions import probe_charges, probe_fresh_records, probe_ledger, probe_replay, probe_samples
 
 Findings = Iterable[AuditFinding]
 GAUSSIAN = GaussianNoise()
@@ -117,7 +124,7 @@ def moments(patched: bool) -> Findings:
     with pytest.MonkeyPatch.context() as patch:
         if patched:
             patch.setattr(whitening, "_shortened", lambda block, clip, weights: block)
-        return [finding for finding in every_bound() if finding.what.startswith("second moments")]
+        return [finding for finding in probe_second_order() if finding.what.startswith("second moments")]
 
 
 def blocks(patched: bool) -> Findings:

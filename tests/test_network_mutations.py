@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.network_people import probe_people
-from quietgrad.audit.networks import (
+from quietgrad.audit.attacks import distinguish_fit, distinguish_loop
+from tests import broken_networks as broken
+from tests.probes.networks import (
     probe_gradients,
     probe_long_sums,
     probe_mixing,
     probe_network,
+    probe_people,
     probe_recorded,
 )
-from quietgrad.audit.own_loops import distinguish_fit, distinguish_loop
-from tests import broken_networks as broken
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Mutation:
 
 TABLE = [
     Mutation("masks by place", "L0 sensitivity", broken.public_masks, lambda: probe_network("dropout")),
-    Mutation("masks by place, released", "L2", broken.public_masks, lambda: distinguish_fit("dropout", 200)[1]),
+    Mutation("masks by place, released", "L2", broken.public_masks, lambda: distinguish_fit(200)[1]),
     Mutation("masks by place in a loop", "L2", broken.public_masks, lambda: distinguish_loop(200)[1]),
     Mutation("masks drawn again", "L0 sensitivity", broken.redrawn_masks, lambda: probe_network("dropout")),
     Mutation("masks not replayed", "L0 replay", broken.other_masks_every_time,

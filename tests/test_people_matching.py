@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.audit.shared_people import attack_shared_person, kept_once, priced
+from quietgrad.audit.federated import attack_shared_person, kept_once, priced
 from quietgrad.certificates import check, issue
 from quietgrad.certificates.document import PrivacyCertificate
 from quietgrad.cli import main

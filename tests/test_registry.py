@@ -13,13 +13,13 @@ import typer
 import quietgrad as qg
 from quietgrad.algorithms.learning_rates import StepDecay
 from quietgrad.algorithms.registry import ALGORITHMS, entry
-from quietgrad.audit.neighbours import labels
 from quietgrad.cli.run_spec import objective_from
 from quietgrad.cli.settings import algorithm_from
 from quietgrad.errors import DataError
 from quietgrad.federation.plan_file import algorithm_of, objective_of
 from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
+from tests.probes.records import labels
 
 
 def test_names_are_those_of_the_classes_and_every_example_can_be_built() -> None:

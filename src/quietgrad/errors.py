@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from quietgrad.sanitize import sanitize
 
@@ -11,12 +12,16 @@ from quietgrad.sanitize import sanitize
 class QuietgradError(Exception):
     r"""Base of every error that quietgrad raises on purpose.
 
-    Its text may quote a column, an account or another party, so it is shown as :func:`quietgrad.sanitize.sanitize`
-    does.
+    Its text may quote a column, an account or another party, so :func:`quietgrad.sanitize.sanitize` cleans it.
+    ``code`` names the kind of error in every version; the command line prints it behind the message.
 
     >>> print(QuietgradError("no column \x1b[2J"))
     no column \x1b[2J
+    >>> DataError.code
+    'QG-DATA'
     """
+
+    code: ClassVar[str] = "QG-ERROR"
 
     def __str__(self) -> str:
         return sanitize(super().__str__())
@@ -25,17 +30,25 @@ class QuietgradError(Exception):
 class UnprovableError(QuietgradError, ValueError):
     """No accountant can prove a finite ε for this composition; the offending event is named."""
 
+    code = "QG-UNPROVABLE"
+
 
 class BudgetError(QuietgradError, RuntimeError):
     """The request would spend more privacy than the budget, plan or cap allows; nothing was released."""
+
+    code = "QG-BUDGET"
 
 
 class ExhaustedError(BudgetError):
     """The plan's fresh records or releases are used up; nothing was released, and a run may end here cleanly."""
 
+    code = "QG-EXHAUSTED"
+
 
 class LedgerError(QuietgradError, RuntimeError):
     """A ledger is cut, edited, locked or cannot be written; nothing was released."""
+
+    code = "QG-LEDGER"
 
 
 class LedgerWarning(UserWarning):
@@ -44,6 +57,8 @@ class LedgerWarning(UserWarning):
 
 class TooNoisyError(QuietgradError, ValueError):
     """A release that was paid for shows nothing above its noise; the message says what to declare instead."""
+
+    code = "QG-NOISE"
 
 
 class TooNoisyWarning(UserWarning):
@@ -57,13 +72,19 @@ class DeclaredWarning(UserWarning):
 class DataError(QuietgradError, ValueError):
     """The data cannot be used as they are; nothing was reserved and nothing was spent."""
 
+    code = "QG-DATA"
+
 
 class ChangedError(QuietgradError, RuntimeError):
     """A table changed while a run was reading it; the release was not made, and what was reserved stays so."""
 
+    code = "QG-CHANGED"
+
 
 class ClusterError(QuietgradError, RuntimeError):
     """A cluster could not be reached or gave up; the release was not made, and what was reserved stays so."""
+
+    code = "QG-CLUSTER"
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Audits: every claim attacked before a user relies on it.
 
 ``run`` audits one configuration; ``one_run`` audits a whole training from a single run with many canaries;
-:mod:`~quietgrad.audit.probes` are exact checks of noise, sensitivity and ledger. Four layers:
+:mod:`~quietgrad.audit.attacks` is the table of everything that is attacked. Four layers:
 
 == =======================================================================================================
-L0 exact probes: sensitivity on adversarial neighbours, and the noise that really leaves
+L0 exact checks of the noise that leaves: scale, law, independence, over hundreds of releases
 L1 d′ of Gaussian transcripts in two neighbouring worlds, against the claimed μ
 L2 Clopper–Pearson bounds at the claimed profile: any law, sampled, or the final model alone
 L3 one run with many canaries: a real training of a real model

@@ -1,22 +1,89 @@
-"""Attack configurations: small settings of every registered private algorithm, with enough signal to see a bug."""
+"""The table of attacks: a row for everything that makes a release, with its claim and how it is attacked.
+
+Algorithms come from their registry. The other rows are releases that are no algorithm by name: labels, ranges and
+scores of estimators, the private search, certificates, selection by Hessians, people, custom loops, networks and
+federations. A test reads the source and fails for a module that plans a release and stands in no row.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit.canaries import table_game
-from quietgrad.audit.replicas import Game
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.audit.canaries import QueryGame, table_game
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile, learned
+from quietgrad.audit.mechanisms import AnonymousRecords, ConstantQuery, EmptyObjective
+from quietgrad.audit.noise_checks import categories, check_normals, lengthened, probe_slots
+from quietgrad.audit.replicas import Game, Views
+from quietgrad.audit.report import AuditFinding, AuditReport
+from quietgrad.audit.running import CURATORS, run
+from quietgrad.curators.central import CentralCurator
+from quietgrad.objectives.base import Batch, ClippingRule, Gradient
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.plans.counting import PublicCount
+from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.accounting import gdp_mu
+from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
+from quietgrad.privacy.mechanisms import GaussianPartitionSelection
+from quietgrad.privacy.rng import fresh_key
+from quietgrad.sampling import FullBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float64]
+Progress = Callable[[float], None] | None
+Watch = Callable[[str], AbstractContextManager[Progress]]
+"""Shows how far the attack with a title is."""
+
+_ALPHA = 1e-6
+_BUDGET = Budget(6.0, 1e-5)
+_N = 4
+
+
+@dataclass(frozen=True)
+class AuditTarget:
+    """A row of the table.
+
+    Attributes:
+        name: what ``quietgrad audit NAME`` asks for.
+        modules: the modules below ``quietgrad`` that plan its releases.
+        claim: what is claimed of it.
+        attack: makes the reports, given the number of runs of each world.
+        needs: a package that must be installed for it.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    claim: str
+    attack: Callable[[int, Watch], Iterator[AuditReport]]
+    needs: str | None = None
+
+    def reports(self, runs: int, watch: Watch = lambda title: nullcontext()) -> Iterator[AuditReport]:
+        """Attack; no report if what the attack needs is not installed."""
+        if self.needs is None or find_spec(self.needs) is not None:
+            yield from self.attack(runs, watch)
+
+
+# --- algorithms by name -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Attack:
-    """One configuration to audit: a label, the algorithm, its public n and the promise.
+    """One configuration of an algorithm: a label, the algorithm, its public n and the budget.
 
-    ``share`` of the runs asked for is made where a run is dear; the budget then leaves signal to spare. ``game`` is
-    what worlds to tell apart, if not those of gradient-space canaries.
+    ``share`` of the runs asked for is made where a run is slow; the budget then leaves signal to spare. ``game``
+    has the worlds to tell apart, if not those of gradient-space canaries.
     """
 
     label: str
@@ -28,7 +95,7 @@ class Attack:
 
 
 def attacked() -> list[str]:
-    """The names of algorithms that promise anything.
+    """The names of algorithms that claim privacy.
 
     >>> "dp-srm" in attacked(), "sgd" in attacked()
     (True, False)
@@ -37,25 +104,479 @@ def attacked() -> list[str]:
 
 
 def attacks_on(name: str) -> list[Attack]:
-    """The configurations for an algorithm.
+    """The configurations of an algorithm to attack.
 
     >>> [attack.label for attack in attacks_on("dp-gd")]
     ['every record', 'every record']
     """
-    if name not in attacked():
-        raise ValueError(f"algorithm {name!r}: no attack is prepared; there is one for {', '.join(attacked())}.")
-    entry = ALGORITHMS[name]
-    return [
-        Attack(
-            example.label,
-            entry.make(example.settings),
-            example.n,
-            Budget(example.epsilon, example.delta, relation),
-            example.share,
-            None
-            if example.space == "gradients"
-            else table_game(example.n, relation, only=example.only, every=example.every),
+    entry, found = ALGORITHMS[name], []
+    for example in entry.attacks:
+        relation = Relation.parse(example.relation)
+        game = None
+        if example.space != "gradients":
+            game = table_game(example.n, relation, only=example.only, every=example.every)
+        budget = Budget(example.epsilon, example.delta, relation)
+        found.append(Attack(example.label, entry.make(example.settings), example.n, budget, example.share, game))
+    return found
+
+
+def _algorithm(name: str) -> AuditTarget:
+    def attack(runs: int, watch: Watch) -> Iterator[AuditReport]:
+        for each in attacks_on(name):
+            for curator in CURATORS:
+                title = f"{name}: {each.label}{'' if curator == 'central' else f', {curator}'}"
+                with watch(title) as progress:
+                    report = run(
+                        each.algorithm, budget=each.budget, n=each.n, runs=round(runs * each.share),
+                        curator=curator, game=each.game, progress=progress,
+                    )  # fmt: skip
+                yield replace(report, algorithm=title)
+
+    home = f"algorithms.{ALGORITHMS[name].home.partition('.')[0]}"
+    return AuditTarget(name, (home,), "(ε, δ) and the whole profile δ(ε) of its plan", attack)
+
+
+# --- queries ------------------------------------------------------------------------------------------------------
+
+
+def _through_queries(make: Callable[[], Any], game: Callable[[Relation], Game]) -> Any:
+    """An attack in query space, under both relations."""
+
+    def attack(runs: int, watch: Watch) -> Iterator[AuditReport]:
+        for relation in Relation:
+            budget = replace(_BUDGET, relation=relation)
+            yield run(make(), budget=budget, n=_N, runs=max(400, runs // 2), game=game(relation))
+
+    return attack
+
+
+def _hessians() -> Any:
+    from quietgrad.algorithms.model_selection import HessianSelection
+
+    return HessianSelection([np.zeros(2)], alpha=1.0, rank=1)  # one candidate: its two releases are always made
+
+
+def _two_scalars() -> Any:
+    from quietgrad.training.stationarity import StationarityRelease
+
+    return StationarityRelease()
+
+
+def _tabulate() -> Any:
+    from quietgrad.algorithms.tabulate import Tabulate
+
+    return Tabulate(4)
+
+
+def _cells(relation: Relation) -> Game:
+    from quietgrad.objectives.queries.evaluation import Tabulation
+
+    return QueryGame(_N, relation, Tabulation(), (np.arange(_N)[:, None] % 2, None))
+
+
+def _labels(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    """One record's label, which it shares with just so many others that its own count decides."""
+    from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+
+    started = time.perf_counter()
+    others, sigma = 6, 0.8
+    # The threshold lies halfway between the counts of the two worlds, where they differ most.
+    failure = 0.5 * math.erfc((others - 0.5) / (sigma * math.sqrt(2.0)))
+    slot = Slot("labels", FullBatch(), mechanism=GaussianPartitionSelection(failure))
+    once = Plan("labels", {}, Schedule((slot,)), _N, _BUDGET, sigma)
+    many = replace(once, schedule=Schedule((replace(slot, count=runs),)))
+    scores = []
+    for count in (others + 1, others):
+        y = np.repeat([0, 1], [count, 40])
+        session = CentralCurator(LabelSet(), (np.zeros((len(y), 1)), y), account="audit").open(many)
+        query = LabelCounts(Relation.ADD_REMOVE)
+        scores.append(np.array([float(0 in session.discover("labels", query)) for _ in range(runs)]))
+    found = attack_profile((scores[0], scores[1]), PrivacyClaim(once), "one label more or less", _ALPHA)
+    findings = [found, *probe_slots(lengthened(once), what="labels")]
+    yield AuditReport.of("labels", once, findings, runs=runs, started=started)
+
+
+# --- estimators ---------------------------------------------------------------------------------------------------
+
+
+class _Planned(Exception):
+    """Carries the plan that a fit was about to open."""
+
+
+def _estimators(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    """The plans that estimators make, range and label estimates included: noise of every slot."""
+    from quietgrad import estimators
+    from quietgrad.algorithms.whitened_design import look_for
+    from quietgrad.estimators.describing import _SHARES, _Describe
+    from quietgrad.estimators.transformers import plan_scaling
+    from quietgrad.training import plan as make_plan
+
+    X = np.random.default_rng(0).uniform(-0.5, 0.5, (400, 3))
+    plans = {}
+    for name in ("PrivateLogisticRegression", "PrivateLinearRegression", "PrivateAdditiveClassifier"):
+        kind = getattr(estimators, name)
+        known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
+        plans[name] = _plan_of(kind(epsilon=6.0, n_public=len(X), **known), X, (X[:, 0] > 0).astype(int))
+    plans["PrivateScaler"] = plan_scaling(len(X), X.shape[1], _BUDGET)
+    ranges = look_for(len(X), X.shape[1], budget=_BUDGET)
+    plans["describe"] = make_plan(_Describe(ranges, _SHARES), n=len(X), budget=_BUDGET)
+    for name, plan in plans.items():
+        started = time.perf_counter()
+        findings = probe_slots(lengthened(plan), what=name)
+        yield AuditReport.of(name, plan, findings, runs=runs, started=started)
+
+
+def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
+    """What a fit would release: it is stopped before its session opens, and nothing is charged."""
+
+    def stop(curator: Any, plan: Plan) -> Any:
+        raise _Planned(plan)
+
+    estimator._open = stop
+    try:
+        estimator.fit(X, y)
+    except _Planned as planned:
+        plan: Plan = planned.args[0]
+        return plan
+    raise AssertionError(f"{type(estimator).__name__}: a fit that opened no session.")
+
+
+def _search(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    """The plan of a search: noise of its scores, the law of the number of rounds, and the best score."""
+    from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
+    from quietgrad.estimators.search import _rounds
+    from quietgrad.plans.schedule import calibrate_plan
+    from quietgrad.privacy.rng import SecureStream
+
+    started = time.perf_counter()
+    budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    search = PrivateSearch(model, {"regularization": [0.0]}, mean_rounds=3.0)
+    plan = calibrate_plan(lambda z: search._plan(z, PublicCount(50), budget), budget)
+    findings = probe_slots(lengthened(plan), what="scores")
+    # K ≥ 1 is geometric: P(K > k) = (1 − 1/mean)^k.
+    mean = float(search.mean_rounds)
+    u = (SecureStream(fresh_key(), "audit").uint64(0, 4000) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    drawn = np.array([_rounds(mean, float(x)) for x in u])
+    edges = np.arange(1, 40)
+    seen = np.array([*(np.count_nonzero(drawn == k) for k in edges), np.count_nonzero(drawn >= 40)])
+    shares = np.array([*((1 - 1 / mean) ** (edges - 1) / mean), (1 - 1 / mean) ** 39])
+    chance = categories(seen.astype(np.float64), 4000 * shares)
+    verdict = "pass" if chance >= 1e-7 else "violation"
+    findings.append(AuditFinding("L0 rounds", "the law of K", "p", 1e-7, chance, verdict))  # type: ignore[arg-type]
+    best, rounds = zip(*(_rounds_of(plan, pull, mean, runs) for pull in (1.0, -1.0)), strict=True)
+    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", 5e-7))
+    # A round is priced as one Gaussian release, and the theorem about their number does the rest.
+    views = tuple(Views(r[:, None], np.zeros((len(r), 1)), ["round"], True) for r in rounds)
+    mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
+    inner = attack_dprime((views[0], views[1]), PrivacyClaim(plan), "one round's score", 5e-7, mu=mu)
+    findings.append(inner._replace(epsilon_lower=0.0))  # of a round, not of the search
+    yield AuditReport.of("private-search", plan, findings, runs=runs, started=started)
+
+
+def _rounds_of(plan: Plan, pull: float, mean: float, runs: int) -> tuple[Floats, Floats]:
+    """The best and the first scores of ``runs`` searches in which a record moves every one as far as it may."""
+    from quietgrad.estimators.search import _rounds
+
+    session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
+    query = ConstantQuery(1, 1.0, pull)
+    scores = []
+    for number in range(runs):
+        count = _rounds(mean, session.uniform(f"rounds/{number}"))
+        scores.append([float(session.release("round", query)[0]) for _ in range(count)])
+    return np.array([max(each) for each in scores]), np.array([each[0] for each in scores])
+
+
+# --- people -------------------------------------------------------------------------------------------------------
+
+PERSON_SIZES = (1, 7, 500)
+
+
+def numbered_people(whose: npt.NDArray[Any], combine: Combine) -> UnitGrouping:
+    """People whose numbers are given, so that two worlds number them alike."""
+    starts = np.concatenate([[0], np.cumsum(np.bincount(whose))]).astype(np.int64)
+    return UnitGrouping(np.argsort(whose, kind="stable"), starts, combine)
+
+
+def attack_person(
+    size: int,
+    runs: int,
+    asking: Callable[..., Any] = UserLevelObjective,
+    *,
+    relation: Relation,
+    noise_multiplier: float = 0.8,
+    delta: float = 1e-5,
+) -> AuditFinding:
+    """Tell from one noisy sum whether a person of ``size`` records, all beyond the clip, is in it."""
+    from quietgrad.objectives import Logistic
+
+    once = _person_plan(relation, noise_multiplier, delta)
+    slot = once.schedule.slots[0]
+    rng, scores = np.random.default_rng(0), []
+    for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
+        count = 0 if sign == 0.0 else size
+        ids = np.repeat(np.arange(4), [count, 2, 5, 600])
+        X = rng.standard_normal((len(ids), 2)) * 1e-3
+        X[:count] = [1e3 * sign, 0.0]
+        people = numbered_people(np.unique(ids, return_inverse=True)[1], "mean")
+        curator = CentralCurator(
+            asking(Logistic()), RecordsWithIds((X, np.zeros(len(ids))), people), account="audit"
         )
-        for example in entry.attacks
-        for relation in (Relation.parse(example.relation),)
-    ]
+        many = replace(once, schedule=Schedule((replace(slot, count=runs),)), n_public=len(people))
+        session, query = curator.open(many), Gradient(np.zeros(2), 1.0)
+        scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
+    what = f"a person of {size} records, {relation}"
+    return attack_profile((scores[0], scores[1]), PrivacyClaim(once), what, _ALPHA)
+
+
+def _person_plan(relation: Relation, noise_multiplier: float = 0.8, delta: float = 1e-5) -> Plan:
+    schedule, budget = Schedule((Slot("gradient", FullBatch()),)), Budget(6.0, delta, relation)
+    return Plan("people", {}, schedule, 4, budget, noise_multiplier, unit=PrivacyUnit.PERSON)
+
+
+def with_people(report: AuditReport, noise_multiplier: float) -> AuditReport:
+    """Add to an audit of a run by person, whose canaries have one record, attacks by people of 1, 7 and 500.
+
+    One release at the run's noise is attacked.
+    """
+    started, runs = time.perf_counter(), max(400, report.runs // 2)
+    at: Any = {"relation": report.relation, "noise_multiplier": noise_multiplier, "delta": report.delta}
+    found = [attack_person(size, runs, **at) for size in PERSON_SIZES]
+    return replace(
+        report,
+        findings=(*report.findings, *found),
+        epsilon_lower=max(report.epsilon_lower, *(f.epsilon_lower for f in found)),
+        confidence=report.confidence - len(PERSON_SIZES) * _ALPHA,
+        seconds=report.seconds + time.perf_counter() - started,
+        notes=(*report.notes, f"claimed per person: {', '.join(map(str, PERSON_SIZES))} records were tried"),
+    )
+
+
+def _people(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    """People of several records, and people known to two parties."""
+    from quietgrad.audit.federated import attack_shared_person, kept_once, priced
+
+    for relation in Relation:
+        started = time.perf_counter()
+        found = [attack_person(size, max(400, runs // 2), relation=relation) for size in PERSON_SIZES]
+        few = max(400, runs // 4)
+        found += [attack_shared_person(few, joining, relation=relation) for joining in (priced, kept_once)]
+        yield AuditReport.of("people", _person_plan(relation), found, runs=runs, started=started)
+
+
+# --- networks -----------------------------------------------------------------------------------------------------
+
+
+def steep_loss(output: Tensor, y: Tensor) -> Tensor:
+    """A steep loss of two classes: gradients are far beyond any clip."""
+    import torch.nn.functional as F
+
+    return 30.0 * F.cross_entropy(output.flatten(1)[:, :2], y, reduction="none")
+
+
+def steep_table(n: int = 40) -> tuple[Tensor, Tensor]:
+    """Records of eight features."""
+    import torch
+
+    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(0))
+    return x, (x[:, 0] > 0).long()
+
+
+class Augmented:
+    """A data set that draws for each record from torch, numpy and Python, for some more than for others."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        import torch
+
+        x = self.x[i] + torch.randn(8) * random.random()
+        for _ in range(i % 3):
+            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
+        return x, self.y[i]
+
+
+def _network(*, dropout: bool) -> Any:
+    from torch import manual_seed, nn
+
+    manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if dropout else nn.Tanh(), nn.Linear(8, 2))
+
+
+def _network_worlds() -> tuple[Plan, list[tuple[Any, Any]]]:
+    """One release on all records, and the tables with and without the first.
+
+    In the second world all other records move up by one place, as they do when a row is removed from a file. The
+    first record is far out, so that its contribution is as long as it may be.
+    """
+    from quietgrad.algorithms.dp_sgd import DPGD
+    from quietgrad.training import plan as make_plan
+
+    x, y = steep_table(50)
+    x[0] = 3.0
+    plan = make_plan(DPGD(steps=1), n=len(x), budget=Budget(4.0, 1e-5))
+    return plan, [(x[first:], y[first:]) for first in (0, 1)]
+
+
+def distinguish_fit(runs: int, *, augmented: bool = False) -> tuple[Plan, AuditFinding]:
+    """Tell the worlds apart by one release of a fit, with dropout or with augmentation."""
+    from quietgrad.objectives.networks.module import ModuleObjective
+
+    plan, worlds = _network_worlds()
+    objective: Any = ModuleObjective(_network(dropout=not augmented), steep_loss)
+    views = []
+    for x, y in worlds:
+        curator = CentralCurator(objective, Augmented(x, y) if augmented else (x, y))
+        query, slot = Gradient(curator.initial(), 1.0), plan.schedule.slots[0].name
+        # Each session has a key of its own: samples, masks and noise are fresh.
+        seen = [curator.open(plan).release(slot, query).double().numpy() for _ in range(runs)]
+        views.append(np.stack(seen))
+    what = f"a fit with {'augmentation' if augmented else 'dropout'}, one release"
+    return plan, attack_profile(_scores(objective, worlds[0], views), PrivacyClaim(plan), what, _ALPHA)
+
+
+def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
+    """The same for a custom loop that never moves its parameters: each step is a run by itself."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.opacus import make_private
+
+    plan, worlds = _network_worlds()
+    views = []
+    for data in (TensorDataset(*world) for world in worlds):
+        model = _network(dropout=True)
+        private, optimizer, loader, criterion = make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=1.0,
+            data_loader=DataLoader(data, batch_size=len(data)), noise_multiplier=plan.noise_multiplier,
+            criterion=lambda output, labels: steep_loss(output, labels).sum(), loss_reduction="sum",
+        )  # fmt: skip
+        seen = []
+        for _ in range(runs):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                criterion(private(inputs), labels).backward()
+                optimizer.step()
+            grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
+            seen.append(torch.cat(grads).numpy())
+        views.append(np.stack(seen))
+    scores = _scores(ModuleObjective(_network(dropout=True), steep_loss), worlds[0], views)
+    return plan, attack_profile(scores, PrivacyClaim(plan), "a custom loop with dropout, one step", _ALPHA)
+
+
+def _scores(objective: Any, data: Any, views: list[Floats]) -> tuple[Floats, Floats]:
+    """What was released along the missing record's mean contribution, or along the difference that was seen.
+
+    The attacker knows all records and the model, and can compute the first; he learns the second from a quarter of
+    the runs. The better of the two is used.
+    """
+    import torch
+
+    records = objective.prepare(data)
+    mean = torch.zeros(records.dim, dtype=torch.float64)
+    points = (objective.initial(records),)
+    for k in range(64):
+        objective.add(Batch(records, np.array([0]), bytes([k]) * 32), points, ClippingRule.gradient(1.0), mean)
+    quarter = len(views[0]) // 4
+    taught = [view[:quarter] for view in views]
+    seen = taught[0].mean(0) - taught[1].mean(0)
+
+    def apart(way: Floats) -> float:
+        # On runs that taught the direction itself it looks better than it is: half of them judge.
+        a, b = (view[quarter // 2 :] @ way for view in taught)
+        return float(abs(a.mean() - b.mean()) / (a.std() + b.std()))
+
+    best = max((mean.numpy(), seen), key=apart)
+    return learned(((views[0] @ best)[:, None], (views[1] @ best)[:, None]))
+
+
+def _networks(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    runs = max(600, runs // 20)
+    attacks: tuple[Callable[[], tuple[Plan, AuditFinding]], ...] = (
+        lambda: distinguish_fit(runs),
+        lambda: distinguish_fit(runs, augmented=True),
+        lambda: distinguish_loop(runs),
+    )
+    for attack in attacks:
+        started = time.perf_counter()
+        plan, finding = attack()
+        yield AuditReport.of(f"network: {finding.what}", plan, [finding], runs=runs, started=started)
+
+
+def _own_loop(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    """A custom loop: many canaries in one run, and records without gradients for hundreds of steps."""
+    from quietgrad.audit.single_run import judge_guesses
+
+    started = time.perf_counter()
+    count = max(400, runs // 2)
+    coins = np.random.default_rng().random(count) < 0.5
+    # Every canary has a weight of its own; those that are out have no gradient.
+    said, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
+    findings = judge_guesses(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA, gaussian=True)
+    silence, longer = _loop(np.zeros((8, 64), np.float32), steps=256)
+    findings += check_normals(silence / longer.noise_multiplier, "steps of a loop")
+    yield AuditReport.of("own-loop", plan, findings, runs=1, started=started)
+
+
+def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
+    """What a loop over ``rows``, each in every sample, finds in its gradients, in units of the clip."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from quietgrad.torch import PrivateLoop
+
+    plain = torch.nn.Linear(rows.shape[1], 1, bias=False)
+    data = TensorDataset(torch.from_numpy(rows), torch.zeros(len(rows)))
+    loop = PrivateLoop(
+        plain, lambda output, _: 1e3 * output.sum(), data, batch_size=len(rows), max_grad_norm=1.0, budget=_BUDGET,
+        steps=steps, n_public=len(rows), account="audit",
+    )  # fmt: skip
+    loop.mean = False
+    heard = []
+    for batch in loop:
+        plain.weight.grad = None
+        loop.backward(batch)
+        heard.append(torch.as_tensor(plain.weight.grad).double().numpy().ravel().copy())
+    return np.stack(heard), loop.plan
+
+
+def _federations(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    from quietgrad.audit.federated import audit_federations
+
+    yield from audit_federations(max(1000, runs // 4))
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+_TABLES = ("classifiers", "regressors", "additive", "transformers", "describing")
+_ROWS = (
+    *map(_algorithm, attacked()),
+    AuditTarget(
+        "hessian-selection", ("algorithms.model_selection",), "(ε, δ) of two releases",
+        _through_queries(_hessians, lambda relation: table_game(_N, relation)),
+    ),
+    AuditTarget(
+        "private-certificate", ("training.stationarity",), "(ε, δ) of two scalars",
+        _through_queries(_two_scalars, lambda relation: table_game(_N, relation)),
+    ),
+    AuditTarget(
+        "evaluation", ("algorithms.tabulate",), "(ε, δ) of a histogram", _through_queries(_tabulate, _cells)
+    ),
+    AuditTarget("labels", ("objectives.queries.labels",), "(ε, δ) of finding labels", _labels),
+    AuditTarget(
+        "estimators", tuple(f"estimators.{name}" for name in _TABLES), "noise of every slot", _estimators, "sklearn"
+    ),
+    AuditTarget("private-search", ("estimators.search",), "δ(ε) of a random number of rounds", _search, "sklearn"),
+    AuditTarget("people", ("objectives.privacy_units",), "δ(ε) per person of many records or parties", _people),
+    AuditTarget("own-loop", ("algorithms.own_loop", "torch.loops"), "μ of a custom loop", _own_loop, "torch"),
+    AuditTarget("networks", (), "δ(ε) of one release of a network", _networks, "torch"),
+    AuditTarget("federations", (), "μ behind every kind of trust", _federations),
+)  # fmt: skip
+
+ATTACKS: dict[str, AuditTarget] = {row.name: row for row in _ROWS}
+"""By name; ``quietgrad audit --all`` attacks them all, ``quietgrad audit NAME`` one."""

@@ -4,20 +4,43 @@ A canary made of data is weak: its gradients are what the loss makes of them. He
 curator asks for them, and follow the pattern that saturates every clip: ``growing`` (gradient and difference point
 the same way), ``alternating`` (the gradient turns round at every step, which exposes differences clipped in parts)
 or ``constant``. They depend on the step alone, so with full batches every release is exactly Gaussian.
+
+Canaries in query space: a record that contributes as much as each query allows, whatever the query is.
+
+Some methods ask for more than gradients: histograms, moments, Hessians, norms. No single record is as bad as can
+be for all of them, but the promise is that none could be worse than the bounds add up to; so here the record's
+contribution to every release is dictated, a whole bound along the first axis, on top of a real sum over real
+records. The auditor knows that sum and takes it away again: what is left is noise, and the canary.
+
+Worlds made of data, for methods that need a real loss and not just gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, Indices, LossConstants, NoRegularizer
+from quietgrad.audit.replicas import (
+    Game,
+    RecordingSession,
+    as_numbers,
+)
+from quietgrad.objectives.base import (
+    BaseObjective,
+    Batch,
+    ClippingRule,
+    Indices,
+    LossConstants,
+    NoRegularizer,
+    Query,
+)
 from quietgrad.privacy.budget import Relation
+from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
 Pattern = Literal["growing", "alternating", "constant"]
@@ -204,3 +227,156 @@ class CanaryGame:
         """(objective, data) of ``runs`` blocks."""
         roles = self.roles(which) or ("silent",)
         return self.objective(self.pattern), CanaryRecords(roles, runs, self.dim)
+
+
+@dataclass
+class CanaryQuery:
+    """A query with one more contribution: ``pull`` bounds along the first axis."""
+
+    query: Query
+    pull: float
+    rest: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def bound(self) -> float:
+        """As the query's."""
+        return self.query.bound
+
+    def dim(self, records: Any) -> int:
+        """As the query's."""
+        return self.query.dim(records)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+        """Add what the records contribute, remember it, and add the canary."""
+        self.query.sum_into(objective, batch, out)
+        self.rest = as_numbers(out)
+        out[0] += self.pull * self.query.bound
+
+
+class CanarySession(RecordingSession):
+    """A session that adds a canary to every sum, and hears what is left when the rest is taken away."""
+
+    compared = False
+    pull = 0.0
+    only: tuple[str, ...] = ()
+    """The slots that the canary is in, if not in all: on disjoint records it is in one."""
+    every = 1
+    """How many releases apart its turns are."""
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        return super().first_below(slot, [CanaryQuery(query, self._pull(slot)) for query in queries], threshold)
+
+    def _pull(self, slot: str) -> float:
+        in_turn = self._session.used[slot] % self.every == 0
+        return self.pull if in_turn and (not self.only or slot in self.only) else 0.0
+
+    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+        asked = CanaryQuery(query, self._pull(slot))
+        answer = self._session.release(slot, asked, **more)
+        if query.bound > 0.0 and asked.rest.size:
+            self.heard.append(((as_numbers(answer) - asked.rest)[:1] / query.bound)[None])
+            self.slots.append(slot)
+        return answer
+
+
+@dataclass(frozen=True)
+class QueryGame:
+    """Both worlds have the same small table; the canary is planted at the door.
+
+    Args:
+        objective, data: what the algorithm is run on.
+        relation: under add-remove the canary is absent in the second world, under replace-one it is mirrored.
+    """
+
+    n: int
+    relation: Relation
+    objective: Any
+    data: Any
+    dim: int = 1
+    gaussian: bool = True
+    only: tuple[str, ...] = ()
+    every: int = 1
+
+    def world(self, which: int, runs: int) -> tuple[Any, Any]:
+        """(objective, data), the same in both."""
+        return self.objective, self.data
+
+    def pull(self, which: int) -> float:
+        """What the canary contributes, in bounds."""
+        return 1.0 if which == 0 else 0.0 if self.relation is Relation.ADD_REMOVE else -1.0
+
+    def recording(self, which: int) -> Any:
+        """What makes the session of a run: it adds the canary to every sum."""
+
+        def make(session: Any, number: int) -> CanarySession:
+            made = CanarySession(session, number=number)
+            made.pull, made.only, made.every = self.pull(which), self.only, self.every
+            return made
+
+        return make
+
+
+def table_game(
+    n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = (), every: int = 1
+) -> QueryGame:
+    """A small table in the unit ball for methods that need features."""
+    from quietgrad.objectives import Logistic
+
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-0.5, 0.5, (n, features))
+    y = (X[:, 0] > 0).astype(float)
+    return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)
+
+
+def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
+    """The game for a registered algorithm that is attacked in query space, else ``None``."""
+    from quietgrad.algorithms.registry import ALGORITHMS
+
+    entry = ALGORITHMS.get(getattr(algorithm, "name", ""))
+    spaces = {example.space for example in entry.attacks} if entry is not None else set()
+    return table_game(n, relation) if spaces == {"queries"} else None
+
+
+_FAR = 1e3  # a target far beyond Huber's threshold: the residual is then constant
+
+
+@dataclass(frozen=True)
+class HuberGame:
+    """Two tables of n rows that differ in one target, for methods that need a convex loss with real constants.
+
+    Huber's residual is ∓threshold at targets ±1000, so the record's gradient is ±G·u at every point: the linear
+    losses that attain the stability bound. All other rows are zero. Blocks are columns of a sparse table.
+    """
+
+    n: int
+    dim: int = 2
+    row_bound: float = 1.0
+    gaussian: bool = True
+
+    def world(self, which: int, runs: int) -> tuple[Any, Any]:
+        """(objective, data) of ``runs`` blocks."""
+        import scipy.sparse as sparse
+
+        from quietgrad.objectives import Huber
+
+        rows = np.arange(runs) * self.n
+        X = sparse.csr_array(
+            (np.full(runs, self.row_bound), (rows, np.arange(runs) * self.dim)),
+            shape=(runs * self.n, runs * self.dim),
+        )
+        y = np.zeros(runs * self.n)
+        y[rows] = _FAR if which == 0 else -_FAR
+        return Huber(1.0, row_bound=self.row_bound), (X, y)
+
+
+def data_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
+    """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``.
+
+    >>> data_game(object(), 4, Relation.ADD_REMOVE) is None
+    True
+    """
+    name = getattr(algorithm, "name", "")
+    one_shot = name == "weighted-average" and algorithm.method == "one-shot"
+    if name == "output-perturbation" or one_shot:  # stability scales as 1/n: few records stand for any number
+        return HuberGame(n, dim=1 if getattr(algorithm, "mechanism", "") == "pure" else 2)
+    return query_game(algorithm, n, relation)

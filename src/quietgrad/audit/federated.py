@@ -1,9 +1,12 @@
 """Audits of federations: the same canaries and layers behind a coordinator, its parties and their secure sums.
 
-Everyone is here in one process with the real plan, messages and protocols. The canary belongs to the first party;
-what is heard is what the coordinator publishes. Everyone takes part in every round, so releases are exactly
-Gaussian. Under secure sums there is more noise than the claim needs, and d′ is smaller by the root of the plan's
-variance factor. Where every party adds its own noise the coordinator sees each party's sum: a federation of one.
+All roles run in one process with the real plan, messages and protocols. The canary belongs to the first party; the
+attacker sees what the coordinator publishes. All parties take part in every round, so releases are exactly
+Gaussian. Secure sums carry more noise than the claim needs, and d′ is smaller by the root of the plan's variance
+factor. Where each party adds its own noise the coordinator sees each party's sum: a federation of one.
+
+A person known to two parties is attacked too. Parallel composition does not hold for them, so a plan must either
+have noise for both contributions or ensure that there is only one.
 """
 
 from __future__ import annotations
@@ -11,18 +14,29 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
+from quietgrad.algorithms.dp_srm import DPSRM
+from quietgrad.algorithms.stagewise import StagewiseDPSGD
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Pattern
-from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.audit.noise_checks import check_noise
 from quietgrad.audit.replicas import BlockVector, RecordingSession, Views, walk
-from quietgrad.audit.report import AuditReport
+from quietgrad.audit.report import AuditFinding, AuditReport
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.parties import Party, matched
+from quietgrad.federation.simulation import assemble
+from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.objectives import Logistic
+from quietgrad.objectives.base import Gradient
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.rng import fresh_key
 
 TRUSTS: tuple[tuple[str, str | None], ...] = (
     ("curator", None),
@@ -34,29 +48,21 @@ TRUSTS: tuple[tuple[str, str | None], ...] = (
 """(trust, secure sum) of every federation that is audited."""
 
 _WIDTH = 2
-
-
-def _makers() -> dict[str, Callable[[int], Algorithm]]:
-    from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
-    from quietgrad.algorithms.dp_srm import DPSRM
-    from quietgrad.algorithms.stagewise import StagewiseDPSGD
-
-    return {
-        "dp-gd": lambda n: DPGD(steps=6),
-        "dp-sgd": lambda n: DPSGD(steps=6, batch_size=n, momentum=0.5),
-        "dp-srm": lambda n: DPSRM(steps=6, batch_size=n, difference_clip=0.2),
-        "dp-adam": lambda n: DPAdam(steps=6, batch_size=n),
-        "stagewise": lambda n: StagewiseDPSGD(stages=2, first_steps=1, batch_size=n),
-    }
+_MAKERS: tuple[Callable[[int], Algorithm], ...] = (
+    lambda n: DPGD(steps=6),
+    lambda n: DPSGD(steps=6, batch_size=n, momentum=0.5),
+    lambda n: DPSRM(steps=6, batch_size=n, difference_clip=0.2),
+    lambda n: DPAdam(steps=6, batch_size=n),
+    lambda n: StagewiseDPSGD(stages=2, first_steps=1, batch_size=n),
+)
 
 
 def audit_federations(runs: int) -> Iterator[AuditReport]:
-    """Every algorithm of sums × every trust, the relations in turn."""
+    """Audit every algorithm of sums with every trust, the relations in turn."""
     relations = itertools.cycle(Relation)
-    for make in _makers().values():
-        for trust, secure in TRUSTS:
-            budget = Budget(6.0, 1e-5, next(relations))
-            yield run_federated(make, budget=budget, trust=trust, secure=secure, runs=runs)
+    for make, (trust, secure) in itertools.product(_MAKERS, TRUSTS):
+        budget = Budget(6.0, 1e-5, next(relations))
+        yield run_federated(make, budget=budget, trust=trust, secure=secure, runs=runs)
 
 
 def run_federated(
@@ -73,10 +79,10 @@ def run_federated(
 
     Args:
         make: the algorithm for a public n; with its batch size, if it has one, equal to n.
-        budget: the promise to every record of every party.
+        budget: the guarantee of every record of every party.
         trust, secure: as in :func:`quietgrad.federation.simulate`.
         runs: runs of each world, made side by side.
-        parties: how many; 3, or 1 where every party adds its own noise.
+        parties: how many; 3, or 1 where each party adds its own noise.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> run_federated(lambda n: DPGD(steps=3), budget=Budget(6.0, 1e-5), trust="secure", secure="masks").passed
@@ -105,36 +111,22 @@ def run_federated(
     for pattern in ("growing", "alternating"):
         views = tuple(heard(pattern, which)[0] for which in (0, 1))
         findings.append(attack_dprime((views[0], views[1]), claim, f"{pattern} canary, {where}", alpha))
-    return AuditReport(
-        algorithm=f"{plan.algorithm}: {where}",
-        relation=budget.relation,
-        delta=budget.delta,
-        epsilon_claimed=claim.epsilon,
-        epsilon_lower=max(f.epsilon_lower for f in findings),
-        confidence=confidence,
-        runs=runs,
-        seconds=time.perf_counter() - started,
-        findings=tuple(findings),
-        notes=(f"parties: {parties}; the published sums carry {factor:.4g} times the claimed variance",),
-    )
+    notes = (f"parties: {parties}; the published sums carry {factor:.4g} times the claimed variance",)
+    name = f"{plan.algorithm}: {where}"
+    return AuditReport.of(name, plan, findings, runs=runs, started=started, confidence=confidence, notes=notes)
 
 
 def _federation(
     make: Callable[[int], Algorithm],
     budget: Budget,
     noise_multiplier: float,
-    door: tuple[str, str | None],
+    trust: tuple[str, str | None],
     pattern: Pattern,
     which: int | None,
     runs: int,
     parties: int,
 ) -> tuple[Views, float]:
     """What a federation publishes in one world (``None``: every record silent), and its variance factor."""
-    from quietgrad.federation.coordinator import FederatedCurator
-    from quietgrad.federation.parties import Party
-    from quietgrad.federation.simulation import assemble
-    from quietgrad.federation.transport.in_process import InProcess
-
     first = {None: "silent", 0: "canary", 1: "mirror"}[which]
     gone = which == 1 and budget.relation is Relation.ADD_REMOVE
     attacked = ("silent",) if gone else (first, "silent")
@@ -146,14 +138,9 @@ def _federation(
     objective: Any = CanaryObjective(pattern)
     algorithm = make(2 * runs * parties)
     plan, federation = assemble(
-        algorithm,
-        objective,
-        holders,
-        budget=budget,
-        trust=door[0],
-        secure=door[1],
+        algorithm, objective, holders, budget=budget, trust=trust[0], secure=trust[1],
         noise_multiplier=noise_multiplier,
-    )
+    )  # fmt: skip
     curator = FederatedCurator(
         objective, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
     )
@@ -161,4 +148,64 @@ def _federation(
     views = walk(algorithm, session, np.zeros(runs * _WIDTH).view(BlockVector))
     session.close("steps")
     # Every party of a local federation adds the whole noise to its own sum.
-    return views, float(parties if door[0] == "local" else plan.variance_factor)
+    return views, float(parties if trust[0] == "local" else plan.variance_factor)
+
+
+Joining = Callable[[Sequence[Party]], tuple[Sequence[Party], dict[str, Any]]]
+"""What is done about people in several parties: the parties as they take part, and the plan's settings."""
+
+
+def priced(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]]:
+    """Add noise for both contributions."""
+    return parties, {"parties_per_person": 2}
+
+
+def kept_once(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]]:
+    """Match ids by a keyed hash: one of the two parties keeps the person."""
+    found, matching = matched(parties, fresh_key())
+    return found, {"matching": matching}
+
+
+def attack_shared_person(
+    runs: int,
+    joining: Joining = priced,
+    *,
+    relation: Relation = Relation.ADD_REMOVE,
+    trust: str = "curator",
+    secure: str | None = None,
+) -> AuditFinding:
+    """Tell from one published sum whether a person known to two of three parties is in it.
+
+    >>> attack_shared_person(400, kept_once).verdict
+    'pass'
+    """
+    loss, budget, scores = Logistic(), Budget(6.0, 1e-5, relation), []
+    claimed = None
+    for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
+        parties, settings = joining([_party(place, sign, relation) for place in range(3)])
+        plan, federation = assemble(
+            DPGD(steps=runs), loss, parties, budget=budget, trust=trust, secure=secure, unit="person",
+            noise_multiplier=0.8, **settings,
+        )  # fmt: skip
+        slot = plan.schedule["gradient"]
+        claimed = replace(plan, schedule=replace(plan.schedule, slots=(replace(slot, count=1),)))
+        curator = FederatedCurator(
+            loss, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
+        )
+        session, query = curator.open(plan), Gradient(np.zeros(2), 1.0)
+        scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
+        session.close("steps")
+        federation.close()
+    assert claimed is not None
+    how = trust if secure is None else f"secure sum by {secure}"
+    what = f"a person known to two parties, {joining.__name__}, {how}, {relation}"
+    return attack_profile((scores[0], scores[1]), PrivacyClaim(claimed), what, 1e-6)
+
+
+def _party(place: int, sign: float, relation: Relation) -> Party:
+    """A party whose own people have no gradient; the first two also hold the attacked person, unless sign is 0."""
+    rows, ids = np.zeros((6, 2)), [f"{place}-{k // 2}" for k in range(6)]
+    if sign and place < 2:
+        rows, ids = np.vstack([rows, np.tile([1e3 * sign, 0.0], (7, 1))]), [*ids, *["both"] * 7]
+    declared = 4 if relation is Relation.ADD_REMOVE else None  # else the true number is public
+    return Party(rows, np.zeros(len(rows)), person=ids, n_public=declared)

@@ -1,15 +1,17 @@
 """Many independent runs as one: the real algorithm and the real curator on a block-diagonal problem.
 
 An audit needs thousands of runs. Put N copies of a small problem side by side: parameters of length N·d, N·k
-records, each of which touches only its own block. Sums, clips, white noise and Poisson samples of different
-blocks are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart; so one pass of the
+records, each of which touches only its own block. Sums, clips, white noise and Poisson samples of different blocks
+are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart; so one pass of the
 production code through :class:`~quietgrad.curators.central.CentralSession` *is* N independent runs. Algorithms that
 mix coordinates (a norm, a random round) are noticed and run one by one.
+
+The auditor's ear at the door: a session that passes everything on and writes down what was released.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -17,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.base import Curator
+from quietgrad.curators.base import Curator, Session
 from quietgrad.curators.central import CentralCurator
+from quietgrad.objectives.base import Query
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.correlated import CorrelatedNoise
@@ -28,6 +31,93 @@ from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson,
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
+
+
+class NotSeparableError(TypeError):
+    """An algorithm computed something across coordinates, so blocks would not be independent runs."""
+
+
+class BlockVector(np.ndarray[Any, Any]):
+    """A flat vector of N blocks that refuses inner products."""
+
+    def dot(self, *_: Any, **__: Any) -> Any:
+        raise NotSeparableError
+
+
+class RecordingSession:
+    """A session that writes down every number that is released, in units of the query's bound."""
+
+    compared = True
+    """Whether the model that comes out holds the canary, so that models can be told apart."""
+
+    def __init__(self, session: Session, *, blocks: int = 1, number: int = 0, uniform: float | None = None) -> None:
+        self._session = session
+        self._uniform = uniform  # what every draw is taken to be, where the auditor fixes it
+        self._number = number
+        self.blocks = blocks
+        self.plan = session.plan
+        self.objective = session.objective
+        self.regularizer = session.regularizer
+        self.heard: list[Floats] = []
+        self.slots: list[str] = []
+
+    @property
+    def rho_left(self) -> float:
+        return self._session.rho_left
+
+    @rho_left.setter
+    def rho_left(self, value: float) -> None:
+        self._session.rho_left = value
+
+    def uniform(self, label: str) -> float:
+        if self._uniform is not None:
+            return self._uniform
+        if self.blocks > 1:
+            raise NotSeparableError  # one draw would be shared by all runs
+        return self._session.uniform(f"{label}/{self._number}")
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        self._tick()
+        answer = self._session.release(slot, query, rho=rho)
+        if query.bound > 0.0:
+            self.heard.append(as_numbers(answer).reshape(self.blocks, -1) / query.bound)
+            self.slots.append(slot)
+        return answer.view(BlockVector) if self.blocks > 1 else answer
+
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        if self.blocks > 1:
+            raise NotSeparableError
+        chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
+        loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
+        self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
+        self.slots.append(slot)
+        return chosen
+
+    def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
+        if self.blocks > 1:
+            raise NotSeparableError
+        found = self._session.first_below(slot, queries, threshold)
+        self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
+        self.slots.append(slot)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def _tick(self) -> None:
+        tick = getattr(self.objective, "tick", None)
+        if tick is not None:
+            tick()
+
+
+def as_numbers(vector: Vector) -> Floats:
+    """A vector, numpy or torch, as float64 numbers of its own."""
+    plain = vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy()
+    return np.array(plain, np.float64)
+
+
 CuratorFactory = Callable[[Any, Any, bytes], Curator]
 """(objective, data, key) ↦ whoever holds the data."""
 Tick = Callable[[int], None]
@@ -128,52 +218,75 @@ def silent(runs: int) -> None:
     """Nobody is watching."""
 
 
-def collect(
-    algorithm: Algorithm,
-    plan: Plan,
-    game: Game,
-    which: int,
-    runs: int,
-    *,
-    curator: CuratorFactory = central,
-    seed: int | None = None,
-    together: bool = True,
-    tick: Tick = silent,
-) -> Views:
-    """Run ``algorithm`` ``runs`` times in world ``which`` of ``game`` and return what left the door.
+@dataclass(frozen=True)
+class Trial:
+    """What all runs of an attack have in common: ``plan`` is one run's plan, which is what is claimed.
 
-    ``plan`` is one run's plan: what is claimed. Without ``seed`` every run has fresh secret noise. Runs are made
-    side by side where they can be, unless ``together`` is false.
+    Without ``seed`` every run has fresh secret noise.
     """
-    try:
-        gaussian = all(isinstance(slot.mechanism, GaussianNoise | CorrelatedNoise) for slot in plan.schedule.slots)
-        if not together or not gaussian:
-            raise NotSeparableError  # only Gaussian noise is independent from coordinate to coordinate
-        views = collect_blocks(algorithm, plan, game, which, runs, curator=curator, seed=seed)
-    except NotSeparableError:
-        return _joined(_loop(algorithm, plan, game, which, runs, curator, seed, tick), runs, looped=True)
-    tick(runs)
-    return views
 
+    algorithm: Algorithm
+    plan: Plan
+    game: Game
+    curator: CuratorFactory = central
+    seed: int | None = None
 
-def collect_blocks(
-    algorithm: Algorithm,
-    plan: Plan,
-    game: Game,
-    which: int,
-    runs: int,
-    *,
-    curator: CuratorFactory = central,
-    seed: int | None = None,
-    uniform: float | None = None,
-) -> Views:
-    """The same, side by side or not at all; ``uniform`` fixes what a random round is drawn with."""
-    size = max(1, _MOST_NUMBERS // game.dim)
-    parts = [
-        _blocks(algorithm, plan, game, which, min(size, runs - done), curator, _key(seed, which, done), uniform)
-        for done in range(0, runs, size)
-    ]
-    return _joined(parts, runs, looped=False)
+    def shifted(self, by: int) -> Trial:
+        """The same with another seed, if there is one."""
+        return self if self.seed is None else replace(self, seed=self.seed + by)
+
+    def collect(self, which: int, runs: int, *, together: bool = True, tick: Tick = silent) -> Views:
+        """What left the session in ``runs`` runs of world ``which``, side by side where they can be."""
+        gaussian = all(
+            isinstance(slot.mechanism, GaussianNoise | CorrelatedNoise) for slot in self.plan.schedule.slots
+        )
+        try:
+            # Only Gaussian noise is independent from coordinate to coordinate.
+            if not together or not gaussian or hasattr(self.game, "recording"):
+                raise NotSeparableError
+            views = self.side_by_side(which, runs)
+        except NotSeparableError:
+            return self._one_by_one(which, runs, tick)
+        tick(runs)
+        return views
+
+    def side_by_side(self, which: int, runs: int, *, uniform: float | None = None) -> Views:
+        """Runs in one pass, or not at all; ``uniform`` fixes what a random round is drawn with."""
+        size, parts = max(1, _MOST_NUMBERS // self.game.dim), []
+        for done in range(0, runs, size):
+            blocks = min(size, runs - done)
+            holder, session = self._open(which, done, blocks=blocks)
+            recording = RecordingSession(session, blocks=blocks, uniform=uniform)
+            parts.append(walk(self.algorithm, recording, np.asarray(holder.initial()).view(BlockVector)))
+        return _joined(parts, runs, looped=False)
+
+    def _one_by_one(self, which: int, runs: int, tick: Tick) -> Views:
+        """Runs one after the other, through one session with room for all their releases.
+
+        Sharing the session saves setting up streams for each; noise is addressed by the number of the release, so
+        every run's is fresh. Turns, a single pass over the records and noise of several releases cannot be shared:
+        there each run opens its own session.
+        """
+        slots = self.plan.schedule.slots
+        once = any(s.sampling.participation(1) is not None or s.mechanism.together for s in slots)
+        recording = getattr(self.game, "recording", lambda which: RecordingSession)(which)
+        parts = []
+        for number in range(runs):
+            if once or number == 0:
+                holder, session = self._open(which, number, rounds=1 if once else runs)
+                rho, start = session.rho_left, np.asarray(holder.initial())
+                rewind = getattr(session.objective, "rewind", lambda: None)
+            session.rho_left = rho
+            rewind()
+            parts.append(walk(self.algorithm, recording(session, number=number), start))
+            tick(1)
+        return _joined(parts, runs, looped=True)
+
+    def _open(self, which: int, number: int, *, blocks: int = 1, rounds: int = 1) -> tuple[Curator, Any]:
+        seed = self.seed
+        key = fresh_key() if seed is None else seed_key(2 * (seed * 1_000_003 + number) + which)
+        holder = self.curator(*self.game.world(which, blocks), key)
+        return holder, holder.open(spread(self.plan, self.game, blocks=blocks, rounds=rounds))
 
 
 def _joined(parts: list[Views], runs: int, *, looped: bool) -> Views:
@@ -183,71 +296,19 @@ def _joined(parts: list[Views], runs: int, *, looped: bool) -> Views:
     for part in parts:
         transcript[row : row + len(part.transcript), : part.transcript.shape[1]] = part.transcript
         row += len(part.transcript)
-    return Views(transcript, np.concatenate([part.model for part in parts]), slots, looped)
-
-
-def _key(seed: int | None, which: int, number: int) -> bytes:
-    return fresh_key() if seed is None else seed_key(2 * (seed * 1_000_003 + number) + which)
-
-
-def _blocks(
-    algorithm: Algorithm,
-    plan: Plan,
-    game: Game,
-    which: int,
-    runs: int,
-    curator: CuratorFactory,
-    key: bytes,
-    uniform: float | None,
-) -> Views:
-    """``runs`` runs side by side in one pass."""
-    objective, data = game.world(which, runs)
-    holder = curator(objective, data, key)
-    session = holder.open(spread(plan, game, blocks=runs))
-    ear = RecordingSession(session, blocks=runs, uniform=uniform)
-    return walk(algorithm, ear, np.asarray(holder.initial()).view(BlockVector))
-
-
-def _loop(
-    algorithm: Algorithm,
-    plan: Plan,
-    game: Game,
-    which: int,
-    runs: int,
-    curator: CuratorFactory,
-    seed: int | None,
-    tick: Tick,
-) -> list[Views]:
-    """``runs`` runs one after the other, through one door with room for all their releases.
-
-    Sharing the door saves setting up streams for each; noise is addressed by the number of the release, so every
-    run's is fresh. Turns and a single pass over the records cannot be shared: there each run gets its own
-    door.
-    """
-    once = any(slot.sampling.participation(1) is not None for slot in plan.schedule.slots)
-    views = []
-    for number in range(runs):
-        if once or number == 0:
-            objective, data = game.world(which, 1)
-            holder = curator(objective, data, _key(seed, which, number))
-            session = holder.open(spread(plan, game, rounds=1 if once else runs))
-            rho, start = session.rho_left, np.asarray(holder.initial())
-        session.rho_left = rho
-        if hasattr(objective, "rewind"):
-            objective.rewind()
-        views.append(walk(algorithm, RecordingSession(session, number=number), start))
-        tick(1)
-    return views
+    return Views(transcript, np.concatenate([part.model for part in parts]), slots, looped, parts[0].compared)
 
 
 def walk(algorithm: Algorithm, session: RecordingSession, start: Vector) -> Views:
+    """Run ``algorithm`` once through ``session``."""
     state = algorithm.init(start)
     while not state.done:
         state = algorithm.step(state, session)
     blocks = session.blocks
     heard = np.concatenate(session.heard, axis=1) if session.heard else np.zeros((blocks, 0))
     slots = [slot for slot, part in zip(session.slots, session.heard, strict=True) for _ in range(part.shape[1])]
-    return Views(heard, np.array(algorithm.output(state), np.float64).reshape(blocks, -1), slots, blocks == 1)
+    model = np.array(algorithm.output(state), np.float64) if session.compared else np.zeros(blocks)
+    return Views(heard, model.reshape(blocks, -1), slots, blocks == 1, session.compared)
 
 
 def spread(plan: Plan, game: Game, *, blocks: int = 1, rounds: int = 1) -> Plan:

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import html
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from quietgrad.audit.confidence_bounds import OFTEN
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
+
+Verdict = Literal["pass", "violation", "vacuous"]
+
+
+class AuditFinding(NamedTuple):
+    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict.
+
+    ``refutes`` is the power of the test: the least ε of a Gaussian mechanism that it nearly always accuses
+    (:data:`~quietgrad.audit.confidence_bounds.OFTEN`), attacked as strongly as can be.
+    """
+
+    layer: str
+    what: str
+    unit: str
+    claimed: float
+    measured: float
+    verdict: Verdict
+    epsilon_lower: float = 0.0
+    note: str = ""
+    refutes: float = math.inf
+
+    def to_json(self) -> dict[str, Any]:
+        """The finding as JSON values; without a power, ``refutes`` is null."""
+        return {**self._asdict(), "refutes": self.refutes if math.isfinite(self.refutes) else None}
 
 
 @dataclass(frozen=True)
@@ -32,6 +58,33 @@ class AuditReport:
     seconds: float
     findings: tuple[AuditFinding, ...]
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        plan: Plan,
+        findings: Sequence[AuditFinding],
+        *,
+        runs: int,
+        started: float,
+        confidence: float = 1.0 - 1e-6,
+        notes: Sequence[str] = (),
+    ) -> AuditReport:
+        """The report of ``findings`` about ``plan``; ``started`` is when ``time.perf_counter()`` began to count."""
+        assert plan.budget is not None
+        return cls(
+            algorithm=name,
+            relation=plan.budget.relation,
+            delta=plan.budget.delta,
+            epsilon_claimed=plan.epsilon(),
+            epsilon_lower=max(f.epsilon_lower for f in findings),
+            confidence=confidence,
+            runs=runs,
+            seconds=time.perf_counter() - started,
+            findings=tuple(findings),
+            notes=tuple(notes),
+        )
 
     @property
     def verdict(self) -> Verdict:
@@ -118,7 +171,7 @@ def describe(finding: AuditFinding) -> str:
     )
 
 
-_COLUMNS = (
+_COLUMNS = [
     "audit",
     "relation",
     "δ",
@@ -129,7 +182,7 @@ _COLUMNS = (
     "seconds",
     "verdict",
     "layer",
-)
+]
 
 
 def rows(reports: Sequence[AuditReport]) -> list[tuple[str, ...]]:
@@ -151,29 +204,20 @@ def rows(reports: Sequence[AuditReport]) -> list[tuple[str, ...]]:
     ]
 
 
-def to_html(reports: Sequence[AuditReport], probes: Sequence[AuditFinding] = ()) -> str:
-    """A section of a page: the table of audits, and the exact probes under it.
+def to_html(reports: Sequence[AuditReport]) -> str:
+    """A section of a page: the table of audits.
 
     >>> to_html([])[:25]
     '<section class="audit"><h'
     """
     head = "".join(f"<th>{html.escape(c)}</th>" for c in _COLUMNS)
     body = "".join(_row(cells) for cells in rows(reports))
-    lower = "".join(
-        _row((f.layer, f.what, f.unit, f"{f.claimed:.4g}", f"{f.measured:.4g}", f.verdict.upper())) for f in probes
-    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    probed = (
-        "<h3>Exact probes</h3><table><thead><tr><th>probe</th><th>of</th><th>unit</th><th>claimed</th>"
-        f"<th>measured</th><th>verdict</th></tr></thead><tbody>{lower}</tbody></table>"
-        if probes
-        else ""
-    )
     text = (
         "<p>A lower bound above the claim proves a violation. A pass says that these attacks found nothing; "
         "it is no proof of privacy. The nearer the lower bound is to the claim, the stronger the attack was.</p>"
     )
-    return f'<section class="audit"><h2>Audit</h2>{text}{table}{probed}</section>'
+    return f'<section class="audit"><h2>Audit</h2>{text}{table}</section>'
 
 
 def _row(cells: Sequence[str]) -> str:

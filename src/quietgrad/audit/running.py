@@ -1,16 +1,28 @@
-"""The audit of one configuration: plan it, attack it in both worlds, compare with what was claimed."""
+"""The audit of one configuration: plan it, attack it in both worlds, compare with what was claimed.
+
+Random rounds: an attacker who knows R and saw everything up to it, which the guarantee allows.
+
+A method that stops at a random round R is priced as δ(ε) = E[δ_R(ε)], which holds even if R and all releases
+before it are published. So R is fixed here, one possible round after the other, and thousands of runs of each are
+made side by side: what R releases show of the canary is measured against what they may, and the average over the
+law of R against the whole claim. That R really follows its law is a test of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import brentq
+
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.audit.canaries import CanaryGame, Pattern, QueryGame, amplitude, data_game
-from quietgrad.audit.confidence_bounds import runs_for
+from quietgrad.audit.canaries import CanaryGame, Pattern, amplitude, data_game
+from quietgrad.audit.confidence_bounds import TEACH, dprime_refuted, runs_for
 from quietgrad.audit.distinguishers import (
     PrivacyClaim,
     attack_divergence,
@@ -19,12 +31,124 @@ from quietgrad.audit.distinguishers import (
     learned,
     likelihood,
 )
-from quietgrad.audit.noise_checks import lengthened, probe_grid, probe_slots
-from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Views, central, collect, silent
+from quietgrad.audit.noise_checks import categories, lengthened, probe_grid, probe_slots
+from quietgrad.audit.replicas import CuratorFactory, Game, Tick, Trial, Views, central, silent
 from quietgrad.audit.report import AuditFinding, AuditReport
-from quietgrad.plans.schedule import Plan
+from quietgrad.errors import UnprovableError
+from quietgrad.plans.schedule import Law, Plan
+from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.closed_form_accountants import gaussian_delta
 from quietgrad.sampling import FixedSize, SinglePass
+
+Floats = npt.NDArray[np.float64]
+_DRAWS = 400
+
+
+def law_of(plan: Plan) -> Law | None:
+    """The law of the random round, if the plan has one."""
+    laws = [slot.law for slot in plan.schedule.slots if slot.law is not None]
+    return tuple(sorted((r, p) for r, p in laws[0] if p > 0.0)) if len(laws) == 1 else None
+
+
+def attack_rounds(trial: Trial, pattern: Pattern, runs: int, what: str, alpha: float) -> list[AuditFinding]:
+    """L1 for every possible round of un-sampled releases, else L2 on runs of rounds drawn by the auditor."""
+    plan, law = trial.plan, law_of(trial.plan)
+    assert law is not None
+    edges = np.cumsum([0.0, *(p for _, p in law)])
+    middles = (edges[:-1] + edges[1:]) / 2
+    try:
+        mus = [_mu(plan, rounds) for rounds, _ in law]
+    except UnprovableError:
+        mus = None
+    rng = np.random.default_rng(trial.seed)
+    sizes = [runs] * len(law) if mus is not None else rng.multinomial(runs, [p for _, p in law]).tolist()
+
+    def views(k: int) -> tuple[Views, Views]:
+        made = trial.shifted(1000 * k)
+        pair = [made.side_by_side(which, sizes[k], uniform=float(middles[k])) for which in (0, 1)]
+        return pair[0], pair[1]
+
+    claim = PrivacyClaim(plan)
+    if mus is not None:
+        return [_dprimes([views(k) for k in range(len(law))], law, mus, claim, what, alpha)]
+    scores: tuple[list[Floats], list[Floats]] = ([], [])
+    for k in range(len(law)):
+        if sizes[k]:
+            for into, view in zip(scores, views(k), strict=True):
+                score = likelihood(view, claim, lambda t: math.copysign(1.0, amplitude(pattern, t)))
+                assert score is not None
+                into.append(score)
+    order = rng.permutation(runs)  # the first quarter teaches: it must hold all rounds
+    a, b = (np.concatenate(part)[order] for part in scores)
+    return [attack_profile((a, b), claim, f"{what}, R and all releases", alpha)]
+
+
+def _mu(plan: Plan, rounds: int) -> float:
+    """μ of a run whose random round is ``rounds``."""
+    assert plan.budget is not None
+    counts = {slot.name: rounds if slot.law is not None else slot.count for slot in plan.schedule.slots}
+    return gdp_mu(plan.event_of(counts), relation=plan.budget.relation)
+
+
+def _dprimes(
+    views: Sequence[tuple[Views, Views]],
+    law: Law,
+    mus: Sequence[float],
+    claim: PrivacyClaim,
+    what: str,
+    alpha: float,
+) -> AuditFinding:
+    share = alpha / len(law)
+    found = [attack_dprime(pair, claim, what, share, mu=mu) for pair, mu in zip(views, mus, strict=True)]
+    worst = max(range(len(law)), key=lambda k: found[k].measured / mus[k])
+    verdicts = [f.verdict for f in found]
+    verdict = "violation" if "violation" in verdicts else "vacuous" if set(verdicts) == {"vacuous"} else "pass"
+    lows = [f.measured for f in found]
+    epsilon = mixture_epsilon([(p, low) for (_, p), low in zip(law, lows, strict=True)], claim.delta_budget)
+    words = f"{what}, R = {law[worst][0]} and all releases"
+    tested = len(views[0][0].transcript) - int(len(views[0][0].transcript) * TEACH)
+    least = [(p, dprime_refuted(mu, tested, share)) for (_, p), mu in zip(law, mus, strict=True)]
+    known = all(math.isfinite(mu) for _, mu in least)
+    refutes = mixture_epsilon(least, claim.delta_budget) if known else math.inf
+    return AuditFinding("L1", words, "μ", mus[worst], lows[worst], verdict, epsilon, refutes=refutes)  # type: ignore[arg-type]
+
+
+def mixture_epsilon(parts: Sequence[tuple[float, float]], delta: float) -> float:
+    """ε at which Σ p·δ_μ(ε) = δ: what is proved of a mixture whose part is known.
+
+    >>> from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
+    >>> abs(mixture_epsilon([(0.5, 1.0), (0.5, 1.0)], 1e-5) - gaussian_epsilon(1.0, 1e-5)) < 1e-6
+    True
+    """
+
+    def excess(epsilon: float) -> float:
+        return sum(p * gaussian_delta(mu, epsilon) for p, mu in parts if mu > 0.0) - delta
+
+    return float(brentq(excess, 0.0, 200.0, xtol=1e-9)) if excess(0.0) > 0.0 else 0.0
+
+
+def probe_rounds(trial: Trial, alpha: float) -> AuditFinding:
+    """Whether R follows the law that was priced: as many runs as it takes, each with its own session.
+
+    A price may put rounds together and count each as the last of its group, which only costs more; so do we.
+    """
+    law = law_of(trial.plan)
+    assert law is not None
+    name = next(slot.name for slot in trial.plan.schedule.slots if slot.law is not None)
+    view = trial.collect(0, _DRAWS, together=False)
+    width = view.model.shape[1]
+    here = np.array([slot == name for slot in view.slots[::width]])
+    rounds = (~np.isnan(view.transcript[:, ::width]) & here).sum(axis=1)
+    group = np.searchsorted([r for r, _ in law], rounds)
+    seen = np.bincount(group, minlength=len(law) + 1)
+    strange = int(seen[len(law)])  # later than any round that was paid for
+    seen = seen[: len(law)]
+    expected = _DRAWS * np.array([p for _, p in law])
+    chance = categories(seen.astype(np.float64), expected)
+    verdict = "violation" if strange or chance < alpha else "pass"
+    return AuditFinding("L0 rounds", "the law of R", "p", alpha, 0.0 if strange else chance, verdict)  # type: ignore[arg-type]
+
 
 CURATORS: dict[str, CuratorFactory] = {"central": central}
 """Who may hold the data in an audit, by name; every entry is audited by ``quietgrad audit --all``."""
@@ -87,41 +211,24 @@ def run(
     findings.append(probe_grid(holder))
     games = _games(plan, claim, n, budget) if game is None else [_given(game)]
     law = law_of(plan) if game is None else None
+    trials = [Trial(algorithm, plan, worlds, holder, seed) for _, _, worlds in games]
     if law is not None:
-        first = games[0][2]
-        findings.append(probe_rounds(algorithm, plan, first, curator=holder, seed=seed, alpha=alpha / 10))
-    tick = _ticker(2 * len(games) * runs, progress)
+        findings.append(probe_rounds(trials[0], alpha / 10))
+    tick, share = _ticker(2 * len(games) * runs, progress), alpha / (3 * len(games))
     for number, (what, pattern, worlds) in enumerate(games):
         if law is not None and pattern is not None and claimed is None:
-            findings += attack_rounds(
-                algorithm, plan, worlds, pattern, runs, curator=holder, seed=seed, what=what,
-                alpha=alpha / (3 * len(games)),
-            )  # fmt: skip
+            findings += attack_rounds(trials[number], pattern, runs, what, share)
             tick(2 * runs)
             continue
-        views = tuple(
-            _collect(algorithm, plan, worlds, w, runs, holder, None if seed is None else seed + number, tick)
-            for w in (0, 1)
-        )
+        views = tuple(trials[number].shifted(number).collect(w, runs, tick=tick) for w in (0, 1))
         if views[0].looped and not notes:
             notes.append("not coordinate-wise arithmetic with white noise, so the runs were made one by one")
-        found = _attack((views[0], views[1]), claim, what, pattern, worlds.gaussian, alpha / (3 * len(games)))
-        findings += found
-    lower = max(f.epsilon_lower for f in findings)
-    report = AuditReport(
-        algorithm=algorithm.name,
-        relation=budget.relation,
-        delta=budget.delta,
-        epsilon_claimed=claim.epsilon,
-        epsilon_lower=lower,
-        confidence=confidence,
-        runs=runs,
-        seconds=time.perf_counter() - started,
-        findings=tuple(findings),
-        notes=tuple(notes),
+        findings += _attack((views[0], views[1]), claim, what, pattern, worlds.gaussian, share)
+    report = AuditReport.of(
+        algorithm.name, claim.plan, findings, runs=runs, started=started, confidence=confidence, notes=notes
     )
     if report.vacuous:
-        needed = runs_for(claim.mu, claim.profile, alpha / (3 * len(games)))
+        needed = runs_for(claim.mu, claim.profile, share)
         enough = "no number of runs would show it" if needed is None else f"about {needed} runs would show it"
         why = f"{runs} runs cannot test this claim: half the noise would pass as well; {enough}, or a larger ε"
         report = replace(report, notes=(*notes, why))
@@ -149,7 +256,7 @@ def affordable_runs(algorithm: Algorithm, plan: Plan, seconds: float) -> float:
     games = _games(plan, PrivacyClaim(plan), plan.n_public, plan.budget) if game is None else [_given(game)]
     for count in (2, _PILOT):  # the first runs also load what the others use
         started = time.process_time()
-        views = _collect(algorithm, plan, games[0][2], 0, count, central, None, silent)
+        views = Trial(algorithm, plan, games[0][2]).collect(0, count)
     each = (time.process_time() - started) / _PILOT
     return seconds / (2 * len(games) * each) if views.looped else math.inf
 
@@ -168,21 +275,6 @@ def _ticker(total: int, progress: Callable[[float], None] | None) -> Tick:
             progress(min(1.0, done / total))
 
     return tick
-
-
-def _collect(
-    algorithm: Algorithm,
-    plan: Plan,
-    game: Game,
-    which: int,
-    runs: int,
-    curator: CuratorFactory,
-    seed: int | None,
-    tick: Tick,
-) -> Views:
-    if isinstance(game, QueryGame):
-        return game.collect(algorithm, plan, which, runs, curator, seed, tick)
-    return collect(algorithm, plan, game, which, runs, curator=curator, seed=seed, tick=tick)
 
 
 def _attack(

@@ -1,19 +1,22 @@
-"""Certificates: a run's claim as one file that somebody else can check without the data and without trusting us.
+"""Certificates: a run's claim as one file that a third party can check without the data and without trusting us.
 
-:func:`~quietgrad.certificates.document.issue` makes one from a saved run,
-:func:`~quietgrad.certificates.checking.check` proves its ε again, by two accountants, and holds its parts against
-each other. Unsigned, a certificate shows that its arithmetic is right and its parts agree, and no more: whoever
-wrote it could have made all of it up. Signed, it also shows whose word the releases in it are.
+:func:`~quietgrad.certificates.document.issue` makes one from a saved run.
+:func:`~quietgrad.certificates.checking.check` proves its ε again, by two accountants, and compares its parts. An
+unsigned certificate shows that its arithmetic is right and its parts agree, and no more: its author could have made
+all of it up. A signed one also shows who vouches for the releases in it.
 """
 
 from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from quietgrad.certificates.checking import Finding, Verdict, check
 from quietgrad.certificates.document import PrivacyCertificate, SigningKey, issue, new_key, public_key, read, schema
 
 __all__ = [
-    "PrivacyCertificate",
     "Finding",
+    "PrivacyCertificate",
     "SigningKey",
     "Verdict",
     "check",
@@ -23,3 +26,10 @@ __all__ = [
     "read",
     "schema",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Document":
+        warnings.warn("certificates.Document is now PrivacyCertificate.", DeprecationWarning, stacklevel=2)
+        return PrivacyCertificate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

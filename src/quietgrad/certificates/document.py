@@ -6,20 +6,41 @@ no spaces, ASCII, numbers as Python writes them. What is digested and signed is 
 
 A file that is spelt in any other way is refused, so a key that stands twice, a NaN, an exponent that
 overflows or a space somewhere has no second meaning that one reader sees and another does not.
+
+What a certificate says, taken from a saved run: nothing in it is computed from data, and no record is in it.
+
+The ledger's lines are copied as they are. Their fingerprints of tables are keyed with a secret of the machine that
+made them, so they tell nobody else anything; the names of other accounts in the same ledger they do tell, and
+``whole_ledger=False`` leaves those lines out.
+
+Ed25519 keys that sign certificates: made here, kept in a file that only its owner may read, checked before use.
+
+Private keys are PKCS #8 and public keys SubjectPublicKeyInfo, both PEM, so that other tools read them too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from quietgrad.curators.account import run_of
 from quietgrad.errors import DataError
-from quietgrad.files import parse_json, read_bytes, write_atomically
+from quietgrad.files import parse_json, read_bytes, sync_folder, write_atomically
+from quietgrad.privacy.chain import anchor
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger_state import DEFAULT, same
+from quietgrad.training.result import Result, ledger_of, load, problems_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 
 FORMAT = "quietgrad-certificate"
 VERSION = 1
@@ -122,3 +143,234 @@ def schema() -> dict[str, Any]:
     text = files("quietgrad.certificates").joinpath("schema.json").read_text(encoding="utf-8")
     value: dict[str, Any] = json.loads(text)
     return value
+
+
+_PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
+
+
+def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
+    """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
+
+    ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
+    With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
+    The run's statement is first proved again and held against its options and its ledger: what refutes it there is
+    not certified.
+    """
+    path = Path(folder)
+    result = load(path)
+    book = ledger_of(path, None if ledger is None else Path(ledger))
+    if problems := problems_of(result, path, book):
+        raise DataError(f"{path}: its statement is refuted, so nothing is certified: {problems[0]}.")
+    lines = _lines(result, book, whole=whole_ledger)
+    if ledger is not None and lines is None:
+        raise DataError(
+            f"{ledger}: has no line that names this run (it was paid for elsewhere), so it "
+            "cannot go into a certificate; leave the ledger out."
+        )
+    privacy = result.privacy
+    if result.details.get("parts", {}).get("count", 1) > 1:
+        raise DataError(
+            f"{path}: its model was fitted in several parts (partial_fit), and a certificate is of one plan. Its "
+            "statement holds all parts, and `quietgrad report` proves it again."
+        )
+    if not privacy.is_private or privacy.events is None:
+        why = privacy.notes[0] if privacy.notes else "no noise was added"
+        raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
+    stated = privacy.to_json()
+    event = stated.pop("event")
+    document = PrivacyCertificate(
+        {
+            "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "claim": stated,
+            "event": event,
+            "plan": plan_of(result),
+            "federation": _federation(result),
+            "ledger": lines,
+            "model": {
+                "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
+                "parameters": len(result.params),
+            },
+            "data": {
+                "name": str(result.data.get("name", "not named")),
+                "n_public": result.n_public,
+                **{key: result.details.get("model", {}).get(key) for key in _PUBLIC_MODEL},
+            },
+            "versions": {name: text for name, text in result.versions.items() if text},
+        }
+    )
+    try:
+        size = len(document.to_bytes())
+    except ValueError:
+        raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
+    if size > LARGEST and whole_ledger:  # nobody would read it: the run's own lines must do
+        return issue(path, whole_ledger=False)
+    return document
+
+
+def plan_of(result: Result) -> dict[str, Any]:
+    """What was planned, from which the events follow."""
+    details = result.details
+    return {
+        "algorithm": result.algorithm,
+        "config": dict(result.config),
+        "n_public": result.n_public,
+        "noise_multiplier": result.privacy.noise_multiplier,
+        "composition": details.get("composition", "sequential"),
+        "rounds": details.get("rounds"),
+        "slots": list(details.get("slots", ())),
+        "counted": details.get("counted"),
+        "stopped_by": result.stopped_by,
+    }
+
+
+def _federation(result: Result) -> dict[str, Any] | None:
+    """How parties took part; their names stay with them."""
+    if "trust" not in result.details:
+        return None
+    kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
+    return {**{key: result.details.get(key) for key in kept}, "matched": bool(result.details.get("matched"))}
+
+
+def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] | None:
+    if file is None or not file.exists():
+        return None
+    entries = Ledger(file).entries()
+    run = result.details.get("run")
+    if run is None or not entries:
+        return None
+    mine, ids = [], set()
+    for entry in entries:
+        if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run:
+            ids.add(entry.body["id"])
+            # A ledger of a whole project tells of other tables too, which nobody meant to show.
+            whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
+        if entry.body.get("id") in ids:
+            mine.append(entry)
+    kept = entries if whole else tuple(mine)
+    if not mine:
+        return None
+    return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}
+
+
+_LARGEST = 1 << 14  # bytes
+_PEM = "-----BEGIN "
+
+
+class SigningKey:
+    """A private key, read from its file."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def read(cls, path: str | Path) -> SigningKey:
+        """Read a key that :func:`new_key` made; one that others may read is refused."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        file = Path(path)
+        try:
+            content = read_bytes(file, most=_LARGEST)
+            if file.stat().st_mode & 0o077:
+                raise DataError(f"{file}: others may read this key; run `chmod 600 {file}`, or make a new one.")
+            key = load_pem_private_key(content, password=None)
+        except FileNotFoundError:
+            raise DataError(f"{file}: there is no key; make one with `quietgrad keys generate {file}`.") from None
+        except DataError:
+            raise
+        except (ValueError, TypeError):
+            raise DataError(f"{file}: is no private key that can be read without a password.") from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise DataError(f"{file}: is not an Ed25519 key; make one with `quietgrad keys generate FILE`.")
+        return cls(key)
+
+    @property
+    def public(self) -> str:
+        """The public key as 64 hexadecimal digits."""
+        return self._key.public_key().public_bytes_raw().hex()
+
+    def sign(self, document: PrivacyCertificate) -> PrivacyCertificate:
+        """``document`` with this key's signature."""
+        value = self._key.sign(document.payload).hex()
+        return PrivacyCertificate(
+            document.body, {"algorithm": "ed25519", "public_key": self.public, "value": value}
+        )
+
+
+def new_key(path: str | Path) -> str:
+    """Make a key at ``path`` (rights 0600) and its public half at ``path.pub``; returns that as hexadecimal text.
+
+    A file that is there already is never replaced: a lost signing key cannot be had back.
+    """
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    file = Path(path)
+    public = file.with_name(file.name + ".pub")
+    if public.exists():
+        raise DataError(f"{public}: exists already; choose another name, keys are not replaced.")
+    key = Ed25519PrivateKey.generate()
+    secret = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as target:
+            target.write(secret)
+            target.flush()
+            os.fsync(target.fileno())
+    except FileExistsError:
+        raise DataError(f"{file}: exists already; choose another name, keys are not replaced.") from None
+    sync_folder(file.parent)
+    pem = key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    write_atomically(public, pem)
+    return key.public_key().public_bytes_raw().hex()
+
+
+def public_key(text: str) -> str:
+    """The public key as hexadecimal digits; ``text`` is these, or PEM, or the name of a file that holds either.
+
+    >>> public_key("AB" * 32) == "ab" * 32
+    True
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    spelled = text.strip().startswith(_PEM)
+    name = "the text that was given" if spelled else text
+    try:
+        if digits := _digits(text.encode()):
+            return digits
+        content = text.encode() if spelled else read_bytes(text, most=_LARGEST)
+        if digits := _digits(content):
+            return digits
+        key = load_pem_public_key(content.strip() + b"\n")
+    except FileNotFoundError:
+        raise DataError(
+            f"{name}: is neither a file, nor PEM, nor 64 hexadecimal digits, so it is no public key."
+        ) from None
+    except DataError:
+        raise
+    except (ValueError, TypeError):
+        raise DataError(f"{name}: holds no public key; give the .pub file, or its 64 hexadecimal digits.") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise DataError(f"{name}: is not an Ed25519 key, with which certificates are signed.")
+    return key.public_bytes_raw().hex()
+
+
+def _digits(content: bytes) -> str | None:
+    found = content.strip().lower()
+    return found.decode() if len(found) == 64 and not set(found) - set(b"0123456789abcdef") else None
+
+
+def signature_holds(document: PrivacyCertificate) -> bool:
+    """Whether the signature in ``document`` is that of the key that it names; false if there is none."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    if document.signature is None:
+        return False
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(document.signature["public_key"]))
+        key.verify(bytes.fromhex(document.signature["value"]), document.payload)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -151,7 +151,9 @@ def _refuse(name: str, error: Exception) -> int:
             sanitize(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr
         )
         return int(getattr(error, "exit_code", 2))
-    if isinstance(error, QuietgradError | ValueError):
+    if isinstance(error, QuietgradError):
+        text = f"{_here(str(error))} [{error.code}]"
+    elif isinstance(error, ValueError):
         text = _here(str(error))
     elif isinstance(error, OSError) and error.strerror:
         from quietgrad.files import os_error_text

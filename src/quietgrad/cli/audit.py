@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from quietgrad.audit.report import AuditFinding, AuditReport
+    from quietgrad.audit.report import AuditReport
 
 app = typer.Typer(add_completion=False)
 
@@ -27,7 +26,10 @@ def audit(
         list[str] | None,
         typer.Argument(help="Algorithms such as dp-srm, or folders of finished runs.", show_default=False),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every algorithm, curator and exact probe.")] = False,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Everything that makes a release: algorithms, estimators, loops, federations."),
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help=f"{_QUICK} runs of each world, not {_FULL}.")] = False,
     runs: Annotated[
         int | None,
@@ -49,84 +51,53 @@ def audit(
     claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything. "power" says
     how large a breach would have been found.
     """
-    from quietgrad.audit.attacks import attacked
-    from quietgrad.audit.releases import RELEASES
+    from quietgrad.audit.attacks import ATTACKS
 
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
     count = runs if runs is not None else _QUICK if quick else None
     reports: list[AuditReport] = []
-    names = [*attacked(), *RELEASES] if everything else what or []
-    audits: Iterable[AuditReport] = _audits(names, count, quiet=quiet or as_json)
-    if everything:
-        from quietgrad.audit.federated import audit_federations
-        from quietgrad.audit.own_loops import audit_networks
-
-        many = count or _FULL
-        audits = itertools.chain(
-            audits, audit_federations(max(1000, many // 4)), audit_networks(max(600, many // 20))
-        )
-    for report in audits:
+    names = list(ATTACKS) if everything else what or []
+    for report in _audits(names, count, quiet=quiet or as_json):
         reports.append(report)
         if not as_json:
             typer.echo(_line(report))
-    findings = list(_probes()) if everything else []
     if as_json:
-        text = {"reports": [r.to_json() for r in reports], "probes": [f.to_json() for f in findings]}
-        typer.echo(json.dumps(text, indent=2))
-    else:
-        _explain(reports, findings)
+        typer.echo(json.dumps({"reports": [r.to_json() for r in reports]}, indent=2))
+    for report in reports:
+        if not as_json and (not report.passed or len(reports) == 1):
+            typer.echo(str(report))
     if page is not None:
-        _write(page, reports, findings)
-    wrong = [r.verdict for r in reports] + [f.verdict for f in findings]
-    raise typer.Exit(1 if "violation" in wrong else 0)
+        _write(page, reports)
+    raise typer.Exit(1 if "violation" in [r.verdict for r in reports] else 0)
 
 
 def _audits(names: list[str], runs: int | None, *, quiet: bool) -> Iterator[AuditReport]:
-    from dataclasses import replace
+    from quietgrad.audit.attacks import ATTACKS
 
-    from quietgrad.audit.attacks import attacked, attacks_on
-    from quietgrad.audit.releases import RELEASES
-    from quietgrad.audit.running import CURATORS, run
-
-    registered = attacked()
     for name in names:
-        if name not in registered and name not in RELEASES and not Path(name).is_dir():
-            known = ", ".join([*registered, *RELEASES])
+        if name not in ATTACKS and not Path(name).is_dir():
             from quietgrad.sanitize import did_you_mean
 
-            near = did_you_mean(name, [*registered, *RELEASES])
+            near = did_you_mean(name, list(ATTACKS))
             raise typer.BadParameter(
-                f"{name!r}: must be a folder of a run, or one of {known}.{near}", param_hint="WHAT"
+                f"{name!r}: must be a folder of a run, or one of {', '.join(ATTACKS)}.{near}", param_hint="WHAT"
             )
+
+    def watch(title: str) -> AbstractContextManager[Callable[[float], None] | None]:
+        return _bar(title, quiet=quiet)
+
     for name in names:
-        if name in RELEASES:
-            yield from RELEASES[name].reports(runs or _FULL)
+        if name in ATTACKS:
+            try:
+                yield from ATTACKS[name].reports(runs or _FULL, watch)
+            except ValueError as error:
+                raise typer.BadParameter(str(error)) from None
             continue
-        if name not in registered:
-            with _bar(name, quiet=quiet) as progress:
-                report = audit_folder(Path(name), runs, progress)
-            _keep(report, Path(name))
-            yield report
-            continue
-        for attack in attacks_on(name):
-            for curator in CURATORS:
-                holder = "" if curator == "central" else f", {curator}"
-                title = f"{name}: {attack.label}{holder}"
-                try:
-                    with _bar(title, quiet=quiet) as progress:
-                        report = run(
-                            attack.algorithm,
-                            budget=attack.budget,
-                            n=attack.n,
-                            runs=round((runs or _FULL) * attack.share),
-                            curator=curator,
-                            game=attack.game,
-                            progress=progress,
-                        )
-                except ValueError as error:
-                    raise typer.BadParameter(str(error)) from None
-                yield replace(report, algorithm=title)
+        with watch(name) as progress:
+            report = audit_folder(Path(name), runs, progress)
+        _keep(report, Path(name))
+        yield report
 
 
 @contextmanager
@@ -171,7 +142,7 @@ def audit_folder(
     """
     from dataclasses import replace
 
-    from quietgrad.audit.people import with_people
+    from quietgrad.audit.attacks import with_people
     from quietgrad.audit.running import affordable_runs, enough_runs, run
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget, PrivacyUnit
@@ -229,51 +200,6 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     return entry(name).make(config)
 
 
-def _probes() -> Iterator[AuditFinding]:
-    """The exact probes: noise over time, charges, replays, clips, bounds, bookkeeping, parties, secure sums."""
-    from quietgrad.audit import (
-        bookkeeping,
-        canaries,
-        clipping,
-        noise_checks,
-        parties,
-        probes,
-        replays,
-        samples,
-        table_bounds,
-    )
-    from quietgrad.audit.neighbours import every_query, neighbouring_tables
-    from quietgrad.audit.networks import network_probes
-    from quietgrad.audit.own_loops import loop_probes
-    from quietgrad.curators.central import CentralCurator
-    from quietgrad.objectives.registry import TABLE_LOSSES
-    from quietgrad.privacy.budget import Relation
-
-    def charging(objective: Any, data: Any, path: Path) -> Any:
-        return CentralCurator(objective, data, ledger=path)
-
-    for mechanism in noise_checks.MECHANISMS:
-        yield from noise_checks.probe_mechanism(mechanism)
-    yield from noise_checks.probe_charges(charging)
-    yield probes.probe_ledger(charging)
-    yield from replays.probe_replay()
-    yield from samples.probe_samples()
-    for name, entry in TABLE_LOSSES.items():
-        loss = entry.make_example()
-        for r in Relation:
-            yield probes.probe_sensitivity(loss, neighbouring_tables(loss, r), every_query, r, f"{name}, {r}")
-    yield from canaries.every_bound()
-    yield from table_bounds.table_findings()
-    yield from clipping.probe_clips()
-    yield bookkeeping.probe_fresh_records()
-    yield bookkeeping.probe_lost_rounds()
-    yield from parties.probe_federations()
-    for mode in ("masks", "servers", "mpc"):
-        yield from probes.probe_secure_sum(mode)
-    yield from network_probes()
-    yield from loop_probes()
-
-
 def _line(report: AuditReport) -> str:
     claim = f"{report.algorithm} ({report.relation})"
     return (
@@ -282,20 +208,9 @@ def _line(report: AuditReport) -> str:
     )
 
 
-def _explain(reports: list[AuditReport], findings: list[AuditFinding]) -> None:
-    """Say more about whatever did not pass, and about what it would take."""
-    from quietgrad.audit.report import describe
-
-    for finding in findings:
-        typer.echo(describe(finding))
-    for report in reports:
-        if not report.passed or len(reports) == 1:
-            typer.echo(str(report))
-
-
-def _write(page: Path, reports: list[AuditReport], findings: list[AuditFinding]) -> None:
+def _write(page: Path, reports: list[AuditReport]) -> None:
     from quietgrad.audit.report import to_html
 
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
-    body = to_html(reports, findings)
+    body = to_html(reports)
     page.write_text(f'<!doctype html><meta charset="utf-8"><title>Audit</title><style>{style}</style>{body}\n')

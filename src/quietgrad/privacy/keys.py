@@ -33,6 +33,8 @@ _PR_SET_DUMPABLE = 4
 class KeyFileError(QuietgradError, RuntimeError):
     """A run's key is missing, damaged, already there, or open to others; nothing was released."""
 
+    code = "QG-KEY"
+
 
 @dataclass(frozen=True)
 class PendingKey:

@@ -33,6 +33,8 @@ class ProtocolError(QuietgradError, RuntimeError):
         reason: what was wrong with it.
     """
 
+    code = "QG-PROTOCOL"
+
     def __init__(self, party: str, reason: str) -> None:
         super().__init__(f"{party}: {reason}")
         self.party = party
@@ -42,6 +44,8 @@ class ProtocolError(QuietgradError, RuntimeError):
 class DropoutError(ProtocolError):
     """Too few parties are left for the promised noise or for recovery; the missing ones are named."""
 
+    code = "QG-DROPOUT"
+
     def __init__(self, missing: list[str], reason: str) -> None:
         super().__init__(", ".join(missing) or "nobody", reason)
         self.missing = missing
@@ -50,6 +54,7 @@ class DropoutError(ProtocolError):
 class SumOutOfBoundsError(ProtocolError):
     """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
 
+    code = "QG-SUM"
     CHECK = "headroom check"
 
     def __init__(self, length: float, most: float) -> None:

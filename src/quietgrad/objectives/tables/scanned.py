@@ -231,6 +231,8 @@ def _sum_each(queries: Sequence[Any], ends: Sequence[int], reading: Any, batch: 
 class NotScannedError(DataError, AttributeError):
     """A query cannot be answered part by part."""
 
+    code = "QG-SCAN"
+
 
 @dataclass(frozen=True)
 class ScannedPeople:

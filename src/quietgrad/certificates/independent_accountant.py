@@ -61,7 +61,7 @@ _WHOLE_ORDERS = (*range(2, 65), *range(72, 129, 8), *range(160, 513, 32))  # fra
 
 
 @dataclass(frozen=True)
-class SecondProof:
+class IndependentProof:
     """ε by the other accountant, and how; or ``None`` and why not.
 
     ``borrowed`` says that ours rests on the same curves where it proves by Rényi divergences.
@@ -96,7 +96,7 @@ def sensitivity_again(mechanism: BufferedToeplitzNoise) -> float | None:
     releases that one record may be in moves S·sums by more than the columns 0, b, 2b, … do together. ``None`` if
     the coefficients do rise, or are too many to be added up here.
 
-    >>> mechanism = BufferedToeplitzNoise.made(64, 4, 16)
+    >>> mechanism = Correlated.made(64, 4, 16)
     >>> abs(sensitivity_again(mechanism) - mechanism.sensitivity()) < 1e-9
     True
     """
@@ -116,7 +116,7 @@ def sensitivity_again(mechanism: BufferedToeplitzNoise) -> float | None:
     return float(np.linalg.norm(moved))
 
 
-def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondProof:
+def second_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof:
     """ε of ``event`` at ``delta`` by dp-accounting.
 
     >>> from quietgrad.privacy.events import poisson_gaussian
@@ -131,7 +131,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
     slack, failure = total_slack(event), total_failure(event)
     rest = delta - failure
     if rest <= 0.0:
-        return SecondProof(None, name, "the failures listed use up δ")
+        return IndependentProof(None, name, "the failures listed use up δ")
     worst, how, borrowed = 0.0, name, False
     try:
         upfront = worst = total_upfront(event, relation)
@@ -145,12 +145,12 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> SecondPro
             if epsilon >= worst:
                 worst, how = epsilon, f"{name}, {curve.how}"
     except (_NoRule, AccountantRefusal) as refusal:
-        return SecondProof(None, name, str(refusal))
+        return IndependentProof(None, name, str(refusal))
     except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
-        return SecondProof(None, name, f"it fails on these numbers ({type(error).__name__})")
+        return IndependentProof(None, name, f"it fails on these numbers ({type(error).__name__})")
     if not math.isfinite(worst):
-        return SecondProof(None, how, "it finds no finite ε at this δ")
-    return SecondProof(worst, how, borrowed=borrowed)
+        return IndependentProof(None, how, "it finds no finite ε at this δ")
+    return IndependentProof(worst, how, borrowed=borrowed)
 
 
 def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -> float:

@@ -3,6 +3,12 @@
 A quarter of the runs teaches the attacker what to look at; the rest is the test. L1 measures d′ of Gaussian
 transcripts against the claimed μ; L2 makes no assumption on the law and tests the claimed profile δ(ε) where the
 attack is strongest, and the budget's own (ε, δ).
+
+Layer L2 for claims in zCDP: no event of a ρ-zCDP run may diverge by more than ρ between the worlds.
+
+ρ-zCDP bounds every Rényi divergence of order α by αρ; as α → 1, the Kullback–Leibler divergence by ρ. What an event
+S shows of it, p log(p/q) + (1−p) log((1−p)/(1−q)) with p = P(S | one world), q = P(S | other), can only be less. A
+profile δ(ε) that is derived from ρ is looser than ρ itself, so this test sees more with the same runs.
 """
 
 from __future__ import annotations
@@ -11,10 +17,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr, rel_entr
 
 from quietgrad.audit.confidence_bounds import (
     TEACH,
@@ -29,6 +35,7 @@ from quietgrad.audit.confidence_bounds import (
     profile_refuted,
 )
 from quietgrad.audit.replicas import Views
+from quietgrad.audit.report import AuditFinding, Verdict
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
@@ -38,36 +45,13 @@ from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
-Verdict = Literal["pass", "violation", "vacuous"]
 
 _POINTS = (0.0, 0.5, 1.0, 2.0)  # ε at which the claimed profile may be tested
 _FEATURES_PER_RUN = 20  # teaching runs per column below which only summaries of the columns are used
 
 
-class Finding(NamedTuple):
-    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict.
-
-    ``refutes`` is the power of the test: the least ε of a Gaussian mechanism that it nearly always accuses
-    (:data:`~quietgrad.audit.confidence_bounds.OFTEN`), attacked as strongly as can be.
-    """
-
-    layer: str
-    what: str
-    unit: str
-    claimed: float
-    measured: float
-    verdict: Verdict
-    epsilon_lower: float = 0.0
-    note: str = ""
-    refutes: float = math.inf
-
-    def to_json(self) -> dict[str, Any]:
-        """The finding as JSON values; without a power, ``refutes`` is null."""
-        return {**self._asdict(), "refutes": self.refutes if math.isfinite(self.refutes) else None}
-
-
 @dataclass(frozen=True)
-class Claim:
+class PrivacyClaim:
     """What a plan promises: its profile, its μ if it is Gaussian, and ε at the budget's δ."""
 
     plan: Plan
@@ -123,8 +107,8 @@ def _profile(event: Event, relation: Relation) -> dict[float, float]:
 
 
 def attack_dprime(
-    views: tuple[Views, Views], claim: Claim, what: str, alpha: float, *, mu: float | None = None
-) -> Finding:
+    views: tuple[Views, Views], claim: PrivacyClaim, what: str, alpha: float, *, mu: float | None = None
+) -> AuditFinding:
     """L1: d′ of the transcripts along the direction that separates them best, against μ (default: the claim's)."""
     mu = claim.mu if mu is None else mu
     if mu is None:
@@ -139,10 +123,10 @@ def attack_dprime(
     verdict: Verdict = "violation" if low > mu else "pass" if seen else "vacuous"
     shown = gaussian_epsilon(low, claim.delta_budget) if low else 0.0
     refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim) if claim.everybody else math.inf
-    return Finding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
+    return AuditFinding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
 
 
-def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha: float) -> Finding:
+def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str, alpha: float) -> AuditFinding:
     """L2: Clopper–Pearson bounds at the point of the claimed profile where the attack is strongest."""
     teach = int(len(scores[0]) * TEACH)
     taught, tested = tuple(s[:teach] for s in scores), tuple(s[teach:] for s in scores)
@@ -162,15 +146,15 @@ def attack_profile(scores: tuple[Floats, Floats], claim: Claim, what: str, alpha
     elif profile_blind(claim.profile, trials, alpha):
         verdict = "vacuous"
     refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.everybody else math.inf
-    return Finding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
+    return AuditFinding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
 
 
-def _epsilon(mu: float, claim: Claim) -> float:
+def _epsilon(mu: float, claim: PrivacyClaim) -> float:
     """ε of a Gaussian mechanism at the claim's δ."""
     return gaussian_epsilon(mu, claim.delta_budget) if math.isfinite(mu) else math.inf
 
 
-def likelihood(view: Views, claim: Claim, signs: Callable[[int], float]) -> Floats | None:
+def likelihood(view: Views, claim: PrivacyClaim, signs: Callable[[int], float]) -> Floats | None:
     """The best possible score for a canary that saturates every clip along axis 0, or ``None`` if not known.
 
     Σ_t log of (1−q)N(0) + qN(s_t) over the other world's law: zero in the canary's absence (add-remove), its mirror
@@ -228,7 +212,7 @@ def discriminant(a: Floats, b: Floats) -> Floats:
 
 
 def _strongest(
-    taught: Sequence[Floats], claim: Claim, alpha: float, trials: int
+    taught: Sequence[Floats], claim: PrivacyClaim, alpha: float, trials: int
 ) -> tuple[float, tuple[float, float, int]]:
     """The (ε, event) whose bound would stick out of the claimed profile most, judged on the teaching runs."""
     pooled = np.quantile(np.concatenate(taught), np.linspace(0.01, 0.99, 99))
@@ -254,3 +238,54 @@ def _rate(sampling: Sampling) -> float:
 
 def _log(x: float) -> float:
     return math.log(x) if x > 0.0 else -math.inf
+
+
+def binary_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> Floats:
+    """KL divergence of Bernoulli(p) from Bernoulli(q) in nats, 0 where p ≤ q: the event then says nothing.
+
+    >>> binary_divergence([0.5, 0.8, 0.1], [0.5, 0.2, 0.9]).round(4).tolist()
+    [0.0, 0.8318, 0.0]
+    """
+    a, b = np.clip(p, 0.0, 1.0), np.clip(q, 1e-300, 1.0)
+    apart = rel_entr(a, b) + rel_entr(1.0 - a, np.maximum(1.0 - b, 1e-300))
+    return np.asarray(np.where(a > b, apart, 0.0), np.float64)
+
+
+def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alpha: float) -> AuditFinding:
+    """Test the event that diverges most on the teaching runs against ρ, by Clopper–Pearson bounds on the rest.
+
+    >>> rng = np.random.default_rng(0)
+    >>> worlds = rng.normal(2.0, 1.0, 4000), rng.normal(0.0, 1.0, 4000)
+    >>> [attack_divergence(worlds, rho, "N(2, 1), N(0, 1)", 1e-6).verdict for rho in (2.0, 0.5)]
+    ['pass', 'violation']
+    """
+    teach = int(len(scores[0]) * TEACH)
+    taught, tested = [s[:teach] for s in scores], [s[teach:] for s in scores]
+    trials = len(tested[0])
+    pooled = np.quantile(np.concatenate(taught), np.linspace(0.01, 0.99, 99))
+    best, event = -1.0, (1.0, float(pooled[49]), 0)
+    for sign in (1.0, -1.0):
+        rates = [np.array([np.mean(sign * s > sign * cut) for cut in pooled]) for s in taught]
+        for target in (0, 1):
+            shown = _shown(rates[target], rates[1 - target], trials, alpha)
+            at = int(np.argmax(shown))
+            if shown[at] > best:
+                best, event = float(shown[at]), (sign, float(pooled[at]), target)
+    sign, cut, target = event
+    hits = [int(np.sum(sign * s > sign * cut)) for s in (tested[target], tested[1 - target])]
+    low, _ = clopper_pearson(hits[0], trials, alpha / 2)
+    _, high = clopper_pearson(hits[1], trials, alpha / 2)
+    measured = float(binary_divergence(low, high))
+    verdict: Verdict = "violation" if measured > rho else "vacuous" if _blind(rho, trials, alpha) else "pass"
+    return AuditFinding("L2", what, "ρ", rho, measured, verdict)
+
+
+def _shown(p: Floats, q: Floats, trials: int, alpha: float) -> Floats:
+    """What bounds on these rates would show in ``trials`` trials."""
+    return binary_divergence(p - half_width(p, trials, alpha / 2), q + half_width(q, trials, alpha / 2))
+
+
+def _blind(rho: float, trials: int, alpha: float) -> bool:
+    """Whether a Gaussian mechanism with half the noise, 4ρ, would usually pass too."""
+    mu, cuts = math.sqrt(8.0 * rho), np.linspace(-6.0, 12.0, 181)
+    return float(_shown(ndtr(mu - cuts), ndtr(-cuts), trials, alpha).max()) <= rho
