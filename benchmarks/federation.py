@@ -4,8 +4,8 @@
 
 *overhead*: CPU time of one round of 5 parties above (a) the same 5 gradients without any federation and (b) one
 release of a central curator on the same records; cryptographic noise is in both. *equality*: DDP-SRM on 10 parties
-against DP-SRM, same method and ε, 20 independent seeds each; noise by a curator, by masks with one colluder, and by
-two servers. *averages*: one noisy weighted average of local fits (WD-DP iv, secure sums by mpc) against the
+against DP-SRM, same method and ε, 100 steps, 20 independent seeds each; noise by a curator, by masks with one
+colluder, and by two servers. *averages*: one noisy weighted average of local fits (WD-DP iv, secure sums by mpc) against the
 unweighted one and central DP-GD, all at the same true ε. The fits of a split are made once and the noise drawn 100
 times at the scale the plan states: the scale that leaves a secure sum is what tests/test_federation_noise.py
 measures. CPU times, since others share the machine.
@@ -41,7 +41,7 @@ from reproduce.weighted_average import Study, unnamed
 from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "federation.json"
-SEEDS = 20
+SEEDS, STEPS = 20, 100
 
 
 def milliseconds(call: Callable[[], object], repeats: int, rounds: int = 5) -> float:
@@ -113,7 +113,7 @@ def equality() -> list[dict[str, Any]]:
         test = objective.prepare((table.X_test, table.y_test))
         parties = deal(table.X, table.y, 10)
         budget = qg.Budget(0.5, 1e-5)
-        algorithm = qg.DPSRM(steps=400, batch_size=500, learning_rate=1.0)
+        algorithm = qg.DPSRM(steps=STEPS, batch_size=500, learning_rate=1.0)
 
         def loss(run: Any, objective: Any = objective, test: Any = test) -> float:
             return float(objective.risk(test, run.params) - objective.regularizer.value(run.params))
@@ -132,7 +132,7 @@ def equality() -> list[dict[str, Any]]:
             error = math.sqrt((statistics.variance(losses) + statistics.variance(central)) / SEEDS)
             rows.append(
                 {
-                    "data": name, "trust": trusted, "parties": 10, "seeds": SEEDS,
+                    "data": name, "trust": trusted, "parties": 10, "seeds": SEEDS, "steps": STEPS,
                     "variance_factor": runs[0].details["variance_factor"],
                     "epsilon": {"central": proved, "federated": runs[0].privacy.epsilon},
                     "test_loss": {"central": statistics.mean(central), "federated": statistics.mean(losses)},

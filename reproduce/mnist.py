@@ -125,14 +125,21 @@ def error(model: nn.Module, images: Images) -> float:
 
 
 def fit(
-    settings: Settings, train: Images, test: Images, number: int, make: Callable[[str], nn.Module] = Net
+    settings: Settings,
+    train: Images,
+    test: Images,
+    number: int,
+    make: Callable[[str], nn.Module] = Net,
+    first: int = 1,
 ) -> dict[str, Any]:
-    """One private fit and its error on ``test``; ``make`` builds the network for an activation."""
+    """One private fit and its error on ``test``; ``make`` builds the network, ``first`` is b₀/b."""
     torch.manual_seed(number)  # the starting point is public; noise and samples are secret whatever the seed
     model = make(settings.activation)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     curve: list[tuple[int, float, float]] = []
     method, began = settings.algorithm(len(train[1])), time.process_time()
+    if first > 1:
+        method = replace(method, first_batch_size=first * method.batch_size)
     result = qt.fit(
         model, LOSS, train, method, budget=qg.Budget(settings.epsilon, 1e-5), progress=False,
         evaluate=lambda model: {"error": error(model, test)}, every=max(1, method.steps // 10),
