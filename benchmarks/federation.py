@@ -5,10 +5,10 @@
 *overhead*: CPU time of one round of 5 parties above (a) the same 5 gradients without any federation and (b) one
 release of a central curator on the same records; cryptographic noise is in both. *equality*: DDP-SRM on 10 parties
 against DP-SRM, same method and ε, 100 steps, 20 independent seeds each; noise by a curator, by masks with one
-colluder, and by two servers. *averages*: one noisy weighted average of local fits (WD-DP iv, secure sums by mpc) against the
-unweighted one and central DP-GD, all at the same true ε. The fits of a split are made once and the noise drawn 100
-times at the scale the plan states: the scale that leaves a secure sum is what tests/test_federation_noise.py
-measures. CPU times, since others share the machine.
+colluder, and by two servers. *averages*: one noisy weighted average of local fits (WD-DP iv, secure sums by mpc)
+against the unweighted one and central DP-GD, all at the same true ε. The fits of a split are made once and the
+noise drawn 100 times at the scale the plan states: the scale that leaves a secure sum is what
+tests/test_federation_noise.py measures. CPU times, since others share the machine.
 """
 
 from __future__ import annotations

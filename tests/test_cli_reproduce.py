@@ -17,6 +17,7 @@ from quietgrad.cli.reproduce import reproductions
 ROOT = Path(__file__).parents[1]
 PAPERS = {
     "adaptive-descent": "000",
+    "bands": "000",
     "cohorts": None,
     "audit-peers": "002",
     "cifar": "000",
@@ -129,6 +130,7 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
         ("nonconvex_printed", "DP-SRM  –"),
         ("saddles", "refused"),
         ("gradient_norms", "descent without noise"),
+        ("bands", "32 steps, one run"),
     ],
 )
 def test_the_quick_form_runs(

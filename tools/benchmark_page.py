@@ -320,12 +320,22 @@ def cohorts() -> list[list[str]]:
 
 
 def equality() -> list[str]:
-    """Parties against one table."""
+    """Parties against one table, by who adds the noise."""
     rows = read("federation")["equality"]
-    worst = max(abs(row["in_standard_errors"]) for row in rows)
+
+    def worst(trust: str) -> float:
+        return max(abs(row["in_standard_errors"]) for row in rows if row["trust"] == trust)
+
+    def factor(trust: str) -> float:
+        return float(next(row["variance_factor"] for row in rows if row["trust"] == trust))
+
     return [
-        f'DDP-SRM with {rows[0]["parties"]} parties against DP-SRM, same ε, {rows[0]["seeds"]} seeds, `trust="curator"`',
-        f"test losses within {worst:.2f} standard errors",
+        f"DDP-SRM with {rows[0]['parties']} parties against DP-SRM on a9a and ijcnn1, same ε, {rows[0]['steps']} steps, "
+        f"{rows[0]['seeds']} seeds: noise by a curator / masks / two servers, of variance 1 / {factor('masks'):.2f} / "
+        f"{factor('servers'):.0f}",
+        "test losses within "
+        + " / ".join(f"{worst(trust):.2f}" for trust in ("curator", "masks", "servers"))
+        + " standard errors",
         "one table",
         file("federation"),
     ]
