@@ -322,6 +322,7 @@ def cohorts() -> list[list[str]]:
 def equality() -> list[str]:
     """Parties against one table, by who adds the noise."""
     rows = read("federation")["equality"]
+    errors = sorted(row["standard_error"] for row in rows)
 
     def worst(trust: str) -> float:
         return max(abs(row["in_standard_errors"]) for row in rows if row["trust"] == trust)
@@ -335,7 +336,7 @@ def equality() -> list[str]:
         f"{factor('servers'):.0f}",
         "test losses within "
         + " / ".join(f"{worst(trust):.2f}" for trust in ("curator", "masks", "servers"))
-        + " standard errors",
+        + f" standard errors, which are {errors[0]:.4f} to {errors[-1]:.4f}",
         "one table",
         file("federation"),
     ]
