@@ -114,29 +114,11 @@ def of_pictures() -> Iterator[str]:
                  f"{b['paper_error']:.2f}", f"{b['mean_error']:.2f} ± {short(b['standard_error'], 2)}",
                  f"{a['cpu_seconds']:.0f} / {b['cpu_seconds']:.0f}"]  # fmt: skip
         yield f"| {epsilon:g} | {' | '.join(cells)} |"
-    for table in results("cifar")["tables"][:2]:
+    for table in results("cifar")["tables"]:
         for a, b in zip(table["rows"][::2], table["rows"][1::2], strict=True):
             assert b[3] - a[3] > 5.0  # "by five points"
             yield (f"| {a[0]:g} | {a[2]:.1f} | {a[3]:.1f} ± {short(a[4], 1)} | {b[2]:.1f} | "
                    f"{b[3]:.1f} ± {short(b[4], 1)} |")  # fmt: skip
-
-
-def of_cifar_more() -> Iterator[str]:
-    """First batches and parties."""
-    tables = {table["title"]: table["rows"] for table in results("cifar")["tables"]}
-    tried = [f"{row[1]:.1f}" for row in tables["CNN5, DP-SRM, ε = 8: first batch"]]
-    yield f"b₀ = b, 2b and 4b: {tried[0]}, {tried[1]} and {tried[2]} % wrong"
-    (few, first, *_), (many, second, *_) = tables["CNN5, DDP-SRM, ε = 8: parties"]
-    yield f"DDP-SRM on {few} and {many} parties errs by {first:.1f} and {second:.1f} %"
-
-
-def of_bands() -> Iterator[str]:
-    """DP-SRM and DP-SGD with the same bands."""
-    for data, epsilon, batch, ratio, bands, *values in results("bands")["tables"][0]["rows"]:
-        digits = 4 if data == "a9a" else 2
-        said = [f"{short(values[k], digits)} ± {short(values[k + 1], digits)}" for k in (0, 2)]
-        lead = f"{values[4]:+.1f}".replace("-", "−")
-        yield f"| {data} | {epsilon:g} | {batch} | {ratio:.1f} | {bands} | {said[0]} | {said[1]} | {lead} |"
 
 
 NAMES = {
@@ -258,19 +240,7 @@ def of_004() -> Iterator[str]:
 
 
 SAID: dict[str, Callable[[], Iterator[str]]] = {
-    each.__name__: each
-    for each in (
-        of_000,
-        of_gradients,
-        of_curves,
-        of_pictures,
-        of_cifar_more,
-        of_bands,
-        of_001,
-        of_002,
-        of_003,
-        of_004,
-    )
+    each.__name__: each for each in (of_000, of_gradients, of_curves, of_pictures, of_001, of_002, of_003, of_004)
 }
 
 
@@ -288,7 +258,6 @@ FILES = {
     "Paper 002": ("weighted_average",),
     "Paper 003": ("saddles", "sosp"),
     "Paper 004": ("output_perturbation",),
-    "No paper's: DP-SRM": ("bands",),
 }
 
 
