@@ -227,13 +227,13 @@ def tables(rows: dict[str, list[Row]]) -> list[Table]:
         if body:
             columns = ["ε", "method", "paper, test error %", "ours %", "standard error", "runs"]
             found.append({"title": f"Figure {number}: {network.upper()}", "columns": columns, "rows": sorted(body)})
-    if rows["first"]:
+    if rows.get("first"):
         chosen = min((r for r in rows["search"] if (r["network"], r["method"]) == ("cnn5", "dp-srm")),
                      key=lambda r: float(r["error"]))  # fmt: skip
         tried = [[1, chosen["error"]], *([r["first"], r["error"]] for r in rows["first"])]
         columns = ["b₀/b", "held-out error %"]
         found.append({"title": "CNN5, DP-SRM, ε = 8: first batch", "columns": columns, "rows": tried})
-    if rows["parties"]:
+    if rows.get("parties"):
         body = [[r["parties"], r["error"], r["epsilon_proved"], r["cpu_seconds"]] for r in rows["parties"]]
         columns = ["parties", "test error %", "proved ε", "CPU s"]
         found.append({"title": "CNN5, DDP-SRM, ε = 8: parties", "columns": columns, "rows": body})
