@@ -32,7 +32,7 @@ from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Batch, Gradient
 from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.training import plan as central_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

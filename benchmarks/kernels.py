@@ -27,7 +27,7 @@ import scipy
 from sklearn.datasets import load_svmlight_file
 
 from quietgrad.objectives.base import Batch, RecursiveMomentum
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).resolve().parent

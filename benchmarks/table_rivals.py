@@ -17,12 +17,11 @@ import numpy as np
 import quietgrad as qg
 from benchmarks.table_suite import Problem, outward
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.table_looks import noise_of
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.information import WhitenedInformation
+from quietgrad.algorithms.range_estimation import noise_of
+from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
+from quietgrad.objectives.tables.whitening import WhitenedGradient, WhitenedInformation, Whitening
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch

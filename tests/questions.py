@@ -22,7 +22,7 @@ from quietgrad.federation.planning import declared, federate
 from quietgrad.federation.wire import Message, decode, encode, pack, template, unpack
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
 from quietgrad.privacy.budget import Relation
 
 N = 40

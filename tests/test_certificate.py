@@ -10,7 +10,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.objectives.landscapes.base import landscape
-from quietgrad.objectives.tables import curvature
+from quietgrad.objectives.tables import full_batch
 from quietgrad.training.stationarity import certify_privately, classify, least_eigenvalue
 
 
@@ -69,9 +69,9 @@ def test_products_of_linear_models_match_differences_of_gradients(objective: Any
     params, vector = (0.5 * rng.standard_normal(records.dim) for _ in range(2))
     h = 1e-5
     ahead, behind = (objective.risk_gradient(records, params + s * h * vector) for s in (1, -1))
-    assert curvature.covers(objective)
+    assert full_batch.covers(objective)
     np.testing.assert_allclose(
-        curvature.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-8
+        full_batch.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-8
     )
 
 
@@ -84,7 +84,7 @@ def test_products_where_the_curvature_jumps() -> None:
         h = 1e-9  # within every record's piece
         ahead, behind = (objective.risk_gradient(records, params + s * h * vector) for s in (1, -1))
         np.testing.assert_allclose(
-            curvature.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-6
+            full_batch.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-6
         )
 
 

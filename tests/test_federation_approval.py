@@ -27,7 +27,7 @@ from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError
 from tests.test_federate_network import TWO

@@ -16,7 +16,7 @@ from quietgrad.federation.secure_roles import invitation, invite_parties, invite
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.secure.channel import FrameType
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import DropoutError, ProtocolError, SurvivorAttestation, pack_members

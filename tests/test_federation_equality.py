@@ -13,7 +13,7 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.federation import Party, deal
 from quietgrad.federation.simulation import simulate
 from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Poisson, SinglePass
 from quietgrad.sampling.samplers import KeyedPoissonSampler, SlotSampler, hashed_slots

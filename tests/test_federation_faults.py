@@ -19,7 +19,7 @@ from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError

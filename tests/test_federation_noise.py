@@ -20,7 +20,7 @@ from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy import events
 
 D, ROUNDS = 300, 12

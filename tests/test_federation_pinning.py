@@ -20,7 +20,7 @@ from quietgrad.federation.wire import Message, WireError, decode, encode, limit,
 from quietgrad.objectives.base import Gradient, GradientDifference, Query, RecursiveMomentum
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 
 D, N, RUN = 3, 40, "run1"
 OBJECTIVE = Logistic(row_bound=1.0, rows="clip", regularizer=L2(0.1))

@@ -19,10 +19,9 @@ from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, Gradient, Query, following_clip
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.features import FeatureMean
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import SecondMomentMatrix, WhitenedGradient, Whitening
+from quietgrad.objectives.tables.whitening import FeatureMean, SecondMomentMatrix, WhitenedGradient, Whitening
 from tests.questions import Interrogation, pairs
 from tests.test_federation_faults import people
 

@@ -23,7 +23,7 @@ from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.wire import Message, WireError, decode, encode, pack, template, unpack
 from quietgrad.objectives.queries.local_fit import LocalFit
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.budget import Relation
 from quietgrad.secure.identity import Identity, Roster
 from tests.questions import length

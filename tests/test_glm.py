@@ -23,9 +23,9 @@ from quietgrad.objectives.base import (
     RecursiveMomentum,
 )
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables import curvature
-from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables import full_batch
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
 
 Floats = npt.NDArray[np.float64]
 N, D, K = 37, 6, 3
@@ -319,7 +319,7 @@ def test_constants_are_totals_of_the_whole_risk() -> None:
     records = loss.prepare((X, rng.integers(0, 2, 50)))
 
     def hessian(theta: Floats) -> Floats:
-        return np.stack([curvature.hessian_product(loss, records, theta, e) for e in np.eye(2)])
+        return np.stack([full_batch.hessian_product(loss, records, theta, e) for e in np.eye(2)])
 
     step = np.array([1e-4, 0.0])
     steepest = max(

@@ -12,8 +12,8 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
 
 Floats = npt.NDArray[np.float64]
 

@@ -20,9 +20,9 @@ from quietgrad.objectives.base import (
     Loss,
     RecursiveMomentum,
 )
-from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
-from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.whitening import FeatureMean, FeatureMoments, SecondMoments
 from quietgrad.privacy.budget import Relation
 
 Floats = npt.NDArray[np.float64]

@@ -14,9 +14,8 @@ import scipy.sparse as sparse
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, Gradient, RecursiveMomentum
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.layout import lay_out
-from quietgrad.objectives.tables.table import Affine
+from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.table import Affine, lay_out
 
 GOOD = np.array([[1.0, 2.0], [3.0, 4.0]])
 

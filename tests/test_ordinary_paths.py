@@ -16,7 +16,7 @@ from quietgrad.cli.report import _with_held_out
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
-from quietgrad.estimators.answers import _is_ours
+from quietgrad.estimators.validation import _is_ours
 from quietgrad.objectives.person_ids import factorize_ids
 from quietgrad.privacy.ledger_state import run_of
 

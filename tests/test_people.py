@@ -20,8 +20,8 @@ from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
 from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.objectives.tables import person_grams
-from quietgrad.objectives.tables.classes import OneVsRestHinge
+from quietgrad.objectives.tables import full_batch
+from quietgrad.objectives.tables.losses import OneVsRestHinge
 from quietgrad.objectives.tables.table import Affine
 
 SIZES = (1, 7, 500, 1, 3, 2, 12, 90)
@@ -94,7 +94,7 @@ def reference(
 @pytest.fixture(params=["inner products", "a person at a time"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full batches by products of rows, however many there are, or never."""
-    monkeypatch.setattr(person_grams, "_MOST", 10**9 if request.param == "inner products" else 0)
+    monkeypatch.setattr(full_batch, "_MOST", 10**9 if request.param == "inner products" else 0)
 
 
 @pytest.mark.usefixtures("way")
@@ -153,8 +153,8 @@ def test_products_are_of_these_rows_seen_in_this_way(monkeypatch: pytest.MonkeyP
     """Made once for a table and its people, never used for others; whole people in every block."""
     from dataclasses import replace
 
-    monkeypatch.setattr(person_grams, "_BLOCK", 8)
-    monkeypatch.setattr(person_grams, "_MOST", 10**9)
+    monkeypatch.setattr(full_batch, "_BLOCK", 8)
+    monkeypatch.setattr(full_batch, "_MOST", 10**9)
     rng = np.random.default_rng(8)
     X, ids, _ = crowd(rng)
     loss = losses()["multinomial"]
@@ -163,13 +163,13 @@ def test_products_are_of_these_rows_seen_in_this_way(monkeypatch: pytest.MonkeyP
     records = asked.prepare(RecordsWithIds((X, y), ids))
     point, rule = rng.normal(size=records.dim), ClippingRule.gradient(0.3)
     rows: Any = records.rows
-    first = person_grams.grams_of(rows, records.people.groups(None))
+    first = full_batch.grams_of(rows, records.people.groups(None))
     assert first is not None
-    assert person_grams.grams_of(rows, records.people.groups(None)) is first
+    assert full_batch.grams_of(rows, records.people.groups(None)) is first
     moved = UserLevelObjective(replace(loss, transform=Affine(np.ones(5), np.full(5, 2.0))))
     seen = moved.prepare(records)
     rows = seen.rows
-    assert person_grams.grams_of(rows, seen.people.groups(None)) is not first
+    assert full_batch.grams_of(rows, seen.people.groups(None)) is not first
     out = np.zeros(records.dim)
     asked.add(Batch(records, None), [point], rule, out)
     expected = reference(loss, X, y, UnitGrouping.of(ids), [point], rule, range(len(records)))

@@ -29,14 +29,20 @@ from quietgrad.objectives.privacy_units import (
     rows_of,
 )
 from quietgrad.objectives.queries import second_order
-from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
-from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+from quietgrad.objectives.queries.counts import (
+    CellSums,
+    Correct,
+    LabelCounts,
+    LabelSet,
+    MeanScore,
+    Scoring,
+    Tabulation,
+)
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
-from quietgrad.objectives.queries.scores import Correct, MeanScore, Scoring
-from quietgrad.objectives.tables import features, ranges, whitening
-from quietgrad.objectives.tables.frame import Frame, Framed
-from quietgrad.objectives.tables.information import WhitenedInformation
+from quietgrad.objectives.tables import range_queries, whitening
+from quietgrad.objectives.tables.range_queries import Frame, Framed
 from quietgrad.objectives.tables.table import Affine
+from quietgrad.objectives.tables.whitening import WhitenedInformation
 from quietgrad.privacy.budget import Relation
 
 D = 3
@@ -57,20 +63,22 @@ TABLE: dict[type, Make] = {
     second_order.LeastEigenvalue: lambda _: second_order.LeastEigenvalue(POINT, 0.2, 10.0),
     second_order.Excess: lambda _: second_order.Excess(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),
     second_order.PackedHessian: lambda _: second_order.PackedHessian(POINT, 0.2, rank=1),
-    features.FeatureMean: lambda _: features.FeatureMean(1.5),
-    features.SecondMoments: lambda r: features.SecondMoments(1.5, nonnegative=True, relation=r),
-    features.FeatureMoments: lambda r: features.FeatureMoments(1.5, relation=r),
+    whitening.FeatureMean: lambda _: whitening.FeatureMean(1.5),
+    whitening.SecondMoments: lambda r: whitening.SecondMoments(1.5, nonnegative=True, relation=r),
+    whitening.FeatureMoments: lambda r: whitening.FeatureMoments(1.5, relation=r),
     whitening.MeanSquares: lambda r: whitening.MeanSquares(1.5, relation=r),
     whitening.SecondMomentMatrix: lambda r: whitening.SecondMomentMatrix(1.5, r),
     whitening.RowNormHistogram: whitening.RowNormHistogram,
     whitening.WhitenedGradient: lambda _: whitening.WhitenedGradient(POINT, 0.3, WHITE),
     WhitenedInformation: lambda r: WhitenedInformation(POINT, 0.4, WHITE, r),
-    ranges.Magnitudes: lambda r: ranges.Magnitudes(np.arange(D), r),
-    ranges.MeanOctaves: lambda _: ranges.MeanOctaves(np.arange(D), 1.0),
-    ranges.Pieces: lambda r: ranges.Pieces(np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r),
-    ranges.FeatureBins: lambda r: ranges.FeatureBins(np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r),
-    ranges.TargetMagnitudes: ranges.TargetMagnitudes,
-    ranges.TargetPieces: lambda r: ranges.TargetPieces(-2.0, 2.0, r),
+    range_queries.Magnitudes: lambda r: range_queries.Magnitudes(np.arange(D), r),
+    range_queries.MeanOctaves: lambda _: range_queries.MeanOctaves(np.arange(D), 1.0),
+    range_queries.Pieces: lambda r: range_queries.Pieces(np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r),
+    range_queries.FeatureBins: lambda r: range_queries.FeatureBins(
+        np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r
+    ),
+    range_queries.TargetMagnitudes: range_queries.TargetMagnitudes,
+    range_queries.TargetPieces: lambda r: range_queries.TargetPieces(-2.0, 2.0, r),
     Framed: lambda r: Framed(whitening.SecondMomentMatrix(1.5, r), FRAME),
 }
 SCORES: dict[type, Make] = {
@@ -150,7 +158,7 @@ CASES = [*itertools.product((1, 7, 500), ("plain", "aligned", "huge", "spread"))
 @pytest.mark.parametrize("settings", [("mean", None), ("sum", None), ("mean", 3)], ids=str)
 def test_a_person_is_bounded_by_every_query_of_tables(kind: type, relation: Relation, settings: Any) -> None:
     combine, most = settings
-    loss = Squared() if kind in (ranges.TargetMagnitudes, ranges.TargetPieces) else Logistic()
+    loss = Squared() if kind in (range_queries.TargetMagnitudes, range_queries.TargetPieces) else Logistic()
     curved = (second_order.LeastEigenvalue, second_order.Excess, second_order.PackedHessian, WhitenedInformation)
     for (size, rough), layout in itertools.product(CASES, ("dense", "csr")):
 

@@ -13,7 +13,7 @@ import quietgrad as qg
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.estimators import private_score
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
+from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.privacy.budget import Relation
 
 

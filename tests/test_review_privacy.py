@@ -22,9 +22,9 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
 from quietgrad.objectives.base import Batch, Gradient, Loss
-from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.glm import Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import calibration

@@ -26,7 +26,7 @@ from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.queries.scores import MeanScore
+from quietgrad.objectives.queries.counts import MeanScore
 from quietgrad.privacy.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import seed_key

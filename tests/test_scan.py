@@ -257,7 +257,7 @@ def test_mini_batches_of_a_scan_train(folder: Path) -> None:
 
 
 def test_queries_about_pairs_of_records_refuse_samples_of_a_scan(folder: Path) -> None:
-    from quietgrad.objectives.tables.ranges import Magnitudes
+    from quietgrad.objectives.tables.range_queries import Magnitudes
     from quietgrad.privacy.budget import Relation
 
     loss = qg.objectives.Logistic()

@@ -21,8 +21,8 @@ from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.objectives.base import Batch, Gradient, Loss
 from quietgrad.objectives.privacy_units import with_privacy_unit
-from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
-from quietgrad.objectives.tables.features import FeatureMean
+from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
+from quietgrad.objectives.tables.whitening import FeatureMean
 from quietgrad.privacy.budget import Relation
 
 pa = pytest.importorskip("pyarrow")

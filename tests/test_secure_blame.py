@@ -19,7 +19,7 @@ from quietgrad.federation.secure_roles import SecureMember
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.secure import secret_sharing
 from quietgrad.secure.channel import FrameType
 from quietgrad.secure.identity import DropoutError, SumOutOfBoundsError

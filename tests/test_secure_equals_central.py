@@ -30,7 +30,7 @@ from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.base import Batch, Query
 from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.glm import Logistic
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.mechanisms import StandardNormals
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key

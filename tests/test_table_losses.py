@@ -28,9 +28,9 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables import curvature, kernels
-from quietgrad.objectives.tables.glm import LOSSES, Logistic, Multinomial, OneScoreLoss, Squared
+from quietgrad.objectives.tables import full_batch, kernels
 from quietgrad.objectives.tables.linear import LinearObjective, Task
+from quietgrad.objectives.tables.losses import LOSSES, Logistic, Multinomial, OneScoreLoss, Squared
 from quietgrad.objectives.tables.table import Affine
 
 Floats = npt.NDArray[np.float64]
@@ -168,8 +168,8 @@ def test_hessians_are_the_derivatives_of_gradients(name: str) -> None:
     theta, vector = rng.normal(size=(2, records.dim))
     h = 1e-7
     ahead, behind = (objective.risk_gradient(records, theta + s * h * vector) for s in (1, -1))
-    assert curvature.covers(objective)
-    product = curvature.hessian_product(objective, records, theta, vector)
+    assert full_batch.covers(objective)
+    product = full_batch.hessian_product(objective, records, theta, vector)
     np.testing.assert_allclose(product, (ahead - behind) / (2 * h), atol=1e-6)
     query = PackedHessian(theta, 1e6)
     out = np.zeros(query.dim(records))

@@ -12,7 +12,7 @@ from sklearn.base import clone
 
 import quietgrad as qg
 from quietgrad.algorithms.output_perturbation import OutputPerturbation
-from quietgrad.algorithms.table_looks import Look
+from quietgrad.algorithms.range_estimation import Look
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import spent
 from quietgrad.errors import BudgetError, LedgerWarning

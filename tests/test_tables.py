@@ -40,7 +40,7 @@ from quietgrad.estimators import (
     private_score,
     to_run,
 )
-from quietgrad.objectives.tables.ranges import HIGHEST, LOWEST
+from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST
 from quietgrad.objectives.tables.windows import read_magnitudes
 
 

@@ -19,8 +19,8 @@ from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.base import Batch
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Pinball, Poisson, Squared
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.losses import Logistic, Multinomial, Pinball, Poisson, Squared
 from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.privacy.budget import Relation
 

@@ -17,7 +17,7 @@ from quietgrad.federation import Party, deal
 from quietgrad.federation.simulation import simulate
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables.glm import Huber, Logistic, Squared
+from quietgrad.objectives.tables.losses import Huber, Logistic, Squared
 from quietgrad.privacy import events
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -19,13 +19,12 @@ import numpy as np
 from scipy.special import chdtrc
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.table_looks import Look, found_frame, frame_of, noise_of
+from quietgrad.algorithms.range_estimation import Look, found_frame, frame_of, noise_of
 from quietgrad.algorithms.whitened_design import for_table, is_crowded, look_for, looked_share, strength
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Query, following_clip
-from quietgrad.objectives.tables.frame import Frame, Framed
-from quietgrad.objectives.tables.ranges import LOWEST, OCTAVES, FeatureBins
+from quietgrad.objectives.tables.range_queries import LOWEST, OCTAVES, FeatureBins, Frame, Framed
 from quietgrad.objectives.tables.shapes import Expanded, Feature, Shapes, usual_edges
 from quietgrad.objectives.tables.table import Affine, Floats
 from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening

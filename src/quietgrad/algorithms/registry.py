@@ -338,7 +338,7 @@ def entry(name: str) -> AlgorithmSpec:
 
 def _readers() -> settings.Readers:
     from quietgrad.algorithms.learning_rates import LearningRate, read_rate
-    from quietgrad.algorithms.table_looks import Look, read_look
+    from quietgrad.algorithms.range_estimation import Look, read_look
     from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
     from quietgrad.privacy.correlated import CorrelatedNoise

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from quietgrad.algorithms.base import check_range
-from quietgrad.algorithms.one_step import CROWDED
-from quietgrad.algorithms.table_looks import Bounds, Look
-from quietgrad.algorithms.whitened_gd import WhitenedGD
+from quietgrad.algorithms.range_estimation import Bounds, Look
+from quietgrad.algorithms.whitened_gd import CROWDED, WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 

@@ -19,7 +19,7 @@ from scipy.special import chdtri, gammaincc, ndtr, ndtri
 
 from quietgrad.audit.replicas import as_numbers
 from quietgrad.objectives.base import Batch, NoRegularizer
-from quietgrad.objectives.queries.labels import LabelCounts
+from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.correlated import BufferedToeplitzNoise, CorrelatedNoise

@@ -44,7 +44,7 @@ def predict(
     from quietgrad.cli.run_spec import predict_to
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
-    from quietgrad.objectives.tables.frame import Frame
+    from quietgrad.objectives.tables.range_queries import Frame
     from quietgrad.training.result import load
 
     result = load(folder)

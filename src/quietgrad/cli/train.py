@@ -49,7 +49,7 @@ from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-    from quietgrad.objectives.tables.frame import Frame
+    from quietgrad.objectives.tables.range_queries import Frame
     from quietgrad.training.minimizing import Watched
     from quietgrad.training.result import Result
 
@@ -330,7 +330,7 @@ def finish(
     """Score the model, and write the result and the report of a run that is over."""
 
     facts = spec.describe_objective(data)
-    from quietgrad.objectives.tables.frame import Frame
+    from quietgrad.objectives.tables.range_queries import Frame
 
     details = {**result.details, "model": facts}
     curve = None if watched is None else watched.curve_of(result.privacy.epsilon)

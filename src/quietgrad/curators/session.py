@@ -23,7 +23,7 @@ from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
-from quietgrad.objectives.queries.labels import LabelCounts
+from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.objectives.tables.scanned import Scanned
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events

@@ -17,7 +17,7 @@ from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from quietgrad.algorithms.additive_gd import for_shapes
-from quietgrad.algorithms.table_looks import Bounds, checked_bounds
+from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.curators.central import CentralSession
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import (
@@ -33,15 +33,14 @@ from quietgrad.estimators.classifiers import (
     typed_labels,
 )
 from quietgrad.estimators.classifiers import two_or_more as _two_or_more
-from quietgrad.estimators.columns import Columns, check_labels, read_table, say
 from quietgrad.estimators.regressors import PrivateLinearRegression
 from quietgrad.estimators.scans import as_numbers, coder, is_scan, with_labels
-from quietgrad.estimators.whom import Whom, without
-from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.layout import refuse_text
+from quietgrad.estimators.validation import Columns, Whom, check_labels, read_table, say, without
+from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
+from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.objectives.tables.shapes import Feature, Shapes
+from quietgrad.objectives.tables.table import refuse_text
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
 from quietgrad.training import plan as make_plan

@@ -19,22 +19,21 @@ import numpy as np
 from sklearn.base import BaseEstimator, clone
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.table_looks import Bounds, checked_bounds
+from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.curators.account import Account, Charge, note_pickled
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
-from quietgrad.estimators.columns import checked_rows
 from quietgrad.estimators.outside import outside
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
-from quietgrad.estimators.whom import Whom, named, without
+from quietgrad.estimators.validation import Whom, checked_rows, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.layout import refuse_text
+from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.table import refuse_text
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import sensitivity_factor

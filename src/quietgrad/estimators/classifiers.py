@@ -15,12 +15,10 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, look_noise
-from quietgrad.estimators.columns import check_labels, say, taken_as_public
 from quietgrad.estimators.scans import coder, is_scan, with_labels
-from quietgrad.estimators.whom import Whom
-from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
-from quietgrad.objectives.tables.classes import OneVsRestHinge, weighted
-from quietgrad.objectives.tables.glm import Hinge, Logistic, Multinomial
+from quietgrad.estimators.validation import Whom, check_labels, say, taken_as_public
+from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
+from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge, weighted
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection

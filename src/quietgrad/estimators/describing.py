@@ -19,16 +19,15 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.table_looks import Look, checked_bounds, found_frame, noise_of
+from quietgrad.algorithms.range_estimation import Look, checked_bounds, found_frame, noise_of
 from quietgrad.algorithms.whitened_design import look_for, strength
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.columns import taken_as_public
-from quietgrad.estimators.whom import Whom, named
-from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
-from quietgrad.objectives.tables.glm import Squared
+from quietgrad.estimators.validation import Whom, named, taken_as_public
+from quietgrad.objectives.queries.counts import CellSums, Tabulation
+from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
 from quietgrad.objectives.tables.table import Floats
 from quietgrad.plans.counting import NOMINAL

@@ -10,14 +10,14 @@ import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.table_looks import Bounds, checked_bounds
+from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel
 from quietgrad.estimators.scans import is_scan, with_labels
-from quietgrad.estimators.whom import Whom
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Huber, Pinball, Poisson, Squared
+from quietgrad.estimators.validation import Whom
+from quietgrad.objectives.tables.losses import Huber, Pinball, Poisson, Squared
+from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.plans.counting import NOMINAL
 
 _LARGEST = 1e4  # means of a count that its loss follows exactly

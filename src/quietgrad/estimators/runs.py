@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.glm import LOSSES
+from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.training.result import Result, load
 
 _KINDS = {
@@ -147,7 +147,7 @@ def _save_additive(model: Any, folder: Path) -> Path:
 
 def _additive_from(result: Result) -> Any:
     from quietgrad.estimators import additive
-    from quietgrad.estimators.columns import Columns
+    from quietgrad.estimators.validation import Columns
     from quietgrad.objectives.tables.shapes import Shapes
 
     facts, target = result.details["additive"], result.details.get("target_range")

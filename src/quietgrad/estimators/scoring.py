@@ -19,17 +19,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.tabulate import Tabulate
+from quietgrad.algorithms.range_estimation import Tabulate
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
-from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
-from quietgrad.estimators.whom import Whom, named
+from quietgrad.estimators.validation import Whom, named, row_by_row
 from quietgrad.files import write_atomically
-from quietgrad.objectives.queries.evaluation import Tabulation
-from quietgrad.objectives.tables.layout import lay_out, numbers_of
+from quietgrad.objectives.queries.counts import Tabulation
+from quietgrad.objectives.tables.table import lay_out, numbers_of
 from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training.result import Privacy, digest_of, load

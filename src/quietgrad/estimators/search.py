@@ -28,12 +28,11 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
-from quietgrad.estimators.answers import row_by_row
 from quietgrad.estimators.base import SpendsPrivacy
 from quietgrad.estimators.scans import refuse_scan
-from quietgrad.estimators.whom import Whom, named
+from quietgrad.estimators.validation import Whom, named, row_by_row
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
-from quietgrad.objectives.queries.scores import MeanScore, Scoring
+from quietgrad.objectives.queries.counts import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.privacy import events

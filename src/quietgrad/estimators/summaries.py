@@ -57,7 +57,7 @@ def summarise(model: Any, level: float = 0.95) -> Any:
 
 
 def _why(model: Any, details: Any) -> str:
-    from quietgrad.algorithms.one_step import CROWDED
+    from quietgrad.algorithms.whitened_gd import CROWDED
 
     n, p = model.result_.n_public, model.n_features_in_ + 1
     signal = model._signal(n)

@@ -17,15 +17,14 @@ from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.table_looks import Look, found_frame
+from quietgrad.algorithms.range_estimation import Look, found_frame
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.curators.base import Session
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
-from quietgrad.estimators.columns import Columns, checked_rows, read_table
 from quietgrad.estimators.scans import is_scan, nameless, with_labels
-from quietgrad.estimators.whom import Whom, named
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.glm import Squared
+from quietgrad.estimators.validation import Columns, Whom, checked_rows, named, read_table
+from quietgrad.objectives.tables.losses import Squared
+from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.objectives.tables.shapes import usual_edges
 from quietgrad.plans.schedule import Plan, Schedule, Slot, plan
 from quietgrad.privacy.budget import Budget, Relation

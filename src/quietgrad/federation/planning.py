@@ -74,7 +74,7 @@ def federate(
         start: where the run starts, if not where the objective says.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
-    >>> from quietgrad.objectives.tables.glm import Logistic
+    >>> from quietgrad.objectives.tables.losses import Logistic
     >>> plan = federate(DPGD(steps=3), Logistic(), names=["a", "b"], sizes=[60, 40], shape=Shape(2, 2),
     ...                 budget=Budget(1.0, 1e-5), trust="secure", secure="masks")
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor

@@ -44,12 +44,14 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.queries.second_order import PackedHessian
-from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import (
+    FeatureMean,
+    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
+    SecondMoments,
     WhitenedGradient,
     Whitening,
 )

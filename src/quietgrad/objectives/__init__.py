@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quietgrad.objectives.landscapes.base import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
-    from quietgrad.objectives.tables.glm import Hinge, Huber, Logistic, Multinomial, Pinball, Poisson, Squared
+    from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Pinball, Poisson, Squared
 
 _HOMES = {
-    "Logistic": "tables.glm",
-    "Multinomial": "tables.glm",
-    "Huber": "tables.glm",
-    "Pinball": "tables.glm",
-    "Poisson": "tables.glm",
-    "Squared": "tables.glm",
-    "Hinge": "tables.glm",
+    "Logistic": "tables.losses",
+    "Multinomial": "tables.losses",
+    "Huber": "tables.losses",
+    "Pinball": "tables.losses",
+    "Poisson": "tables.losses",
+    "Squared": "tables.losses",
+    "Hinge": "tables.losses",
     "L2": "regularizers",
     "Nonconvex": "regularizers",
     "landscape": "landscapes.base",

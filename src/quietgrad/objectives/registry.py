@@ -13,8 +13,8 @@ from typing import Any
 from quietgrad import settings
 from quietgrad.errors import DataError
 from quietgrad.objectives.privacy_units import UserLevelObjective
-from quietgrad.objectives.tables.glm import LOSSES
 from quietgrad.objectives.tables.linear import Task
+from quietgrad.objectives.tables.losses import LOSSES
 
 
 @dataclass(frozen=True)

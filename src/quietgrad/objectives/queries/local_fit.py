@@ -95,7 +95,7 @@ def local_fit(
     Raises:
         ValueError: the objective has no such bound, or the step is too large for it.
 
-    >>> from quietgrad.objectives.tables.glm import Logistic
+    >>> from quietgrad.objectives.tables.losses import Logistic
     >>> from quietgrad.objectives.regularizers import L2
     >>> fit = local_fit(Logistic(regularizer=L2(0.1), row_bound=1.0), n=1000, steps=10**6, step_size=1.0)
     >>> round(fit.sensitivity, 9), fit.bound == fit.sensitivity / 2

@@ -2,20 +2,37 @@
 
 A linear model sees the row x̃ᵢ = (aᵢ·s∘(xᵢ−m), c) of a :class:`~quietgrad.objectives.tables.table.Table`; here the
 shift, scale, shortening and intercept are applied to weights and sums instead of to rows.
+
+Sums over all people of a table from the inner products of their rows, which are made once.
+
+A person's vector is Σ rᵢ ⊗ x̃ᵢ, and ‖Σ rᵢ ⊗ x̃ᵢ‖² = Σᵢⱼ ⟨rᵢ, rⱼ⟩⟨x̃ᵢ, x̃ⱼ⟩: with the inner products of a person's own
+rows at hand, how much they are shortened follows from their residuals, and what is added is a weighted sum of rows
+like any other. No person's vector is made, which for sparse rows and several scores is most of the work. A full
+batch asks the same people in every release, so the products pay for themselves after a few.
+
+Second derivatives of generalised linear models: ∇²F(θ)·v without ever forming the Hessian.
+
+A score moves by tᵢ = x̃ᵢᵀv along v, and the residual r = ∂f/∂score by r′(scoreᵢ)·tᵢ, so ∇²F·v = (1/n)Σ (r′tᵢ) ⊗ x̃ᵢ
+plus the regulariser's part. At most one multiplication by the table and one by its transpose.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quietgrad.objectives.base import ClippingRule, Indices
+from quietgrad.objectives.base import Batch, ClippingRule, Indices, Objective, Regularizer, rounding_safe_clip
 from quietgrad.objectives.privacy_units import GroupIndex
-from quietgrad.objectives.tables.layout import csr_around
-from quietgrad.objectives.tables.table import Floats, Table, frozen
+from quietgrad.objectives.tables.table import Floats, Table, csr_around, csr_rows, frozen
+
+if TYPE_CHECKING:
+    from quietgrad.objectives.tables.linear import LinearObjective
+    from quietgrad.objectives.tables.table import Affine
+
 
 _ROWS_AT_ONCE = 1 << 19  # numbers: two megabytes of float32
 
@@ -231,3 +248,202 @@ def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
         clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
     clipped[~np.isfinite(lengths)] = 0.0
     return clipped
+
+
+_BLOCK = 1 << 18  # numbers of rows at a time, as in a table's own blocks
+_MOST = 4  # inner products for each number that the table holds
+
+
+class PersonGrams:
+    """The inner products of everybody's rows, a few MB of rows at a time; no person lies in two blocks.
+
+    Build it with :func:`grams_of`.
+    """
+
+    def __init__(self, records: Table, groups: GroupIndex) -> None:
+        from quietgrad.objectives.tables import kernels
+
+        self._of = _identity(records, groups)
+        self._records, self._mean = records, groups.mean
+        sizes = np.diff(groups.starts)
+        products = np.empty(int((sizes * sizes).sum()))
+        self._reach = np.empty(len(records))
+        kernels.person_products(records.packed, groups.starts, products, self._reach)
+        self._blocks = list(self._cut(groups.starts, sizes, products))
+
+    def is_of(self, records: Table, groups: GroupIndex) -> bool:
+        """Whether these are the products of the same rows, seen in the same way, of the same people."""
+        return all(a is b for a, b in zip(self._of, _identity(records, groups), strict=True))
+
+    def _cut(self, starts: Indices, sizes: Indices, products: Floats) -> Iterator[tuple[slice, Any, Any, Indices]]:
+        """(rows, their raw features if they are sparse, their products, where their people begin)."""
+        records, X = self._records, self._records.X
+        stored = X.indptr if records.is_sparse else records.features * np.arange(len(records) + 1)
+        places = np.concatenate([[0], np.cumsum(sizes * sizes)])
+        person = 0
+        while person < len(sizes):
+            first = int(starts[person])
+            last = int(np.searchsorted(stored[starts], stored[first] + _BLOCK, side="right")) - 1
+            last = min(max(last, person + 1), len(sizes))
+            stop, mine = int(starts[last]), sizes[person:last]
+            wide = np.repeat(mine, mine)  # how many products each row has
+            begins = np.repeat(starts[person:last] - first, mine)
+            columns = np.arange(int(wide.sum())) - np.repeat(np.cumsum(wide) - wide, wide) + np.repeat(begins, wide)
+            pointers = np.concatenate([[0], np.cumsum(wide)])
+            shape = (stop - first, stop - first)
+            gram = csr_around(products[places[person] : places[last]], columns, pointers, shape)
+            rows = csr_rows(X, first, stop) if records.is_sparse else None
+            yield slice(first, stop), rows, gram, starts[person:last] - first
+            person = last
+
+    def blocks(self) -> Iterator[tuple[Block, Any, Indices]]:
+        """Rows of whole people, their products, and where each person begins among them."""
+        records = self._records
+        for which, rows, gram, begins in self._blocks:
+            raw = np.asarray(records.X[which], dtype=np.float64) if rows is None else rows
+            factors = records.factors[which, None] if records.factors.size else None
+            yield Block(which, raw, factors), gram, begins
+
+    def contributions(
+        self, block: Block, gram: Any, begins: Indices, residuals: Floats, before: Floats | None, rule: ClippingRule
+    ) -> Floats:
+        """What each row's x̃ is multiplied by, (rows, outputs): α·clip_A and γ·clip_B act on people.
+
+        A computed inner product is off by no more than (32 + d)·eps times the lengths of both rows, shift and row
+        apart, and a sum of k² of them by as much again; so is the vector that is added. That much is added to the
+        squared norm.
+        """
+        alpha, beta, first, gamma, second = rule.numbers
+        sizes = np.diff(np.append(begins, len(residuals)))
+        shares = np.repeat(1.0 / sizes if self._mean else np.ones(len(sizes)), sizes)[:, None]
+        moved = (residuals if before is None else residuals - beta * before) * shares
+        out = self._clipped(block, gram, begins, sizes, moved, alpha, first)
+        if gamma:
+            out += self._clipped(block, gram, begins, sizes, residuals * shares, gamma, second)
+        return out
+
+    def _clipped(
+        self, block: Block, gram: Any, begins: Indices, sizes: Indices, r: Floats, weight: float, clip: float
+    ) -> Floats:
+        records = self._records
+        lengths = np.abs(r[:, 0]) if r.shape[1] == 1 else np.sqrt(np.einsum("ij,ij->i", r, r))
+        squares = np.add.reduceat(np.einsum("ij,ij->i", r, gram @ r), begins)
+        spread = np.add.reduceat(lengths * self._reach[block.which], begins)
+        slack = (64 + 4 * records.features + 8 * sizes) * _EPS
+        squares = np.maximum(squares, 0.0) + slack * spread * spread
+        norms = np.sqrt(squares * (1.0 + (32 + records.dim) * _EPS) + records.dim * _TINY)
+        factors = np.divide(clip, norms, out=np.ones_like(norms), where=norms > clip)
+        finite = np.isfinite(norms)
+        out: Floats = r * np.repeat(weight * factors, sizes)[:, None]
+        if not finite.all():
+            out[np.repeat(~finite, sizes)] = 0.0
+        return out
+
+
+def grams_of(records: Table, groups: GroupIndex) -> PersonGrams | None:
+    """The products of the people of a full batch, made at the first asking; ``None`` where they are too many.
+
+    They are if people have more rows than the table is wide, and not to be had if rows do not lie person by person
+    or the features are mixed by a matrix. Whether they are used follows from the table alone, so a release that is
+    asked again is summed in the same way.
+    """
+    mixed = records.transform is not None and records.transform.is_matrix
+    whole = groups.people is None and groups.starts[-1] == len(groups.order) == len(records)
+    if mixed or not whole or not (groups.order[1:] > groups.order[:-1]).all():
+        return None
+    found: PersonGrams | None = records.grams
+    if found is not None and found.is_of(records, groups):
+        return found
+    sizes = np.diff(groups.starts)
+    stored = records.X.nnz if records.is_sparse else records.X.size
+    if int((sizes * sizes).sum()) > _MOST * stored:
+        return None
+    records.grams = found = PersonGrams(records, groups)
+    return found
+
+
+def _identity(records: Table, groups: GroupIndex) -> tuple[Indices, Indices, Any, Affine | None, Floats]:
+    return groups.order, groups.starts, records.X, records.transform, records.factors
+
+
+def covers(objective: Objective) -> bool:
+    """Whether :func:`hessian_product` knows this objective, and its regulariser states its curvature."""
+    from quietgrad.objectives.tables.linear import LinearObjective
+
+    return isinstance(objective, LinearObjective) and isinstance(objective.regularizer, Regularizer)
+
+
+def hessian_product(objective: LinearObjective, records: Any, params: Floats, vector: Floats) -> Floats:
+    """∇²F(θ)·v of the risk with its regulariser; not private.
+
+    >>> from quietgrad.objectives import L2, Squared
+    >>> squared = Squared(regularizer=L2(0.5))
+    >>> records = squared.prepare(([[1.0, 0.0], [0.0, 2.0]], [0.0, 0.0]))
+    >>> hessian_product(squared, records, np.zeros(2), np.ones(2))
+    array([1. , 2.5])
+    """
+    total, everyone = np.zeros(records.dim), Batch(records, None)
+    if isinstance(records, Table):
+        _add_products(params, vector, objective, everyone, total)
+    else:  # a scan, part by part
+        records.add(partial(_add_products, params, vector), everyone, total)
+    out: Floats = total / len(records) + objective.regularizer.curvature(params) * vector
+    return out
+
+
+def _add_products(params: Floats, vector: Floats, objective: LinearObjective, batch: Batch, out: Floats) -> None:
+    """out += Σ ∇²fᵢ(θ)·v."""
+    records: Table = batch.records
+    at, along, total = lift(records, params), lift(records, vector), RowSum(records)
+    assert records.y is not None
+    for block in blocks_of(records):
+        total.add(block, objective.bends(at.scores(block), records.y[block.which], along.scores(block)))
+    out += total.result()
+
+
+def add_hessians(
+    objective: LinearObjective,
+    batch: Batch,
+    params: Floats,
+    clip: float,
+    out: Floats,
+    shares: Floats | None = None,
+) -> None:
+    """out += Σ h(scoreᵢ)·x̃ᵢx̃ᵢᵀ, each shortened to a norm of at most ``clip``; for losses of one score.
+
+    With ``shares`` the row at position i counts ``shares[i]`` times.
+
+    >>> from quietgrad.objectives import Squared
+    >>> squared, out = Squared(), np.zeros((2, 2))
+    >>> records = squared.prepare(([[1.0, 0.0], [0.0, 3.0]], [0, 0]))
+    >>> add_hessians(squared, Batch(records, None), np.zeros(2), 4.0, out)
+    >>> out.round(6).tolist()
+    [[1.0, 0.0], [0.0, 4.0]]
+    """
+    if objective.outputs != 1:
+        raise ValueError(
+            f"{type(objective).__name__}: a summed Hessian is known for landscapes and one-score losses."
+        )
+    records: Table = batch.records
+    at, limit = lift(records, params), rounding_safe_clip(clip)
+    assert records.y is not None
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block in blocks_of(records, batch.indices):
+            scores = at.scores(block)
+            bends = objective.bends(scores, records.y[block.which], np.ones_like(scores))
+            rows = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
+            if records.transform is not None:
+                rows = records.transform.apply((rows - records.transform.shift).T).T
+            if block.factors is not None:
+                rows = rows * block.factors
+            if records.intercept:
+                rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
+            squares = np.einsum("ij,ij->i", rows, rows)[:, None]
+            finite = np.isfinite(squares)
+            if not finite.all():
+                rows = np.where(finite, rows, 0.0)  # not in place: a block may be the table; and 0·∞ is not 0
+            reach = limit / np.maximum(squares, 1e-300)
+            weights = np.clip(np.nan_to_num(bends), -reach, reach)
+            if shares is not None:
+                weights = weights * shares[block.which, None]
+            out += rows.T @ (weights * rows)

@@ -29,10 +29,16 @@ from quietgrad.objectives.base import (
     Regularizer,
 )
 from quietgrad.objectives.privacy_units import GroupIndex
-from quietgrad.objectives.tables import curvature
-from quietgrad.objectives.tables.full_batch import PersonSum, RowSum, blocks_of, contributions, lift
-from quietgrad.objectives.tables.layout import lay_out, numbers_of
-from quietgrad.objectives.tables.person_grams import PersonGrams, grams_of
+from quietgrad.objectives.tables import full_batch
+from quietgrad.objectives.tables.full_batch import (
+    PersonGrams,
+    PersonSum,
+    RowSum,
+    blocks_of,
+    contributions,
+    grams_of,
+    lift,
+)
 from quietgrad.objectives.tables.scanned import (
     Laid,
     Scanned,
@@ -42,14 +48,14 @@ from quietgrad.objectives.tables.scanned import (
     plain_sum,
     rule_sum,
 )
-from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table
+from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table, lay_out, numbers_of
 
 Task = Literal["binary", "multiclass", "regression"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearObjective(BaseObjective, ABC):
-    """What the losses of :mod:`quietgrad.objectives.tables.glm` share.
+    """What the losses of :mod:`quietgrad.objectives.tables.losses` share.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
 
@@ -315,7 +321,7 @@ class LinearObjective(BaseObjective, ABC):
         if isinstance(batch.records, Scanned):
             batch.records.add(hessian_sum(params, clip), batch, out)
             return
-        curvature.add_hessians(self, batch, params, clip, out, shares)
+        full_batch.add_hessians(self, batch, params, clip, out, shares)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(

@@ -35,13 +35,11 @@ from quietgrad.objectives.privacy_units import (
     UserLevelObjective,
     refuse_person,
 )
-from quietgrad.objectives.queries.evaluation import CellSums
+from quietgrad.objectives.queries.counts import CellSums
 from quietgrad.objectives.queries.second_order import PackedHessian
-from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
-from quietgrad.objectives.tables.frame import Framed
-from quietgrad.objectives.tables.information import WhitenedInformation
-from quietgrad.objectives.tables.ranges import (
+from quietgrad.objectives.tables.range_queries import (
     FeatureBins,
+    Framed,
     Magnitudes,
     MeanOctaves,
     Pieces,
@@ -49,10 +47,14 @@ from quietgrad.objectives.tables.ranges import (
     TargetPieces,
 )
 from quietgrad.objectives.tables.whitening import (
+    FeatureMean,
+    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
+    SecondMoments,
     WhitenedGradient,
+    WhitenedInformation,
 )
 
 MOST_LABELS = 100_000

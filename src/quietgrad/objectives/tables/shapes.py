@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.tables.frame import Frame, View
+from quietgrad.objectives.tables.range_queries import Frame, View
 from quietgrad.objectives.tables.table import Floats
 
 _HEIGHT = 0.5  # root mean square of the first wave, where a line keeps within ±1

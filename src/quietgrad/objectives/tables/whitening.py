@@ -4,6 +4,13 @@ A mean and a second-moment matrix, released once, give a public transform x ↦ 
 uncorrelated and of equal size. Gradient descent on transformed rows then needs tens of steps, not thousands, and
 each step's noise is the same in all directions that matter. Nothing but the two releases sees the data, and the
 table itself is never changed: the transform acts on sums and weights.
+
+Queries about the features alone: private means and second moments, for centring and diagonal scaling.
+
+They read the raw rows of a :class:`~quietgrad.objectives.tables.table.Table`, before any transform, and use no
+parameters; one full-batch release of each costs little beside a training run and often buys most of its accuracy.
+
+The curvature of a linear model's risk in whitened coordinates, as one release: what a Newton step divides by.
 """
 
 from __future__ import annotations
@@ -16,11 +23,148 @@ import numpy as np
 
 from quietgrad.objectives.base import Batch, ClippingRule, check_clip
 from quietgrad.objectives.privacy_units import UserLevelObjective, rows_of
-from quietgrad.objectives.tables.features import FeatureMean, SecondMoments
+from quietgrad.objectives.tables.range_queries import pair_bound
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
 
 __all__ = ["FeatureMean", "RowNormHistogram", "SecondMomentMatrix", "WhitenedGradient", "Whitening"]
+
+
+_LARGEST = 1e75  # its fourth power is finite, so one absurd record cannot turn a sum into NaN
+
+
+@dataclass(frozen=True)
+class _FeatureSum:
+    """Σ clip_C(vᵢ), vᵢ the concatenation of weighted powers of the raw row xᵢ.
+
+    Args:
+        clip: C.
+        nonnegative: a public promise that features are ≥ 0, kept by replacing negative ones by 0. Two
+            non-negative vectors of norm ≤ C are at most √2·C apart, not 2C, so under ``replace-one`` the bound
+            is C/√2. It holds for the full batch only.
+        relation: what a neighbour is.
+    """
+
+    clip: float
+    nonnegative: bool = False
+    relation: Relation = Relation.ADD_REMOVE
+
+    def __post_init__(self) -> None:
+        check_clip("clip", self.clip)
+        if not (math.isfinite(self.clip) and self.clip > 0.0):
+            raise ValueError(f"clip={self.clip!r}: must be a finite number > 0.")
+        object.__setattr__(self, "relation", Relation(self.relation))
+
+    @property
+    def _powers(self) -> tuple[tuple[int, float], ...]:
+        """(power, weight) of each piece of v."""
+        return ((1, 1.0),)
+
+    @property
+    def _is_pairwise(self) -> bool:
+        return self.nonnegative and self.relation is Relation.REPLACE_ONE
+
+    @property
+    def bound(self) -> float:
+        """C, or C/√2 where only the distance between two records counts."""
+        return self.clip / math.sqrt(2.0) if self._is_pairwise else self.clip
+
+    def dim(self, records: Any) -> int:
+        """Length of the released vector: features × pieces."""
+        return int(records.features) * len(self._powers)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += Σ clip_C(vᵢ)."""
+        shared = rows_of(batch)
+        records: Table = shared.records
+        if self._is_pairwise and batch.indices is not None:
+            raise ValueError(
+                "under replace-one this bounds the distance of two records, not a record: "
+                "release it with FullBatch() sampling."
+            )
+        pieces = out.reshape(len(self._powers), records.features)
+        slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
+        lowest = 0.0 if self.nonnegative else -_LARGEST
+        for which, block in records.blocks(shared.indices):
+            values = _mapped(block, lambda v: np.clip(v, lowest, _LARGEST))
+            powers = [_mapped(values, lambda v, p=p, w=w: w * v**p) for p, w in self._powers]
+            squares = sum(_row_totals(_mapped(piece, np.square)) for piece in powers)
+            lengths = np.sqrt(squares) * slack
+            factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(which)
+            for total, piece in zip(pieces, powers, strict=True):
+                total += piece.T @ factors
+
+
+def _mapped(block: Any, function: Any) -> Any:
+    """Apply an entrywise function that keeps 0 at 0."""
+    if isinstance(block, np.ndarray):
+        return function(block)
+    mapped = block.copy()
+    mapped.data = function(block.data.astype(np.float64))
+    return mapped
+
+
+def _row_totals(block: Any) -> Floats:
+    return np.asarray(block.sum(axis=1)).ravel()
+
+
+@dataclass(frozen=True)
+class FeatureMean(_FeatureSum):
+    """Σ clip_C(xᵢ): divided by n, a private mean to centre with.
+
+    >>> from quietgrad.objectives.tables.table import lay_out
+    >>> query, out = FeatureMean(clip=5.0), np.zeros(2)
+    >>> query.sum_into(None, Batch(Table(lay_out([[3.0, 4.0], [30.0, 40.0]]), None), None), out)
+    >>> out.round(6), query.bound
+    (array([6., 8.]), 5.0)
+    """
+
+
+@dataclass(frozen=True)
+class SecondMoments(_FeatureSum):
+    """Σ clip_C(xᵢ∘xᵢ): divided by n, private mean squares to scale with.
+
+    >>> SecondMoments(clip=2.0, nonnegative=True, relation=Relation.REPLACE_ONE).bound == 2.0 / 2**0.5
+    True
+    """
+
+    @property
+    def _powers(self) -> tuple[tuple[int, float], ...]:
+        return ((2, 1.0),)
+
+
+@dataclass(frozen=True)
+class FeatureMoments(_FeatureSum):
+    """Σ clip_C((xᵢ, w·xᵢ∘xᵢ)): means and mean squares in one release, with one clip.
+
+    Args:
+        weight: w, how much of the noise budget the squares get; 1 suits features in [−1, 1].
+
+    >>> from quietgrad.objectives.tables.table import lay_out
+    >>> query, out = FeatureMoments(clip=10.0), np.zeros(2)
+    >>> query.sum_into(None, Batch(Table(lay_out([[1.0], [2.0]]), None), None), out)
+    >>> [moment.round(6).tolist() for moment in query.moments(out, n=2)]
+    [[1.5], [2.5]]
+    """
+
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _FeatureSum.__post_init__(self)
+        check_clip("weight", self.weight)
+        if not (math.isfinite(self.weight) and self.weight > 0.0):
+            raise ValueError(
+                f"weight={self.weight!r}: must be a finite number > 0. For means alone use FeatureMean."
+            )
+
+    @property
+    def _powers(self) -> tuple[tuple[int, float], ...]:
+        return ((1, 1.0), (2, self.weight))
+
+    def moments(self, released: Floats, n: int) -> tuple[Floats, Floats]:
+        """Means and mean squares from a released sum and the public number of records."""
+        first, second = np.split(released, 2)
+        return first / n, second / (self.weight * n)
 
 
 @dataclass(frozen=True)
@@ -289,3 +433,44 @@ def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any,
         batch.records.views.clear()
         batch.records.views[id(transform)] = cached
     return view, cached
+
+
+@dataclass(frozen=True, eq=False)
+class WhitenedInformation:
+    """Σ h(scoreᵢ)·x̃ᵢx̃ᵢᵀ with respect to whitened parameters, each shortened to a norm of ``clip``; packed.
+
+    Packed as :class:`~quietgrad.objectives.tables.whitening.SecondMomentMatrix` is, so that equal noise on all
+    entries is noise of the Gaussian orthogonal ensemble. A record's matrix has rank one and no negative eigenvalue:
+    two of them are at most √2·clip apart.
+    """
+
+    params: Floats
+    clip: float
+    whitening: Whitening
+    relation: Relation = Relation.ADD_REMOVE
+
+    @property
+    def bound(self) -> float:
+        """The clip, or clip/√2 where only the distance of two records counts."""
+        return pair_bound(self.clip, self.relation)
+
+    def dim(self, records: Any) -> int:
+        """p(p+1)/2."""
+        return len(self.params) * (len(self.params) + 1) // 2
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        """out += the packed sum; all records only, because under replace-one the bound is about pairs."""
+        if batch.indices is not None:
+            raise ValueError("the information matrix uses all records: plan it with FullBatch() sampling.")
+        view, records = whitened_view(objective, batch, self.whitening.transform)
+        size = len(self.params)
+        total = np.zeros((size, size))
+        # Rounding of products over p entries is covered as in the row norms.
+        slack = 1.0 + (64 + 4 * size) * float(np.finfo(np.float64).eps)
+        view.add_hessians(batch._replace(records=records), self.params, self.clip / slack, total)
+        weights = np.where(np.eye(size, dtype=bool), 1.0, math.sqrt(2.0))
+        out += np.nan_to_num((total * weights)[np.triu_indices(size)])
+
+    def unpack(self, released: Floats) -> Floats:
+        """The symmetric matrix of a released triangle."""
+        return SecondMomentMatrix.unpack(released, len(self.params))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.tables.ranges import HIGHEST, LOWEST, PIECES
+from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST, PIECES
 from quietgrad.objectives.tables.table import Floats
 
 _FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release

@@ -1,21 +1,27 @@
-"""Looking at a table before fitting it: private ranges of features and targets, as slots of the same plan."""
+"""Looking at a table before fitting it: private ranges of features and targets, as slots of the same plan.
+
+One release and nothing else: a noisy table of held-out people, in the shape of an algorithm.
+
+So it is planned, reserved, released and stated like every run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from quietgrad.algorithms.base import check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.objectives.tables.frame import Frame
-from quietgrad.objectives.tables.ranges import (
+from quietgrad.objectives.queries.counts import CellSums
+from quietgrad.objectives.tables.range_queries import (
     FEW_PIECES,
     PIECES,
+    Frame,
     Magnitudes,
     MeanOctaves,
     Pieces,
@@ -32,7 +38,10 @@ from quietgrad.objectives.tables.windows import (
     read_pieces,
     read_target,
 )
+from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
+from quietgrad.sampling import FullBatch
+from quietgrad.vectors import Vector, copy
 
 Bounds = tuple[float, float]
 _BY_FAR = 0.25
@@ -265,3 +274,34 @@ def frame_of(extra: Mapping[str, Any]) -> Frame | None:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
     return Frame(extra["low"], extra["high"], target, extra.get("target_unit"))
+
+
+@dataclass(frozen=True)
+class Tabulate(Algorithm):
+    """Release the sums of ``cells`` cells, of which a person has one in each of ``groups`` groups.
+
+    >>> Tabulate(20, 1).schedule(1000).slots[0].name
+    'evaluation'
+    """
+
+    cells: int
+    groups: int = 1
+
+    name: ClassVar[str] = "evaluation"
+
+    def schedule(self, n_public: int) -> Schedule:
+        return Schedule((Slot("evaluation", FullBatch()),))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=copy(x0))
+
+    def step(self, state: State, door: Session) -> State:
+        budget = door.plan.budget
+        query = CellSums(self.cells, self.groups, Relation.ADD_REMOVE if budget is None else budget.relation)
+        state.params = door.release("evaluation", query)
+        state.extra["noise"] = noise_of(door, "evaluation", query.bound)
+        state.step, state.done = 1, True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params

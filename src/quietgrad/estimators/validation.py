@@ -1,20 +1,44 @@
-"""Columns as numbers: quantities as they are, categories as codes of a public vocabulary."""
+"""Columns as numbers: quantities as they are, categories as codes of a public vocabulary.
+
+Whom a fit is about: its rows, or people with several rows each.
+
+Answers of a model that rest on one row each: what a bound on one person's share of a score needs.
+
+A score bounds what one person moves by the one cell that the person falls into. That holds only if nobody moves
+anybody else's answer, and a model may be anybody's code: a step that standardises the rows it is given, or ranks
+them, lets one record move them all. So a model is asked again about the same rows in other company.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import sparse
+from sklearn.utils import _safe_indexing
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.scans import refuse_scan
-from quietgrad.objectives.tables.layout import lay_out, refuse_text
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.errors import DataError, DeclaredWarning, QuietgradError
+from quietgrad.estimators.scans import is_scan, refuse_scan
+from quietgrad.objectives.privacy_units import (
+    Combine,
+    RecordsWithIds,
+    UnitGrouping,
+    UserLevelObjective,
+    check_combination,
+)
+from quietgrad.objectives.tables.scanned import ScannedPeople
+from quietgrad.objectives.tables.table import lay_out, refuse_text
+from quietgrad.privacy.budget import PrivacyUnit
+from quietgrad.privacy.rng import SecureStream, fresh_key
+from quietgrad.training.minimizing import check_people, how_people_count
 
 _MISSING = (
     "X: contains NaN or infinity. Fill them with a public constant (a mean or median of the data would tell "
@@ -196,3 +220,179 @@ def _codes(column: Any, vocabulary: list[Any]) -> Any:
     return np.array(
         [place.get(v, place.get(str(v), -1)) for v in np.asarray(column, dtype=object)], dtype=np.float64
     )
+
+
+class Whom(NamedTuple):
+    """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
+
+    people: UnitGrouping | ScannedPeople | None = None
+    records_public: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        person: Any,
+        rows: int,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        records_public: int | None = None,
+    ) -> Whom:
+        """From what ``fit`` was given; refused, before anything is planned, if it is not one id per row."""
+        check_combination(combine, records_per_person)
+        if person is None:
+            if combine != "mean" or records_per_person is not None:
+                raise ValueError(
+                    "combine, records_per_person: say how a person's records count; give person= with them."
+                )
+            return cls(None, records_public)
+        if isinstance(person, UnitGrouping | ScannedPeople):
+            return cls(person, records_public)
+        if is_scan(person):
+            return cls(ScannedPeople(person, combine, records_per_person), records_public)
+        people = UnitGrouping.of(person, combine=combine, records_per_person=records_per_person, records=rows)
+        return cls(people, records_public)
+
+    @property
+    def unit(self) -> PrivacyUnit:
+        """What the fit's n counts."""
+        return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
+
+    def count(self, rows: int) -> int:
+        """n."""
+        return rows if self.people is None else len(self.people)
+
+    def asks(self, loss: Any) -> Any:
+        """The loss as a curator must be asked about it."""
+        if self.people is None:
+            return loss
+        return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
+
+    def of_data(self, data: Any) -> Any:
+        """Data to go with it."""
+        return data if self.people is None else RecordsWithIds(data, self.people)
+
+    @property
+    def means(self) -> bool:
+        """Whether what is bounded for means of all records may be asked."""
+        return self.people is None or (self.people.combine == "mean" and self.people.records_per_person is None)
+
+    def check(self, method: Algorithm, loss: Any) -> None:
+        """Refuse a method that knows no bound for a person, before anything is reserved."""
+        check_people(method, self.asks(loss))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a statement says of it."""
+        return () if self.people is None else how_people_count(self.asks(None))
+
+
+def named(X: Any, person: Any) -> tuple[Any, Any]:
+    """(X, ids): a ``person`` that names a column of a data frame is taken out of the features.
+
+    >>> import pandas
+    >>> X, ids = named(pandas.DataFrame({"patient": [7, 7], "age": [40, 41]}), "patient")
+    >>> list(X.columns), ids.tolist()
+    (['age'], [7, 7])
+    """
+    if is_scan(X):
+        people = X.of_people(person)
+        return people, None if people.person is None else people
+    if not isinstance(person, str):
+        return X, person
+    if not hasattr(X, "columns") or person not in list(X.columns):
+        raise DataError("person: names no column of X; give a column of a data frame, or one id per record.")
+    return without(X, person), X[person]
+
+
+def without(X: Any, column: str | None) -> Any:
+    """X without the column that named people, if it has it: a model predicts from features alone."""
+    if column is None or not hasattr(X, "columns") or column not in list(X.columns):
+        return X
+    return X[[name for name in X.columns if name != column]]
+
+
+_SPLITS = 8  # two rows are in one half every time with probability 2⁻⁸
+_ALONE = 16
+_DEPENDS = (
+    "X: the model's answer for a record depends on the other records it is asked about (a step that standardises, "
+    "ranks or fills by the rows it is given, or one that draws at random), so one record could move every score. "
+    "Score a model that answers row by row: fit such steps on public numbers first."
+)
+
+
+def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
+    """``model.verb(X)``, if each row is answered so in other company and order too, and alone.
+
+    Rows are split in two secretly and at random, eight times, and each half is asked about in another order;
+    sixteen rows are asked about alone. Every question goes to a copy of its own, as the model was: one that adapts
+    to the first rows it sees would else answer alike ever after. Rounding may differ: matrix products of other
+    shapes round differently. This library's own models answer row by row as they are written: they are asked once.
+
+    Raises:
+        DataError: an answer was another one; nothing was reserved.
+
+    >>> class Ranks:
+    ...     def predict(self, rows):
+    ...         return rows[:, 0] - rows.mean()
+    >>> Ranks.__module__ = "somebody_else"
+    >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]]))
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: X: the model's answer for a record depends on the other records it is asked ...
+    """
+    if _is_ours(model):
+        return np.asarray(getattr(model, verb)(X))
+    try:
+        fresh = deepcopy(model)
+    except Exception as error:
+        raise DataError(
+            f"model: cannot be copied ({type(error).__name__}), so whether it answers row by row cannot be seen."
+        ) from None
+    n = _safe_len(X)
+    secret = SecureStream(fresh_key(), "row by row").uint64(0, n)
+    order = np.argsort(secret)
+    halves = [
+        order[(secret[order] >> np.uint64(k)) & np.uint64(1) == side] for k in range(_SPLITS) for side in (0, 1)
+    ]
+    whole = _answer(deepcopy(fresh), verb, X)
+    for rows in (*halves, *order[:_ALONE, None]):
+        if not len(rows):
+            continue
+        try:
+            again = _answer(deepcopy(fresh), verb, _safe_indexing(X, rows))
+        except DataError:  # it could answer about all of them
+            raise DataError(_DEPENDS) from None
+        if not _same(whole[rows], again):
+            raise DataError(_DEPENDS)
+    return whole
+
+
+def _is_ours(model: Any) -> bool:
+    """Whether this library's code alone answers: a search answers by whatever model it chose."""
+    ours = type(model).__module__.partition(".")[0] == "quietgrad"
+    return ours and _is_ours(model.best_estimator_) if hasattr(model, "best_estimator_") else ours
+
+
+def _safe_len(X: Any) -> int:
+    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
+
+
+def _answer(model: Any, verb: str, rows: Any) -> npt.NDArray[Any]:
+    try:
+        return np.asarray(getattr(model, verb)(rows))
+    except QuietgradError:
+        raise
+    except Exception as error:  # anybody's code: what it says may show a record
+        raise DataError(
+            f"X: the model could not answer ({type(error).__name__}); what it says may quote a cell. Call "
+            f"model.{verb} on these rows to see it."
+        ) from None
+
+
+def _same(first: npt.NDArray[Any], again: npt.NDArray[Any]) -> bool:
+    """Equal, but for rounding: of single precision where the model computes so."""
+    if first.shape != again.shape:
+        return False
+    if first.dtype.kind != "f":
+        return bool((first == again).all())
+    near = 1e-3 if first.dtype.itemsize < 8 else 1e-7
+    return bool(np.isclose(first, again, rtol=near, atol=near * 1e-2, equal_nan=True).all())
