@@ -120,7 +120,7 @@ def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
 
 def test_a_query_that_claims_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from quietgrad.objectives.tables.ranges import Magnitudes
+    from quietgrad.objectives.tables.range_queries import Magnitudes
 
     monkeypatch.setattr(Magnitudes, "bound", property(lambda query: 0.6))
     assert {f.what.partition(",")[0] for f in probe_table_queries() if f.verdict == "violation"} == {"Magnitudes"}

@@ -30,17 +30,22 @@ from quietgrad.objectives.base import (
     Query,
     RecursiveMomentum,
 )
-from quietgrad.objectives.queries.evaluation import CellSums, Tabulation
-from quietgrad.objectives.queries.labels import LabelCounts, LabelRecords
-from quietgrad.objectives.queries.scores import Correct, MeanScore, Scoring
+from quietgrad.objectives.queries.counts import (
+    CellSums,
+    Correct,
+    LabelCounts,
+    LabelRecords,
+    MeanScore,
+    Scoring,
+    Tabulation,
+)
 from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
 from quietgrad.objectives.registry import TABLE_LOSSES
-from quietgrad.objectives.tables.features import FeatureMean, FeatureMoments, SecondMoments
-from quietgrad.objectives.tables.frame import Frame, Framed
-from quietgrad.objectives.tables.information import WhitenedInformation
 from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.ranges import (
+from quietgrad.objectives.tables.range_queries import (
     FEW_PIECES,
+    Frame,
+    Framed,
     Magnitudes,
     MeanOctaves,
     Pieces,
@@ -48,10 +53,14 @@ from quietgrad.objectives.tables.ranges import (
     TargetPieces,
 )
 from quietgrad.objectives.tables.whitening import (
+    FeatureMean,
+    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
+    SecondMoments,
     WhitenedGradient,
+    WhitenedInformation,
     Whitening,
 )
 from quietgrad.privacy.accounting import sensitivity_factor

@@ -60,7 +60,7 @@ CROWDED = 0.018
 _SHARES = {"score": 0.45, "information": 0.5, "dispersion": 0.05}
 
 
-def shares(inference: float, regression: bool) -> dict[str, float]:
+def newton_shares(inference: float, regression: bool) -> dict[str, float]:
     """The slots a Newton step adds to a plan, with their shares of μ²."""
     if not inference:
         return {}
@@ -71,7 +71,7 @@ def shares(inference: float, regression: bool) -> dict[str, float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class NewtonStep:
     """What a Newton step found, in whitened coordinates; ``refused`` says why its errors would mean nothing."""
 
     params: Floats
@@ -79,12 +79,12 @@ class Step:
     refused: str = ""
 
 
-def covers(objective: Any) -> bool:
+def has_errors(objective: Any) -> bool:
     """Whether the covariance above is that of this loss."""
     return type(objective) in (Logistic, Squared)
 
 
-def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> Step:
+def newton_step(door: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> NewtonStep:
     """Release gradient, curvature and (for squares) dispersion at ``start``, and step.
 
     ``seen`` turns a query into one about the rows as the frame shows them.
@@ -108,7 +108,9 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
     least = float(np.linalg.eigvalsh(curve)[0])
     spread = curve_noise * math.sqrt(2.0 * size)
     if least <= 0.0 or spread > MOST_NOISE * least:
-        return Step(start, np.zeros((size, size)), "the noise on the curvature is not small beside its eigenvalues")
+        return NewtonStep(
+            start, np.zeros((size, size)), "the noise on the curvature is not small beside its eigenvalues"
+        )
     inverse = np.linalg.inv(curve)
     step = -inverse @ slope
     middle = (
@@ -116,7 +118,7 @@ def take(door: Session, seen: Any, start: Floats, whitening: Whitening, relation
         + (slope_noise**2 + 0.5 * curve_noise**2 * float(step @ step)) * np.eye(size)
         + 0.5 * curve_noise**2 * np.outer(step, step)
     )
-    return Step(start + step, inverse @ middle @ inverse)
+    return NewtonStep(start + step, inverse @ middle @ inverse)
 
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
@@ -197,7 +199,7 @@ class WhitenedGD(Algorithm):
             shares["norms"] = self.norm_share
         shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
         regression = self.look is not None and self.look.regression
-        shares.update(shares(self.inference_share, regression))
+        shares.update(newton_shares(self.inference_share, regression))
         return {name: share for name, share in shares.items() if share}
 
     def schedule(self, n_public: int) -> Schedule:
@@ -331,10 +333,10 @@ class WhitenedGD(Algorithm):
         """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
         extra = state.extra
         relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
-        if not covers(door.objective):
+        if not has_errors(door.objective):
             extra["refused_inference"] = "they are offered for two classes and for least squares only"
             return
-        found = take(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
+        found = newton_step(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
         extra["refused_inference"] = found.refused
         if found.refused:
             return

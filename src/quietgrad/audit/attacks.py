@@ -163,20 +163,20 @@ def _two_scalars() -> Any:
 
 
 def _tabulate() -> Any:
-    from quietgrad.algorithms.tabulate import Tabulate
+    from quietgrad.algorithms.range_estimation import Tabulate
 
     return Tabulate(4)
 
 
 def _cells(relation: Relation) -> Game:
-    from quietgrad.objectives.queries.evaluation import Tabulation
+    from quietgrad.objectives.queries.counts import Tabulation
 
     return QueryGame(_N, relation, Tabulation(), (np.arange(_N)[:, None] % 2, None))
 
 
 def _labels(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """One record's label, which it shares with just so many others that its own count decides."""
-    from quietgrad.objectives.queries.labels import LabelCounts, LabelSet
+    from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 
     started = time.perf_counter()
     others, sigma = 6, 0.8
@@ -565,9 +565,9 @@ _ROWS = (
         _through_queries(_two_scalars, lambda relation: table_game(_N, relation)),
     ),
     AuditTarget(
-        "evaluation", ("algorithms.tabulate",), "(ε, δ) of a histogram", _through_queries(_tabulate, _cells)
+        "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram", _through_queries(_tabulate, _cells)
     ),
-    AuditTarget("labels", ("objectives.queries.labels",), "(ε, δ) of finding labels", _labels),
+    AuditTarget("labels", ("objectives.queries.counts",), "(ε, δ) of finding labels", _labels),
     AuditTarget(
         "estimators", tuple(f"estimators.{name}" for name in _TABLES), "noise of every slot", _estimators, "sklearn"
     ),

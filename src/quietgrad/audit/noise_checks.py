@@ -44,7 +44,7 @@ from quietgrad.audit.mechanisms import (
 )
 from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
 from quietgrad.audit.report import AuditFinding
-from quietgrad.objectives.queries.labels import LabelSet
+from quietgrad.objectives.queries.counts import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, Relation
