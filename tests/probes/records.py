@@ -44,6 +44,7 @@ from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.range_queries import (
     FEW_PIECES,
+    FeatureBins,
     Frame,
     Framed,
     Magnitudes,
@@ -337,6 +338,7 @@ def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iter
         high = low + np.array([2.0, 3.0, 80.0, 1e5])[chosen]
         yield Pieces(chosen, low, high, relation)
         yield Pieces(chosen, low, high, relation, FEW_PIECES)
+        yield FeatureBins(chosen, np.linspace(low, high, 5, axis=1), relation)
     if regression:
         yield TargetMagnitudes(relation)
         yield TargetPieces(-5.0, 300.0, relation)

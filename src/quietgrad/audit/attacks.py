@@ -211,7 +211,7 @@ def _estimators(runs: int, watch: Watch) -> Iterator[AuditReport]:
     from quietgrad.estimators.transformers import plan_scaling
     from quietgrad.training import plan as make_plan
 
-    X = np.random.default_rng(0).uniform(-0.5, 0.5, (400, 3))
+    X = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 3))  # enough for shapes and pairs of an additive model
     plans = {}
     for name in ("PrivateLogisticRegression", "PrivateLinearRegression", "PrivateAdditiveClassifier"):
         kind = getattr(estimators, name)
@@ -569,7 +569,8 @@ _ROWS = (
     ),
     AuditTarget("labels", ("objectives.queries.counts",), "(ε, δ) of finding labels", _labels),
     AuditTarget(
-        "estimators", tuple(f"estimators.{name}" for name in _TABLES), "noise of every slot", _estimators, "sklearn"
+        "estimators", ("algorithms.additive_gd", *(f"estimators.{name}" for name in _TABLES)), "the noise of slots",
+        _estimators, "sklearn",
     ),
     AuditTarget("private-search", ("estimators.search",), "δ(ε) of a random number of rounds", _search, "sklearn"),
     AuditTarget("people", ("objectives.privacy_units",), "δ(ε) per person of many records or parties", _people),

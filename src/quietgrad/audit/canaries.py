@@ -1,18 +1,16 @@
-"""Canaries: records whose per-example gradients the auditor dictates, and the worlds with and without one.
+"""Canaries: records whose contributions the auditor dictates, and the games with and without one.
 
-A canary made of data is weak: its gradients are what the loss makes of them. Here they are set directly, where the
-curator asks for them, and follow the pattern that saturates every clip: ``growing`` (gradient and difference point
-the same way), ``alternating`` (the gradient turns round at every step, which exposes differences clipped in parts)
-or ``constant``. They depend on the step alone, so with full batches every release is exactly Gaussian.
+=================== ==================================================================================
+:class:`CanaryGame` gradient space: the auditor sets the canary's per-example gradient at every step
+:class:`QueryGame`  query space: the canary adds a whole bound to every sum, whatever the query is
+:class:`HuberGame`  tables that differ in one target, for methods that need a convex loss
+=================== ==================================================================================
 
-Canaries in query space: a record that contributes as much as each query allows, whatever the query is.
-
-Some methods ask for more than gradients: histograms, moments, Hessians, norms. No single record is as bad as can
-be for all of them, but the promise is that none could be worse than the bounds add up to; so here the record's
-contribution to every release is dictated, a whole bound along the first axis, on top of a real sum over real
-records. The auditor knows that sum and takes it away again: what is left is noise, and the canary.
-
-Worlds made of data, for methods that need a real loss and not just gradients.
+A canary made of data is weak: its gradients are what the loss makes of them. In gradient space they follow a
+pattern that saturates every clip. ``growing``: gradient and difference point the same way. ``alternating``: the
+gradient turns round at every step, which exposes differences clipped in parts. They depend on the step alone, so
+with full batches every release is exactly Gaussian. In query space the auditor subtracts the real sum over real
+records, and noise and canary remain.
 """
 
 from __future__ import annotations
@@ -281,7 +279,7 @@ class CanarySession(RecordingSession):
 
 @dataclass(frozen=True)
 class QueryGame:
-    """Both worlds have the same small table; the canary is planted at the door.
+    """Both worlds have the same small table; the session adds the canary to every sum.
 
     Args:
         objective, data: what the algorithm is run on.

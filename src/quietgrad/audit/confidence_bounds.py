@@ -1,19 +1,16 @@
-"""Lower confidence bounds: from samples of what a mechanism released to a privacy loss it cannot deny.
+"""Lower confidence bounds on privacy loss from samples of what was released, and their power.
 
 ============================  =========================================================================
 :func:`dprime_lower`          two Gaussian samples: exact bound on μ by the noncentral t law (layer L1)
 :func:`epsilon_lower`         two samples of any law: Clopper–Pearson at the best threshold (layer L2)
 :func:`one_run_epsilon`       guesses about many canaries of one run (Steinke, Nasr, Jagielski 2023)
 :func:`one_run_mu`            the same guesses against a trade-off curve (Mahloujifar et al. 2024)
+:func:`runs_for`              how many runs a claim needs; :func:`dprime_refuted` what so many refute
 ============================  =========================================================================
 
-Each holds with probability at least 1 − ``alpha``. None assumes anything about how the numbers were made beyond
-what its line says, so a bound above the claim is a proof (at that confidence) that the claim is false.
-
-What so many runs can show: the least breach that a test of layer L1 or L2 finds, and the runs a claim needs.
-
-A pass says little without it. The yardstick is a Gaussian mechanism that leaks more than was claimed, met by an
-attack as strong as there is: what the test would find of *that*, it may still miss of a weaker attack.
+Each bound holds with probability at least 1 − ``alpha`` and assumes only what its line says. A bound above the
+claim proves, at that confidence, that the claim is false. Power is measured on a Gaussian mechanism that leaks
+more than was claimed, under the strongest attack; a weaker attack may still miss it.
 """
 
 from __future__ import annotations
@@ -242,7 +239,7 @@ def _largest(holds: Callable[[float], bool], most: float) -> float:
 
 TEACH = 0.25  # share of the runs that chooses direction and threshold; the rest is tested
 OFTEN = 0.95  # how often what a report calls refutable is refuted
-_MOST = 1e9  # runs that nobody makes
+_MOST = 1e9  # more runs than an audit can make
 
 
 def half_width(rate: Floats, trials: int, alpha: float) -> Floats:

@@ -1,14 +1,10 @@
-"""Layers L1 and L2: can an attacker who saw everything tell the two worlds apart better than was promised?
+"""Layers L1 and L2: can an attacker who saw everything tell the two worlds apart better than was claimed?
 
 A quarter of the runs teaches the attacker what to look at; the rest is the test. L1 measures d′ of Gaussian
-transcripts against the claimed μ; L2 makes no assumption on the law and tests the claimed profile δ(ε) where the
-attack is strongest, and the budget's own (ε, δ).
-
-Layer L2 for claims in zCDP: no event of a ρ-zCDP run may diverge by more than ρ between the worlds.
-
-ρ-zCDP bounds every Rényi divergence of order α by αρ; as α → 1, the Kullback–Leibler divergence by ρ. What an event
-S shows of it, p log(p/q) + (1−p) log((1−p)/(1−q)) with p = P(S | one world), q = P(S | other), can only be less. A
-profile δ(ε) that is derived from ρ is looser than ρ itself, so this test sees more with the same runs.
+transcripts against the claimed μ. L2 makes no assumption on the law and tests the claimed profile δ(ε) where the
+attack is strongest, and the budget's own (ε, δ). A claim of ρ-zCDP is also tested as such: no event may have a
+Kullback–Leibler divergence above ρ between the worlds. A profile derived from ρ is looser than ρ itself, so this
+test sees more with the same runs.
 """
 
 from __future__ import annotations
@@ -87,7 +83,7 @@ class PrivacyClaim:
         return event.rho if isinstance(event, ZCDP) else None
 
     @property
-    def everybody(self) -> bool:
+    def in_every_release(self) -> bool:
         """Whether the canary is in every release: only then is the attack as strong as its yardstick."""
         return all(
             _rate(s.sampling) == 1.0 and s.sampling.participation(1) is None for s in self.plan.schedule.slots
@@ -119,10 +115,10 @@ def attack_dprime(
     _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
     trials = len(a) - teach
     # A canary that waits for its turn meets less than the claim allows: with half the noise it shows twice as much.
-    seen = dprime_found(mu, 2.0 * mu, trials, alpha) and (claim.everybody or 2.0 * low > mu)
+    seen = dprime_found(mu, 2.0 * mu, trials, alpha) and (claim.in_every_release or 2.0 * low > mu)
     verdict: Verdict = "violation" if low > mu else "pass" if seen else "vacuous"
     shown = gaussian_epsilon(low, claim.delta_budget) if low else 0.0
-    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim) if claim.everybody else math.inf
+    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim) if claim.in_every_release else math.inf
     return AuditFinding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
 
 
@@ -145,7 +141,7 @@ def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str
         verdict = "violation"
     elif profile_blind(claim.profile, trials, alpha):
         verdict = "vacuous"
-    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.everybody else math.inf
+    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.in_every_release else math.inf
     return AuditFinding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
 
 

@@ -240,7 +240,7 @@ def label_count(slot: Slot, plan: Plan) -> int:
 
 
 def labels_of(slot: Slot, plan: Plan, width: int) -> AnonymousRecords:
-    """A table in which ``width`` labels occur so often; whoever else there must be has one label more."""
+    """A table in which ``width`` labels occur so often; all other records share one more label."""
     count = label_count(slot, plan)
     labels = np.repeat(np.arange(width), count)
     n = max(plan.n_public, len(labels))

@@ -1,15 +1,9 @@
-"""Layer L0 over time: hundreds of consecutive releases of every slot, through the real session and across a resume.
+"""Layer L0: hundreds of consecutive releases of every slot, through the real session and across a resume.
 
-A program that forgets its noise at every seventh release, or uses it twice from the thirty-second on, looks sound
-to whoever listens six times. These probes listen hundreds of times, to every mechanism and to every slot of every
-registered algorithm, and compare what was charged with what was heard.
-
-Whether numbers are what noise must be: independent standard normals, release by release and coordinate by
-coordinate.
-
-Every mechanism's noise can be mapped to standard normals under its own law (:mod:`~quietgrad.audit.mechanisms`),
-so one set of tests serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by
-Bonferroni: a correct program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
+A program that forgets its noise at every seventh release looks sound to an auditor who listens six times. Every
+mechanism's noise is mapped to standard normals under its own law (:mod:`~quietgrad.audit.mechanisms`), so one set
+of tests serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by Bonferroni: a
+correct program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
 
 =============== ==========================================================================================
 L0 noise scale  Σz² of every release, every coordinate, every k-th release and coordinate, and of halves,

@@ -2,11 +2,10 @@
 
 An audit needs thousands of runs. Put N copies of a small problem side by side: parameters of length N·d, N·k
 records, each of which touches only its own block. Sums, clips, white noise and Poisson samples of different blocks
-are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart; so one pass of the
-production code through :class:`~quietgrad.curators.central.CentralSession` *is* N independent runs. Algorithms that
-mix coordinates (a norm, a random round) are noticed and run one by one.
-
-The auditor's ear at the door: a session that passes everything on and writes down what was released.
+are independent, and algorithms made of coordinate-wise arithmetic keep the blocks apart. So one pass of the
+production code through :class:`~quietgrad.curators.session.CentralSession` *is* N independent runs. Algorithms that
+mix coordinates (a norm, a random round) are noticed and run one by one. A :class:`RecordingSession` passes
+everything on and writes down what was released.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def as_numbers(vector: Vector) -> Floats:
 
 
 CuratorFactory = Callable[[Any, Any, bytes], Curator]
-"""(objective, data, key) ↦ whoever holds the data."""
+"""(objective, data, key) ↦ the curator that holds the data."""
 Tick = Callable[[int], None]
 """Told how many more runs are done."""
 
@@ -215,7 +214,7 @@ def central(objective: Any, data: Any, key: bytes) -> Curator:
 
 
 def silent(runs: int) -> None:
-    """Nobody is watching."""
+    """Show no progress."""
 
 
 @dataclass(frozen=True)

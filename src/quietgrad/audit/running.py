@@ -1,11 +1,8 @@
 """The audit of one configuration: plan it, attack it in both worlds, compare with what was claimed.
 
-Random rounds: an attacker who knows R and saw everything up to it, which the guarantee allows.
-
-A method that stops at a random round R is priced as δ(ε) = E[δ_R(ε)], which holds even if R and all releases
-before it are published. So R is fixed here, one possible round after the other, and thousands of runs of each are
-made side by side: what R releases show of the canary is measured against what they may, and the average over the
-law of R against the whole claim. That R really follows its law is a test of its own.
+A method that stops at a random round R is priced as δ(ε) = E[δ_R(ε)], which holds even if R and all releases before
+it are published. So the attacker knows R: each possible round is fixed in turn, and thousands of its runs are made
+side by side. A test of its own checks that R follows its law.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Layer L3: audit a whole training from a single run, with many canaries that are each in or out by a coin.
 
-Gradient space: every canary owns one extra parameter and contributes exactly the query's bound there, so real data,
-real kernels and real noise are used, and the canaries' scores are independent because the noise is white. Input
-space: rows that the auditor made up are mixed into the training set, and a canary's score is how little the final
-model loses on it. The coins are then guessed, and the guesses judged by Steinke, Nasr and Jagielski (2023) and by
-Mahloujifar, Melis and Chaudhuri (2024); un-sampled Gaussian runs also by the two-sample d′.
-
-Canaries planted beside a real model: one more parameter for each, that nothing but it moves.
+Gradient space: every canary owns one extra parameter and contributes exactly the query's bound there. Real data,
+kernels and noise are used, and the canaries' scores are independent because the noise is white. Input space: the
+auditor mixes rows of its own into the training set, and a canary's score is how little the final model loses on it.
+The coins are then guessed, and the guesses judged by Steinke, Nasr and Jagielski (2023) and by Mahloujifar, Melis
+and Chaudhuri (2024); un-sampled Gaussian runs also by the two-sample d′.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class RecordsWithCanaries:
         yield f"{self.canaries} {self.places.tolist()} {self.signs.tolist()}".encode()
 
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The people alone: canaries are nobody."""
+        """The inner records alone: canaries belong to no person."""
         return self.inner.fingerprint_parts()
 
 

@@ -3,8 +3,8 @@
 Nothing is believed because the file says so. ε is proved again from the events by the accountant that is named and,
 where it has a rule that is as tight, by dp-accounting; the events must be those that the plan's slots and noise
 give for the releases made, the slots those that the algorithm has at its settings, and the lines of the ledger
-must chain and have paid for these events at this δ under this relation. All that can be rewritten alike by
-whoever needs no signature: without one, agreement is all that is shown, and the verdict says so.
+must chain and have paid for these events at this δ under this relation. A forger can rewrite all parts alike
+unless the file is signed: without a signature agreement is all that is shown, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _TAKEN = {
     PrivacyUnit.RECORD: "That the records are what the data are called, and that one record is one person.",
-    PrivacyUnit.PERSON: "That the records are what the data are called, and that everybody has one id in them.",
+    PrivacyUnit.PERSON: "That the records are what the data are called, and that every person has one id in them.",
 }
 _MOST_KINDS = 200  # different events of one account that are added up here
 
@@ -88,7 +88,7 @@ def check(
     """Check a certificate that :func:`~quietgrad.certificates.document.read` has read.
 
     Args:
-        public_key: of whom it must be signed by, as hexadecimal digits; a certificate without a signature, or with
+        public_key: the key that must have signed it, in hexadecimal; a certificate without a signature, or with
             another's, then fails.
         ledger: the ledger itself, if it is at hand: it must have grown from the one that is certified.
         model: the model file, if it is at hand: it must be the one that is certified.
@@ -129,7 +129,7 @@ def check(
 
 def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
     if document.signature is None:
-        words = "none: whoever wrote this file could have written any other"
+        words = "none: the author of this file could have written any other"
         return Finding("signature", None if demanded is None else False, words)
     if not signature_holds(document):
         return Finding("signature", False, "it does not fit: the file was altered, or never signed")

@@ -1,6 +1,6 @@
 """Whether a certificate's parts agree: settings plan its slots, slots and noise give its events.
 
-The claim of a certificate: read as a statement of privacy, or refused, before anything is believed of it.
+The claim is read as a statement of privacy, or refused, before anything else is compared with it.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def plan_problems(body: dict[str, Any], claim: CertificateClaim) -> tuple[Schedu
 
 
 def _federation_problems(federation: Any, n_public: Any, claim: CertificateClaim) -> list[str]:
-    """Who took part must add up to the records stated, and be told of against whom the claim is made."""
+    """The parties' sizes must add up to the records stated, and the adversary must be that of the trust setting."""
     from quietgrad.federation.coordinator import ADVERSARIES, BUT_FOR_LISTS
     from quietgrad.federation.plan import MATCHED
 

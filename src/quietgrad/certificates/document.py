@@ -1,21 +1,16 @@
-"""The file: one canonical spelling, a digest, and room for a signature.
+"""The file of a certificate: its one spelling, its digest, what it says of a run, and its signature.
 
 A certificate is the canonical JSON of ``{body, digest, format, signature, version}`` and a line end: keys sorted,
-no spaces, ASCII, numbers as Python writes them. What is digested and signed is the canonical JSON of
-``{body, format, version}``.
+no spaces, ASCII, numbers as Python writes them. What is digested and signed is the canonical JSON of ``{body,
+format, version}``. :func:`parse` refuses any other spelling, so a key that stands twice, a NaN or a space has no
+second meaning that one reader sees and another does not.
 
-A file that is spelt in any other way is refused, so a key that stands twice, a NaN, an exponent that
-overflows or a space somewhere has no second meaning that one reader sees and another does not.
+:func:`issue` takes the body from a saved run. It computes nothing from data, and no record is in it. The ledger's
+lines are copied as they are: their fingerprints of tables are keyed with a secret of the machine that made them,
+but they show the names of other accounts. ``whole_ledger=False`` leaves those lines out.
 
-What a certificate says, taken from a saved run: nothing in it is computed from data, and no record is in it.
-
-The ledger's lines are copied as they are. Their fingerprints of tables are keyed with a secret of the machine that
-made them, so they tell nobody else anything; the names of other accounts in the same ledger they do tell, and
-``whole_ledger=False`` leaves those lines out.
-
-Ed25519 keys that sign certificates: made here, kept in a file that only its owner may read, checked before use.
-
-Private keys are PKCS #8 and public keys SubjectPublicKeyInfo, both PEM, so that other tools read them too.
+Signing keys are Ed25519, PKCS #8 and SubjectPublicKeyInfo in PEM, so that other tools read them too. A private
+key is kept in a file that only its owner may read, and this is checked before use.
 """
 
 from __future__ import annotations
@@ -202,7 +197,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
         size = len(document.to_bytes())
     except ValueError:
         raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
-    if size > LARGEST and whole_ledger:  # nobody would read it: the run's own lines must do
+    if size > LARGEST and whole_ledger:  # no reader would accept it: keep the run's own lines
         return issue(path, whole_ledger=False)
     return document
 
@@ -242,7 +237,7 @@ def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] 
     for entry in entries:
         if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run:
             ids.add(entry.body["id"])
-            # A ledger of a whole project tells of other tables too, which nobody meant to show.
+            # A ledger of a whole project shows other tables too, which the issuer did not mean to show.
             whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
         if entry.body.get("id") in ids:
             mine.append(entry)
