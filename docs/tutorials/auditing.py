@@ -1,8 +1,10 @@
 # %% [markdown]
 # # Auditing a claim
 #
-# An ε is a statement about all attacks. An audit mounts some, and fails if one does better than the ε allows. It cannot
-# prove a claim; it can break a false one, and it says when it was too weak to break any.
+# In this lesson you attack a private algorithm, find noise that is missing, and check a claim that another person signed.
+#
+# An ε is a statement about all attacks. An audit mounts some of them and fails if one does better than ε allows. It
+# cannot prove a claim. It can refute a false one, and it says when it was too weak to refute any.
 
 # %%
 import quietgrad as qg
@@ -12,9 +14,12 @@ report = qg.audit.run(method, budget=budget, n=50, runs=4000)
 print(report.verdict, f"ε ≥ {report.epsilon_lower:.2f} seen, ε ≤ {report.epsilon_claimed:.2f} claimed")
 
 # %% [markdown]
+# `epsilon_lower` is proved by the attack, except with probability 10⁻⁶. It lies below the claim, so the claim stands. It
+# does not lie far below, so the attack was strong.
+#
 # ## Half the noise is found
 #
-# The same attack against a run whose noise is half of what its ε needs:
+# Now the noise is half of what ε needs, as if a factor 2 had been forgotten in the code:
 
 # %%
 plan = qg.plan(method, n=50, budget=budget)
@@ -24,10 +29,10 @@ weak = qg.audit.run(
 print(weak.verdict, "by", weak.layer)
 
 # %% [markdown]
-# ## Somebody else's claim
+# ## Check another person's claim
 #
-# A finished run is audited from its folder (`quietgrad audit RUN`); its page then shows the result. A certificate is
-# checked without any run: ε is proved again from the releases, by two accountants.
+# A finished run is audited from its folder (`quietgrad audit RUN`), and its report then shows the result. A certificate is
+# checked without any run: two accountants prove ε again from the listed releases.
 
 # %%
 import numpy as np
@@ -46,8 +51,8 @@ for line in verdict.not_shown[:2]:
     print("not shown:", line)
 
 # %% [markdown]
-# An ε that somebody halved afterwards is told without any key: the releases do not prove it. With the signer's public
-# key every other edit is told, too, for the signature is over all of the document.
+# If ε is halved afterwards, the check fails without any key: the releases do not prove it. With the signer's public key
+# every other edit is detected too, because the signature covers the whole document.
 
 # %%
 import copy

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Five hospitals
 #
-# Five institutions train one model. None shows its records, and the coordinator sees no hospital's gradient: only sums
-# are opened, with noise inside that nobody knows whole. The records here are made up.
+# In this lesson five hospitals train one model. No hospital shows its records, and the coordinator sees no hospital's
+# gradient. Only sums are opened, with noise inside that no member knows as a whole. The records are synthetic.
 
 # %%
 import numpy as np
@@ -21,8 +21,8 @@ def hospital(n):
 # ## One process first
 #
 # `simulate` runs the real protocol between parties in one process. `trust="secure"` with `secure="masks"` is the
-# setting above; `"curator"` would trust the coordinator, `"local"` nobody at all. The row *adversary* of the result says
-# who would have to work together to learn what.
+# setting above. `"curator"` would trust the coordinator; with `"local"` each hospital adds its own noise and trusts no
+# other member. `DPGD` is gradient descent with noise; `row_bound=1.0` declares that no row is longer than 1.
 
 # %%
 import quietgrad as qg
@@ -37,11 +37,14 @@ result = simulate(
 result.privacy
 
 # %% [markdown]
+# The row *adversary* says who would have to collude to learn what. The row *releases* counts the noisy sums: one for each
+# step. (ε, δ) holds for every record of every hospital.
+#
 # ## What the secure sum costs
 #
-# With a coordinator whom all trust, the same ε needs a little less noise. In the secure run each hospital adds a quarter
-# of the variance, not a fifth, so that one hospital that works with the coordinator (`colluders=1`, the default) still
-# faces the whole noise of the other four. On 20 000 new made-up patients:
+# With a trusted coordinator the same ε needs a little less noise. In the secure run each hospital adds a quarter of the
+# variance, not a fifth. One hospital that colludes with the coordinator (`colluders=1`, the default) then still faces the
+# whole noise of the other four. On 20 000 new synthetic patients:
 
 # %%
 trusting = simulate(method, qg.objectives.Logistic(row_bound=1.0), parties, budget=budget, trust="curator")
@@ -50,7 +53,18 @@ for name, run in (("secure", result), ("trusted curator", trusting)):
     print(f"{name:16} accuracy {((X @ run.params > 0) == y).mean():.3f}")
 
 # %% [markdown]
+# ## What if one hospital trusts no other member?
+#
+# With `trust="local"` each hospital adds noise for its own records before it sends anything. The sum then has five times
+# the variance, and the model pays for it:
+
+# %%
+local = simulate(method, qg.objectives.Logistic(row_bound=1.0), parties, budget=budget, trust="local")
+print(f"local accuracy {((X @ local.params > 0) == y).mean():.3f}")
+
+# %% [markdown]
 # ## Then over the network
 #
-# `quietgrad federate provision`, `server` and `party` run the same plan between real machines; each hospital reads the
-# plan, approves it once, and keeps its own ledger. See [over the network](../federation-network.md).
+# `quietgrad federate provision`, `server` and `party` run the same plan between machines. Each hospital reads the plan,
+# approves it once, and keeps its own ledger. See [deploy over TLS](../federation-network.md). Hospitals that already run
+# NVIDIA FLARE or Flower use it as a job or an app: [FLARE](../flare.md), [Flower](../flower.md).

@@ -1,9 +1,12 @@
 # %% [markdown]
 # # PyTorch, coming from Opacus
 #
-# The verbs are the ones you know. What is new: the whole cost is written down before the first step, samples are secret
-# Poisson samples whatever the loader did, and model and criterion are run for one record at a time, so that ε holds
-# without a condition.
+# In this lesson you port an Opacus loop, and then hand the loop over to `qt.fit`. The verbs are the ones you know. Three
+# things are new:
+#
+# - the whole cost is written to a ledger before the first step;
+# - batches are secret Poisson samples, whatever the loader did;
+# - model and criterion run on one record at a time, so that ε holds without a condition.
 
 # %%
 import torch
@@ -13,11 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 torch.manual_seed(0)
 X = torch.randn(4000, 8)
 y = (X[:, 0] + 0.5 * X[:, 1] > 0).long()
-people = TensorDataset(X[:2000], y[:2000])  # the other 2000 are made up as well, and nobody's secret
+people = TensorDataset(X[:2000], y[:2000])  # the other 2000 are for testing; all are synthetic
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 # %% [markdown]
-# ## Your own loop
+# ## A custom training loop
+#
+# Pass the criterion, and a fourth value comes back. Everything else is as in Opacus.
 
 # %%
 import quietgrad.torch as qt
@@ -44,12 +49,13 @@ with torch.no_grad():
 print(f"accuracy {right:.3f}, {loader.privacy}")
 
 # %% [markdown]
-# Whatever else a loop does to a batch or a loss (`loss.item()`, a loss function of its own) still runs, and the statement
-# then says what ε rests on. `qt.PrivateLoop` hands out samples that cannot be read at all.
+# Anything else that a loop does to a batch or a loss (`loss.item()`, a loss function of its own) still runs. The
+# statement then has a condition that says what ε rests on. `qt.PrivateLoop` hands out samples that cannot be read at all,
+# so its ε never has a condition.
 
 # %% [markdown]
-# A score of real people is data: of the records trained on, it is covered by no ε, and held-out people are people too.
-# [`private_score`](../estimators.md) releases one with noise, of any model with `predict_proba`.
+# A score of real people is data. A score on training records is covered by no ε, and held-out people are people too.
+# [`private_score`](../estimators-results.md) releases a score with noise, of any model with `predict_proba`.
 
 # %% [markdown]
 # ## Or hand the loop over
@@ -71,7 +77,13 @@ result = qt.fit(
 result
 
 # %% [markdown]
-# ## What runs how
+# ## Which layers are fast?
 #
-# Which layers have a kernel, which fall back and which are refused, and why: see
-# [PyTorch](../torch.md) and [the proof](../torch-proof.md).
+# `qt.explain` lists for each parameter whether a kernel makes its clipped sum, or whether it is copied for each record.
+
+# %%
+print(qt.explain(fresh, (X[:8], y[:8]), nn.CrossEntropyLoss()))
+
+# %% [markdown]
+# Next: [PyTorch](../torch.md) for data, padding and the table of verbs; [the proof](../torch-proof.md) of why one record
+# moves a sum by at most C.
