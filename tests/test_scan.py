@@ -325,7 +325,7 @@ def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, ki
 @pytest.mark.parametrize("width", [10, 64, 1 << 20])
 def test_quoted_text_is_cut_between_lines(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a block, a line's end inside quotes ends no line."""
-    monkeypatch.setattr("quietgrad.data.tables._BLOCK", width)
+    monkeypatch.setattr("quietgrad.data.arrow_csv._BLOCK", width)
     lines = ["a,w,y"]
     for k in range(200):
         word = ('"two\nlines"', '"a ""quoted"" word"', "plain")[k % 3]
@@ -364,9 +364,9 @@ _CELLS = (
 @pytest.mark.parametrize("declared", [False, True])
 def test_plain_text_is_read_alike_by_both_readers(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The quick reader agrees with the strict one, or leaves the text to it."""
-    from quietgrad.data import tables
+    from quietgrad.data import arrow_csv, tables
 
-    monkeypatch.setattr(tables, "_LEAST", 0)
+    monkeypatch.setattr(arrow_csv, "_LEAST", 0)
     schema = {
         "label": {"column": "y", "classes": ["0", "1"]},
         "missing": ["", "-999"],

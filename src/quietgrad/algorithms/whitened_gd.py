@@ -294,6 +294,10 @@ class WhitenedGD(Algorithm):
         if frame is not None:
             extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
             extra["target_range"] = None if frame.target is None else list(frame.target)
+        if "mean_noise" in extra:
+            centre, half = (0.0, 1.0) if frame is None else (frame.centre, frame.half)
+            extra["feature_means"] = (centre + half * extra["mean"]).tolist()
+            extra["feature_mean_errors"] = (half * extra["mean_noise"] * np.ones(len(extra["mean"]))).tolist()
         if self.bands:
             extra["noise_covariance"] = self._uncertainty(state, door, whitening).tolist()
         if "covariance" in extra:
@@ -360,6 +364,7 @@ class WhitenedGD(Algorithm):
         if self.mean_share:
             query = FeatureMean(bound)
             mean = door.release("mean", self._seen(query, state)) / n
+            extra["mean_noise"] = noise_of(door, "mean", query.bound) / n
             if self.freedom is not None:  # a mean that is mostly noise is no centre (James and Stein 1961)
                 noise = features * (noise_of(door, "mean", query.bound) / n) ** 2
                 mean *= max(0.0, 1.0 - noise / max(float(mean @ mean), 1e-300))

@@ -41,7 +41,7 @@ def predict(
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
     import numpy as np
 
-    from quietgrad.cli.run_spec import predict_to
+    from quietgrad.cli.scanned_data import predict_to
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
     from quietgrad.objectives.tables.range_queries import Frame
@@ -150,7 +150,7 @@ def records_for(
 
 def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
     """A scan of the files as the run's model takes them; labels, if they are there, are not looked at."""
-    from quietgrad.cli.run_spec import open_columns
+    from quietgrad.cli.scanned_data import open_columns
     from quietgrad.errors import DataError
 
     if facts.get("pictures") is not None:
@@ -303,7 +303,8 @@ def evaluate(
     import numpy as np
 
     from quietgrad.cli.options import usage
-    from quietgrad.cli.run_spec import RunSpec, open_scan
+    from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.cli.scanned_data import open_scan
     from quietgrad.errors import DataError
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score

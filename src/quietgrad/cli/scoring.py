@@ -1,7 +1,8 @@
 """Held-out records of a run: who they are, what a private score of them costs, and that they were not trained on.
 
-A record is held out by a keyed hash of itself (or of its person's id). So its side does not depend on the other
-records, neighbouring tables have neighbouring parts, and a resumed run finds the same split.
+Under add-remove a record is held out by a keyed hash of itself (or of its person's id), under replace-one by its
+position. So its side does not depend on the other records, neighbouring tables have neighbouring parts, and a
+resumed run finds the same split.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.cli.scanned_data import scan_scores
 from quietgrad.errors import DataError
 from quietgrad.files import read_bytes, read_json, write_atomically
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
     from quietgrad.data import Dataset
     from quietgrad.estimators.scoring import PrivateScore
+    from quietgrad.objectives.tables.frame import Frame
     from quietgrad.privacy.budget import Budget
 
 _TRAINED = ".trained"
@@ -32,7 +35,7 @@ _TRAINED = ".trained"
 TOO_NOISY = 0.1
 """A score whose error would be larger is not released."""
 _DIGEST = 8  # bytes
-_EDGE = 1e-3  # of a declared range
+_EDGE = 0.02  # of a declared range
 _SURE = 6.0  # deviations: a false alarm in a billion tables
 TRAINING_PEOPLE = "training people: this score is of records that the model was trained on, not of held-out ones"
 
@@ -53,20 +56,39 @@ def _digests(X: Any, y: Any, ids: Any, key: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(words, np.uint64)
 
 
-def hold_out_records(data: Dataset, share: float, key: str) -> Dataset:
-    """The data set with a share of its records (of its people, if it has ids of them) held out."""
+def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """A fixed number of records, or of people in the order they come, by a seed: where n is public."""
+    from quietgrad.data.dataset import public_order
+
+    if data.person is None:
+        units = np.arange(data.n)
+    else:
+        first: dict[Any, int] = {}
+        units = np.fromiter((first.setdefault(one, len(first)) for one in data.person), np.int64, data.n)
+    count = int(units.max()) + 1
+    return np.isin(units, public_order(count, seed)[: int(share * count)])
+
+
+def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> Dataset:
+    """The data set with a share of its records (of its people, if it has ids of them) held out.
+
+    ``fixed`` holds out a fixed number by position: under replace-one the sizes of both parts are public.
+    """
     if not 0.0 < share < 1.0:
         raise ValueError(f"holdout={share:g}: must be between 0 and 1, such as 0.2.")
     if data.X_test is not None:
         raise DataError(f"{data.name}: has held-out records of its own; leave --holdout out.")
-    aside = _digests(data.X, data.y, data.person, bytes.fromhex(key)) < np.uint64(int(share * 2**64))
+    if fixed:
+        aside = _by_position(data, share, int(key, 16))
+    else:
+        aside = _digests(data.X, data.y, data.person, bytes.fromhex(key)) < np.uint64(int(share * 2**64))
     if aside.all() or not aside.any():
         raise DataError(f"{data.name}: has too few records to hold some out; give --test.")
     person = None if data.person is None else data.person[~aside]
     return replace(
         data, X=data.X[~aside], y=data.y[~aside], X_test=data.X[aside], y_test=data.y[aside], person=person,
         person_test=None if data.person is None else data.person[aside],
-        notes=(*data.notes, f"held out: each record with probability {share:g}, by a keyed hash of itself"),
+        notes=(*data.notes, f"held out: {share:.0%} of records {'by position' if fixed else 'by a keyed hash'}"),
     )  # fmt: skip
 
 
@@ -145,24 +167,21 @@ def held_out_score(spec: RunSpec, out: Path, data: Dataset, model: Any, n: float
 
 
 def clipped_features(details: Mapping[str, Any]) -> list[str]:
-    """Features whose privately found range is one end of the declared one: it clips nearly every record.
+    """Bounded features whose noisy mean, which the fit paid for, is one end of their declared [0, 1].
 
-    >>> clipped_features({"feature_range": [[0.0, 1.0], [0.9, 1.0]], "model": {"feature_names": ["a", "b"]},
-    ...                   "declared": [[0, 1], [0, 1]]})
+    >>> told = {"feature_means": [0.5, 0.999], "feature_mean_errors": [0.001, 0.001], "bounded": ["a", "b"]}
+    >>> clipped_features({**told, "model": {"feature_names": ["a", "b"]}})
     ['b']
     """
-    found, names = details.get("feature_range"), (details.get("model") or {}).get("feature_names")
-    declared = details.get("declared")
-    if found is None or not names or declared is None:
+    means, errors = details.get("feature_means"), details.get("feature_mean_errors")
+    names, bounded = (details.get("model") or {}).get("feature_names"), details.get("bounded") or ()
+    if means is None or not names or len(means) != len(names):
         return []
-    low, high = np.asarray(found[0], float), np.asarray(found[1], float)
-    if len(low) != len(names) or len(declared) != len(names):
-        return []
-    ends = [
-        (pair is not None) and (a >= 1.0 - _EDGE or b <= _EDGE)
-        for pair, a, b in zip(declared, low, high, strict=True)
+    at_an_end = [
+        mean - 3.0 * error > 1.0 - _EDGE or mean + 3.0 * error < _EDGE
+        for mean, error in zip(means, errors or (), strict=True)
     ]
-    return [str(name) for name, at_end in zip(names, ends, strict=True) if at_end]
+    return [name for name, end in zip(names, at_an_end, strict=True) if end and name in bounded]
 
 
 def metrics_of(score: PrivateScore) -> dict[str, Any]:
@@ -184,3 +203,48 @@ def save_score(score: PrivateScore, folder: Path, people: str) -> None:
     path = score.save(folder)
     said = {**read_json(path), "people": people}
     write_atomically(path, (json.dumps(said, indent=1) + "\n").encode())
+
+
+HELD_OUT = "held-out records, without noise"
+TRAINING = "private training records, without noise"
+
+
+def plain_scores(
+    objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool, frame: Frame | None = None
+) -> dict[str, Any]:
+    """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
+
+    ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
+    ``"computed_on"`` says whose records each was computed on.
+    """
+    metrics: dict[str, Any] = {}
+    where: dict[str, str] = {}
+    if data.X_test is not None:
+        scores = _scores_on(objective, params, (data.X_test, data.y_test), data.task, frame)
+        metrics |= {f"test_{name}": value for name, value in scores.items()}
+        where |= {f"test_{name}": HELD_OUT for name in scores}
+    if train:
+        scores = _scores_on(objective, params, (data.X, data.y), data.task, frame)
+        records = objective.prepare(getattr(data, "table", None) or (data.X, data.y))
+        gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
+        metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
+        where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
+    return {**metrics, "private": False, "computed_on": where} if metrics else {}
+
+
+def _scores_on(
+    objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
+) -> dict[str, float]:
+    if part[1] is None:
+        return scan_scores(objective, params, part[0], task, frame)
+    X = part[0] if frame is None else frame.clipped(part[0])
+    records = objective.prepare((X, part[1]))
+    answers = objective.predict(records, params)
+    if frame is not None and frame.target is not None:
+        answers = np.clip(answers, *frame.target)
+    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
+    if task == "regression":
+        scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))
+    else:
+        scores["accuracy"] = float(np.mean(answers == part[1]))
+    return scores

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import typer
 
 from quietgrad.cli.ledger import reminder, so_far
@@ -42,14 +40,20 @@ from quietgrad.cli.options import (
     working,
 )
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.run_spec import FEATURES, RunSpec, objective_from, scan_scores
-from quietgrad.cli.scoring import clipped_features, held_out_score, metrics_of, remember_trained, save_score
+from quietgrad.cli.run_spec import FEATURES, RunSpec, objective_from
+from quietgrad.cli.scoring import (
+    clipped_features,
+    held_out_score,
+    metrics_of,
+    plain_scores,
+    remember_trained,
+    save_score,
+)
 from quietgrad.files import is_multi_file
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
-    from quietgrad.objectives.tables.range_queries import Frame
     from quietgrad.training.minimizing import Watched
     from quietgrad.training.result import Result
 
@@ -296,8 +300,8 @@ def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result
     """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
     from quietgrad.estimators.runs import from_run
 
-    declared = None if data.feature_bounds is None else [pair and list(pair) for pair in data.feature_bounds]
-    result = replace(result, details={**result.details, "repeat": spec.command(), "declared": declared})
+    details = {**result.details, "repeat": spec.command(), "bounded": list(data.bounded_names)}
+    result = replace(result, details=details)
     result.save(out)
     score = None
     if spec.holdout is not None and not spec.non_private:
@@ -402,8 +406,9 @@ def _cautions(result: Result) -> list[tuple[str, str]]:
         rows.append(("caution", f"δ = {privacy.delta:g} is above 1/n: {why}"))
     rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
     if crowded := clipped_features(result.details):
-        rows.append(("caution", f"nearly every record lies at or beyond a declared bound of {', '.join(crowded)}: "
-                     "the noisy look that was paid for says so; declare wider bounds"))  # fmt: skip
+        named = ", ".join(crowded)
+        why = "they clip it, or are far too wide; correct the schema"
+        rows.append(("caution", f"nearly every record lies at one end of the declared bounds of {named}: {why}"))
     return rows
 
 
@@ -441,51 +446,6 @@ def _check_folder(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
     if (out / "result.json").exists() and not overwrite:
         raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
-
-
-HELD_OUT = "held-out records, without noise"
-TRAINING = "private training records, without noise"
-
-
-def plain_scores(
-    objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool, frame: Frame | None = None
-) -> dict[str, Any]:
-    """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
-
-    ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
-    ``"computed_on"`` says whose records each was computed on.
-    """
-    metrics: dict[str, Any] = {}
-    where: dict[str, str] = {}
-    if data.X_test is not None:
-        scores = _scores_on(objective, params, (data.X_test, data.y_test), data.task, frame)
-        metrics |= {f"test_{name}": value for name, value in scores.items()}
-        where |= {f"test_{name}": HELD_OUT for name in scores}
-    if train:
-        scores = _scores_on(objective, params, (data.X, data.y), data.task, frame)
-        records = objective.prepare(getattr(data, "table", None) or (data.X, data.y))
-        gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
-        metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
-        where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
-    return {**metrics, "private": False, "computed_on": where} if metrics else {}
-
-
-def _scores_on(
-    objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
-) -> dict[str, float]:
-    if part[1] is None:
-        return scan_scores(objective, params, part[0], task, frame)
-    X = part[0] if frame is None else frame.clipped(part[0])
-    records = objective.prepare((X, part[1]))
-    answers = objective.predict(records, params)
-    if frame is not None and frame.target is not None:
-        answers = np.clip(answers, *frame.target)
-    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
-    if task == "regression":
-        scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))
-    else:
-        scores["accuracy"] = float(np.mean(answers == part[1]))
-    return scores
 
 
 _RECORDS = 1_000_000

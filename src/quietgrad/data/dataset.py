@@ -68,6 +68,8 @@ class Dataset:
     """One id per row to stand beside predictions; no feature, and as secret as the rows."""
     feature_bounds: tuple[tuple[float, float] | None, ...] | None = None
     """The public range of each feature by the schema; ``None`` where it is to be found privately."""
+    bounded_names: tuple[str, ...] = ()
+    """Features whose values a schema's bounds may clip."""
     leaves_out: bool = False
     """Whether rows were left out for what they hold: how many there are is then a secret of theirs."""
 

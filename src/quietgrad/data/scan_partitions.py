@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.data.arrow_csv import coded, line_blocks, read_block
 from quietgrad.data.columns import Column, Date, Numeric
 from quietgrad.data.dataset import Task, encode_labels
 from quietgrad.data.schema import Schema
-from quietgrad.data.tables import coded, line_blocks, read_block
 from quietgrad.errors import ChangedError, DataError, QuietgradError
 from quietgrad.sanitize import sanitize
 

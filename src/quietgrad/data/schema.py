@@ -86,6 +86,11 @@ class Schema:
         return tuple(pair for column in self.columns.values() for pair in column.ranges)
 
     @property
+    def bounded_names(self) -> tuple[str, ...]:
+        """Features of numbers whose values declared bounds may clip."""
+        return tuple(name for name, kind in self.columns.items() if isinstance(kind, Numeric) and kind.bounds)
+
+    @property
     def feature_names(self) -> tuple[str, ...]:
         """Names of the d features."""
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
