@@ -1,6 +1,6 @@
 """Plain delimited text through pyarrow, where it is installed; columns by their distinct values.
 
-Readers differ on quotes inside fields, lone carriage returns and bytes that are not UTF-8, so text with any of these
+Readers differ on quotes inside fields, lone carriage returns and bytes that are not UTF-8. Text with any of these
 goes to the strict reader of :mod:`quietgrad.data.tables`, and so does text that pyarrow refuses. Both readers give
 the same numbers.
 """

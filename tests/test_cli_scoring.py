@@ -1,0 +1,176 @@
+"""Held-out records of a run: neighbouring splits, people who were trained on, and errors known beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quietgrad.cli import main
+from quietgrad.cli.scoring import expected_error, hold_out_records, remember_trained, were_trained_on
+from quietgrad.data import Dataset, read_schema
+from quietgrad.data.drafting import draft_schema
+from quietgrad.data.tables import parse_csv
+from quietgrad.errors import DataError
+from quietgrad.privacy.budget import Budget, Relation
+
+KEY = "00112233445566778899aabbccddeeff"
+
+
+def table(n: int, seed: int = 0, person: Any = None) -> Dataset:
+    rng = np.random.default_rng(seed)
+    X = rng.standard_normal((n, 3))
+    return Dataset("t", X, (X[:, 0] > 0).astype(int), classes=(0, 1), class_names=("no", "yes"), person=person)
+
+
+def without(data: Dataset, place: int) -> Dataset:
+    kept = np.arange(data.n) != place
+    person = None if data.person is None else data.person[kept]
+    return replace(data, X=data.X[kept], y=data.y[kept], person=person)
+
+
+def rows(X: Any) -> set[bytes]:
+    return {row.tobytes() for row in np.asarray(X)}
+
+
+def test_one_record_less_is_one_less_on_its_side_alone() -> None:
+    whole = table(300)
+    parts = hold_out_records(whole, 0.3, KEY, fixed=False)
+    assert 50 < len(parts.X_test) < 130  # type: ignore[arg-type]
+    for place in (0, 17, 299):
+        fewer = hold_out_records(without(whole, place), 0.3, KEY, fixed=False)
+        gone = rows(whole.X[place : place + 1])
+        assert rows(parts.X) - rows(fewer.X) | rows(parts.X_test) - rows(fewer.X_test) == gone
+        assert rows(fewer.X) <= rows(parts.X)
+        assert rows(fewer.X_test) <= rows(parts.X_test)
+
+
+def test_a_replaced_record_changes_no_size_under_replace_one() -> None:
+    whole = table(300)
+    X = np.array(whole.X)
+    X[7] = 99.0
+    for one, other in [(hold_out_records(d, 0.3, KEY, fixed=True) for d in (whole, replace(whole, X=X)))]:
+        assert one.n == other.n == 210
+        assert len(rows(one.X) ^ rows(other.X)) + len(rows(one.X_test) ^ rows(other.X_test)) == 2
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_person_is_on_one_side(fixed: bool) -> None:
+    parts = hold_out_records(table(400, person=np.arange(400) // 4), 0.25, KEY, fixed=fixed)
+    assert parts.person is not None
+    assert parts.person_test is not None
+    assert not set(parts.person) & set(parts.person_test)
+    assert len(parts.person_test) % 4 == 0
+
+
+def test_people_who_were_trained_on_are_known_again(tmp_path: Path) -> None:
+    whole = table(2000)
+    remember_trained(tmp_path, whole)
+    assert (tmp_path / ".trained").stat().st_mode & 0o077 == 0
+    assert were_trained_on(tmp_path, whole.X, whole.y, None)
+    assert were_trained_on(tmp_path, whole.X[1:], whole.y[1:], None)
+    assert were_trained_on(tmp_path, whole.X[:1], whole.y[:1], None)
+    mixed = np.vstack([whole.X[:200], table(800, 1).X])
+    assert were_trained_on(tmp_path, mixed, np.concatenate([whole.y[:200], table(800, 1).y]), None)
+    new = table(2000, 2)
+    assert not were_trained_on(tmp_path, new.X, new.y, None)
+
+
+def test_equal_records_of_new_people_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Six deviations: over 150 pairs of tables the chance of one false alarm is below 1e-6."""
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        width = 1 + seed % 12
+        X = (rng.random((1200, width)) < 0.3).astype(float)
+        y = rng.integers(0, 2, 1200)
+        whole = Dataset("t", X[:800], y[:800], classes=(0, 1))
+        remember_trained(tmp_path, whole)
+        assert not were_trained_on(tmp_path, X[800:], y[800:], None), seed
+
+
+def test_with_ids_one_person_in_common_is_enough(tmp_path: Path) -> None:
+    whole = table(200, person=np.array([f"p{k // 2}" for k in range(200)], dtype=object))
+    remember_trained(tmp_path, whole)
+    new = table(50, 3)
+    ids = np.array([f"q{k}" for k in range(50)], dtype=object)
+    assert not were_trained_on(tmp_path, new.X, new.y, ids)
+    ids[3] = "p7"
+    assert were_trained_on(tmp_path, new.X, new.y, ids)
+
+
+@pytest.mark.parametrize(("n", "epsilon"), [(2000, 1.0), (10_000, 0.3), (10_000, 1.0)])
+def test_the_error_of_a_score_is_known_beforehand(n: int, epsilon: float) -> None:
+    from quietgrad.estimators import PrivateLogisticRegression, private_score
+
+    data = table(4000 + n)
+    model = PrivateLogisticRegression(epsilon=5.0, classes=[0, 1], row_bound=5.0).fit(data.X[:4000], data.y[:4000])
+    score = private_score(model, data.X[4000:], data.y[4000:], epsilon=epsilon, delta=1e-6)
+    assert score.accuracy is not None
+    told = expected_error(n, Budget(epsilon, 1e-6, Relation.ADD_REMOVE), classes=2)
+    assert 0.6 < told / score.accuracy[1] < 4.0  # told for a coin's accuracy, the most uncertain one
+
+
+def test_a_delta_above_one_in_n_and_bounds_that_clip_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    rng = np.random.default_rng(0)
+    lines = [
+        f"{a:.3f},{b:.3f},{int(a > 50)}"
+        for a, b in zip(rng.uniform(5, 95, 5000), rng.uniform(5, 9, 5000), strict=True)
+    ]
+    (tmp_path / "t.csv").write_text("age,dose,ill\n" + "\n".join(lines) + "\n")
+    columns = "[columns.age]\nbounds = [0, 100]\n[columns.dose]\nbounds = [0, 5]\n"
+    (tmp_path / "s.toml").write_text(f'[label]\ncolumn = "ill"\nkind = "yes/no"\n{columns}')
+    asked = ["train", str(tmp_path / "t.csv"), "--schema", str(tmp_path / "s.toml"), "--epsilon", "2"]
+    assert main([*asked, "--delta", "0.01", "--model", "linear", "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "is above 1/n" in said
+    assert "declared bounds of dose" in said
+    assert "age" not in said
+
+
+def test_a_schema_tells_all_its_problems_at_once() -> None:
+    with pytest.raises(DataError) as refused:
+        read_schema(
+            {
+                "label": {"column": "y", "kind": "category", "classes": []},
+                "columns": {
+                    "a": {"kind": "category", "categories": []},
+                    "b": {"kind": "numbr"},
+                    "c": {"kind": "number", "bounds": [1]},
+                    "d": {"kind": "date", "bounds": ["2020-01-01"]},
+                    "e": {"kind": "number", "missing": "mean"},
+                },
+            }
+        )
+    assert all(f"column '{name}'" in str(refused.value) for name in "abcde")
+    assert "label" in str(refused.value)
+
+
+def test_a_draft_tells_problems_and_no_cell(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,c,y\nsecret1,,1,0\nsecret2,,2,1\nsecret3,4\nsecret4,,3,1\n")
+    draft = draft_schema(path)
+    assert len(draft.problems) == 2
+    assert "secret" not in draft.to_toml() + " ".join(draft.problems)
+    with pytest.raises(DataError, match="no column 'z', 'w'"):
+        draft_schema(path, label="z", drop=["w"])
+
+
+@pytest.mark.parametrize(
+    ("cell", "kind"),
+    [
+        ("secret-day", {"kind": "date"}),
+        ("secret-number", {"kind": "number", "bounds": [0, 1]}),
+        ("1,secret", {"kind": "number", "thousands": ","}),
+    ],
+)
+def test_a_cell_that_is_none_of_its_kind_is_not_shown(cell: str, kind: dict[str, Any]) -> None:
+    schema = read_schema({"label": {"column": "y", "kind": "yes/no"}, "columns": {"a": kind}})
+    with pytest.raises(DataError, match="column 'a'") as refused:
+        parse_csv(f'a,y\n"{cell}",1\n'.encode(), schema)
+    assert "secret" not in str(refused.value)
