@@ -158,7 +158,7 @@ def audit_folder(
             f"{folder}: {problems[0]}; what a run states is attacked only if its own files bear it out."
         )
     if SEEDED in privacy.notes:
-        raise DataError(f"{folder}: {SEEDED}; whoever knows the seed subtracts the noise, so nothing is to audit.")
+        raise DataError(f"{folder}: {SEEDED}; the seed gives the noise away, so there is nothing to audit.")
     config = dict(result.config)
     if config.get("look"):  # the auditor's columns and targets are others than those that were declared or found
         look = config["look"]

@@ -198,9 +198,9 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
             spent,
             f"{row['delta']:g}",
             row["relation"],
-            row["unit"] or "nobody yet",
+            row["unit"] or "none yet",
             cap or "none",
-            row["accountant"] or "nobody",
+            row["accountant"] or "none",
         )
         for run in row["reservations"]:
             when = run["time"][:19].replace("T", " ")
@@ -281,7 +281,7 @@ def _in_words(value: Any) -> str:
 
 
 keys_app = typer.Typer(
-    help="Keys of runs that were not closed. Whoever holds one can subtract its run's noise: keep none too long.",
+    help="Keys of runs that were not closed. A holder of one can subtract its run's noise: keep none too long.",
     no_args_is_help=True,
     add_completion=False,
 )

@@ -106,7 +106,7 @@ TaskName = Annotated[
 def usage() -> Iterator[None]:
     """Inside, a ``ValueError`` is a mistake on the command line: exit code 2.
 
-    Errors that the product raises on purpose (an ε that nobody can prove, a cap) stay refusals: exit code 1.
+    Errors that the product raises on purpose (an ε that no accountant proves, a cap) stay refusals: exit code 1.
     """
     from quietgrad.errors import QuietgradError
 
@@ -158,7 +158,7 @@ def say_table(table: Table) -> None:
 
 
 def table_row(table: Table, *cells: object) -> None:
-    """Add a row to a table; what is in its cells may come from a file of somebody else."""
+    """Add a row to a table; what is in its cells may come from another person's file."""
     table.add_row(*(sanitize(cell) for cell in cells))
 
 

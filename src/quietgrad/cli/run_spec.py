@@ -247,7 +247,7 @@ class RunSpec:
             usual = pictures_settings(n, None if promise is None else promise.epsilon)
             flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
             return algorithm_from("dp-sgd", flags, self.settings)
-        if promise is None or given or self.settings:  # whoever sets it up sets it up whole
+        if promise is None or given or self.settings:  # settings by hand replace the default design
             usual = _FULL_BATCH if promise is None else {"row_bound": bound}
             said = key_values(self.settings)  # what is set by hand comes before what is usual
             flags = {**{key: value for key, value in usual.items() if key not in said}, **given}

@@ -89,7 +89,7 @@ class ScannedData:
 
 
 def scans(data: str | None, options: dict[str, Any]) -> bool:
-    """Whether a table is scanned: it is many files, or somebody said how."""
+    """Whether a table is scanned: it is many files, or scan options are given."""
     return data is not None and (bool(options) or is_multi_file(data))
 
 
@@ -120,8 +120,8 @@ def _opened(data: str, reading: dict[str, Any], options: dict[str, Any]) -> tupl
         pair = tuple(int(name) for name in known) if known else table.label_pair()
         if pair is None:
             raise DataError(
-                f"{table.name}: the labels are neither 0/1 nor -1/+1. Say what they are: --classes no,yes (the "
-                "list is public), or --task regression."
+                f"{table.name}: labels are neither 0/1 nor -1/+1. For classification pass the public label set, "
+                "--classes no,yes; for regression --task regression. No privacy budget was spent."
             )
         table = replace(table, layout=replace(table.layout, classes=pair))
     names = tuple(str(label) for label in table.classes or ())

@@ -43,7 +43,7 @@ def algorithm_from(
 
 
 def _merged(flags: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Both together; what is given by its flag and by ``--set`` is a mistake that nobody can settle."""
+    """Both together; what is given by its flag and by ``--set`` is refused: the two may differ."""
     for key in flags.keys() & said.keys():
         _only(key, [flags[key], said[key]])
     return {**flags, **said}

@@ -216,7 +216,7 @@ def train(
     if landscape is not None and data is not None:
         raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
     if landscape is not None and person is not None:
-        raise typer.BadParameter("a landscape's records are nobody's; give no --person.", param_hint="--person")
+        raise typer.BadParameter("a landscape's records are synthetic; give no --person.", param_hint="--person")
     with usage():
         spec.check()
     if explain:

@@ -168,7 +168,7 @@ def _is_plain(content: bytes) -> bool:
         return False
     if b"\r" in content and content.count(b"\r") != content.count(b"\r\n"):
         return False
-    if b"(" in content and b"nan(" in content.lower():  # a way to write NaN that not everybody knows
+    if b"(" in content and b"nan(" in content.lower():  # a spelling of NaN that not every reader knows
         return False
     if not content.isascii():
         try:

@@ -163,8 +163,8 @@ def encode_labels(
         pair = next((p for p in ((0, 1), (-1, 1)) if np.isin(numbers, p).all()), None)
         if pair is None:
             raise DataError(
-                f"{name}: the labels are neither 0/1 nor -1/+1. Say what they are: classes=(1, 2, 3) for a "
-                "classifier (the list is public), or task='regression'."
+                f"{name}: labels are neither 0/1 nor -1/+1. For classification pass the public label set, "
+                "classes=(1, 2, 3); for regression pass task='regression'. No privacy budget was spent."
             )
         classes = pair
     if len(classes) < 2 or len(set(classes)) != len(classes):
@@ -206,7 +206,8 @@ def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     except (ValueError, TypeError):
         # `from None`: numpy's own message would quote the offending value.
         raise DataError(
-            f"{name}: the labels are not numbers. Declare the public classes: classes=('no', 'yes') or a schema."
+            f"{name}: labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. No "
+            "privacy budget was spent."
         ) from None
     if not np.isfinite(numbers).all():
         raise DataError(f"{name}: the labels hold NaN or infinite values.")

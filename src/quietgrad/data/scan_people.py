@@ -1,9 +1,9 @@
 """People in a scan: rows sorted by the id of the person they are about, kept together wherever they are cut.
 
 Which rows are whose must be known without a list of the people. So ids must not decrease from row to row: equal
-ones then lie together, and everybody's rows can be read as one block. That is checked in every pass, in the memory
+ones then lie together, and a person's rows can be read as one block. That is checked in every pass, in the memory
 of one id. A person whose rows go on in the next pieces belongs to the piece where they begin: its reader
-goes on reading there, and the next piece leaves them out. Nobody is summed in fragments, whoever reads the pieces.
+goes on reading there, and the next piece leaves them out. No person is summed in fragments, in any process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quietgrad.objectives.privacy_units import ContributionBounds, UnitGrouping
 from quietgrad.objectives.tables.scanned import Task
 
 UNSORTED = (
-    "person: the rows of a scan must be sorted by the column of people's ids, so that everybody's lie together. "
+    "person: the rows of a scan must be sorted by the column of people's ids, so that each person's lie together. "
     "Sort the whole table by it, over all its files, and write it again."
 )
 _CHANGED = (
@@ -32,8 +32,8 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class UserAlignedPartition:
-    """A piece without its first ``skip`` rows, which are somebody's who began earlier, and with the ``tail`` of its
-    own last person: the first rows of later pieces.
+    """A piece without its first ``skip`` rows, which belong to a person who began earlier, and with the ``tail`` of
+    its own last person: the first rows of later pieces.
     """
 
     unit: Any
@@ -83,7 +83,7 @@ class IdRuns:
         )
 
 
-_NOBODY = IdRuns("", None, None, 0, 0, 0, 0, 0, (True, True))
+_EMPTY = IdRuns("", None, None, 0, 0, 0, 0, 0, (True, True))
 
 
 def in_order(before: Any, after: Any) -> tuple[bool, bool]:
@@ -147,7 +147,7 @@ class RunsOf:
     layout: RowLayout
 
     def __call__(self, parts: Any, task: Task) -> list[IdRuns]:
-        found = _NOBODY
+        found = _EMPTY
         for values in self._ids(parts, task.unit):
             kind, ids = comparable(values)
             if not len(ids):
@@ -183,12 +183,12 @@ def _check_spelling(ids: Any) -> None:
 
 
 def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The pieces with everybody's rows in one of them, and how many people begin in each.
+    """The partitions with a person's rows in one of them, and how many people begin in each.
 
     Raises:
         DataError: ids are not sorted.
     """
-    everyone = _NOBODY
+    everyone = _EMPTY
     for found in runs:
         everyone = everyone.then(found)
     if not any(everyone.orders):
@@ -202,8 +202,8 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[A
         if owner >= 0 and found.first == last:
             if any(hasattr(units[k], "held") for k in (owner, place)):
                 raise DataError(
-                    "person: somebody's rows lie in two partitions of the frame. Repartition it so that "
-                    "everybody's lie in one, or scan the files."
+                    "person: a person's rows lie in two partitions of the frame. Repartition it so that "
+                    "each person's lie in one, or scan the files."
                 )
             begun = (
                 pieces[owner]
@@ -222,7 +222,7 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[A
 def whole_people(parts: Any, task: Task, whose: ContributionBounds) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
 
-    Of somebody with more rows than are read at a time, the first so many are looked at: a rule about a person's own
+    Of a person with more rows than are read at a time, the first so many are looked at: a rule about a person's own
     rows, as a refusal would not be.
     """
     import pyarrow as pa

@@ -41,7 +41,7 @@ class ScanParts:
         return data if people is None else RecordsWithIds(data, people)
 
     def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
-        """(X, y) as the columns say and whose the rows are, block by block; everybody's rows in one block."""
+        """(X, y) and the people that rows are about, block by block; a person's rows are in one block."""
         if self.whose is not None:
             from quietgrad.data.scan_people import whole_people
 

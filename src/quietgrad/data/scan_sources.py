@@ -57,7 +57,7 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
     packed = {name.removesuffix(Path(name).suffix) for name in names if Path(name).suffix in PACKED}
     if not packed.isdisjoint(names):
         raise DataError(
-            f"{sanitize(', '.join(sources))}: a file lies there packed and unpacked, so everybody in it would "
+            f"{sanitize(', '.join(sources))}: a file lies there packed and unpacked, so each person in it would "
             f"count "
             "twice. Name the files that are meant, or remove one of the two."
         )

@@ -131,7 +131,7 @@ class Scan:
 
     @property
     def units(self) -> tuple[Any, ...]:
-        """The pieces, each with everybody who begins in it where people count."""
+        """The partitions; with privacy unit person, each holds all rows of the people who begin in it."""
         return self._watched if self.whose is None else self._people[0]
 
     @property
@@ -158,12 +158,12 @@ class Scan:
 
     @property
     def _rows(self) -> Scan:
-        """The same rows, nobody's."""
+        """The same rows without ids of people."""
         return replace(self, whose=None)
 
     @property
     def _people(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-        """The pieces cut so that everybody's rows are read together, and the people who begin in each."""
+        """The partitions cut so that a person's rows are read together, and the people who begin in each."""
         with self._seen.lock:
             if self._seen.by_person is None:
                 if self.person is None:
@@ -196,7 +196,7 @@ class Scan:
             if first:
                 if copied(self.pieces, found):
                     raise DataError(
-                        f"{self.name}: two files hold the same rows, and everybody in them would count twice. "
+                        f"{self.name}: two files hold the same rows, and each person in them would count twice. "
                         " Name the files that are meant."
                     )
                 self._seen.digests = tuple(each.digest for each in found)
@@ -239,13 +239,13 @@ class Scan:
         return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
 
     def by_row(self) -> Scan:
-        """The same rows, whoever they are about: for evaluations that promise nothing to anybody."""
+        """The same rows without their people: for scores without a privacy guarantee."""
         if self.person is None:
             return self
         return replace(self, layout=replace(self.layout, person=None), whose=None, _seen=self._seen.of_rows())
 
     def by_person(self, combine: Combine = "mean", records_per_person: int | None = None) -> Scan:
-        """The same people as what counts: a sum over them combines everybody's records first."""
+        """The same people as privacy units: a sum combines each person's records first."""
         return replace(self, whose=ContributionBounds(combine, records_per_person))
 
     # --- views ----------------------------------------------------------------------------------------------
