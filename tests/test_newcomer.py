@@ -181,7 +181,7 @@ def test_a_newcomer_gets_a_model_to_answer_for(
     def run(*args: str, code: int = 0) -> tuple[str, str]:
         got = main([str(a) for a in args])
         said = capsys.readouterr()
-        assert got == code, said.err
+        assert got == code, said.out + said.err
         everything = said.out + said.err
         assert not [cell for cell in secrets if cell in everything], args[0]
         return said.out, said.err

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
     from quietgrad.data import Dataset
     from quietgrad.estimators.scoring import PrivateScore
-    from quietgrad.objectives.tables.frame import Frame
+    from quietgrad.objectives.tables.range_queries import Frame
     from quietgrad.privacy.budget import Budget
 
 _TRAINED = ".trained"
