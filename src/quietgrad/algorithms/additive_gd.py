@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -73,6 +74,20 @@ class AdditiveGD(Algorithm):
         rest = None if self.rest is None else self.rest.config()
         pairs = "auto" if self.pairs is None else [list(pair) for pair in self.pairs]
         return {**described, **parts, "rest": rest, "cell_share": self.cell_share, "pairs": pairs}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> AdditiveGD:
+        """The method as its configuration plans it; what is public of the features is not in it."""
+        rest, pairs = config["rest"], config["pairs"]
+        return cls(
+            (),
+            Look(**config["look"]),
+            config["bins"],
+            WhitenedGD(**config["lines"]),
+            None if rest is None else WhitenedGD(**rest),
+            config["cell_share"],
+            None if pairs == "auto" else tuple((int(a), int(b)) for a, b in pairs),
+        )
 
     def schedule(self, n_public: int) -> Schedule:
         looks = {**self.look.shares(), **({"cells": self.cell_share} if self.cell_share else {})}

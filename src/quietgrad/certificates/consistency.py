@@ -292,6 +292,7 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
 
 def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
     """The algorithm at its stated settings; ``None`` if there is no such thing."""
+    from quietgrad.algorithms.additive_gd import AdditiveGD
     from quietgrad.algorithms.own_loop import OwnLoop
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
@@ -301,6 +302,8 @@ def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
     try:
         if name == OwnLoop.name:
             return OwnLoop.from_config(config)
+        if name == AdditiveGD.name:
+            return AdditiveGD.from_config(config)
         if name not in ALGORITHMS:
             return None
         try:
