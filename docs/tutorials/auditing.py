@@ -57,10 +57,10 @@ for line in verdict.not_shown[:2]:
 # %%
 import copy
 
-from quietgrad.certificates import Document
+from quietgrad.certificates import PrivacyCertificate
 
 halved, looser = copy.deepcopy(document.body), copy.deepcopy(document.body)
 halved["claim"]["epsilon"] /= 2
 looser["claim"]["delta"] *= 2
-for forged, key in ((Document(halved), None), (Document(looser, document.signature), public_key("signer.key.pub"))):
+for forged, key in ((PrivacyCertificate(halved), None), (PrivacyCertificate(looser, document.signature), public_key("signer.key.pub"))):
     print([finding.what for finding in check(forged, public_key=key).findings if finding.ok is False])
