@@ -177,14 +177,15 @@ def on_images(train: Any, test: Any) -> Fit:
 def fits_of(data: str) -> tuple[Fit, Fit]:
     """The fit that a search looks at, and the one of the table."""
     if data == "mnist":
-        (x, y), test = mnist()
-        return on_images((x[:50_000], y[:50_000]), (x[50_000:], y[50_000:])), on_images((x, y), test)
+        train, test = mnist()
+        look, learn = ([part[rows] for part in train] for rows in (slice(50_000, None), slice(50_000)))
+        return on_images(tuple(learn), tuple(look)), on_images(train, test)
     table = load("a9a")
     order = np.random.default_rng(0).permutation(table.n)
     held, kept = order[: table.n // 8], order[table.n // 8 :]
     X, y = table.X, np.asarray(table.y)
-    look = on_a_table((X[kept], y[kept]), (X[held], y[held]))
-    return look, on_a_table((X, y), (table.X_test, table.y_test))
+    searched = on_a_table((X[kept], y[kept]), (X[held], y[held]))
+    return searched, on_a_table((X, y), (table.X_test, table.y_test))
 
 
 @lru_cache
@@ -253,6 +254,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a small table; nothing is saved")
     parser.add_argument("--only", choices=list(CELLS))
     parser.add_argument("--epsilon", type=float, help="the cells of one ε")
+    parser.add_argument("--bands", type=int, help="the cells of one number of bands")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -266,6 +268,8 @@ def main() -> None:
                 if arguments.epsilon not in (None, epsilon):
                     continue
                 for bands in BANDS[data]:
+                    if arguments.bands not in (None, bands):
+                        continue
                     for method in METHODS:
                         key = {"data": data, "epsilon": epsilon, "batch_size": batch, "bands": bands}
                         cell(data, {**key, "method": method}, look, final)
