@@ -62,5 +62,8 @@ from quietgrad.certificates import PrivacyCertificate
 halved, looser = copy.deepcopy(document.body), copy.deepcopy(document.body)
 halved["claim"]["epsilon"] /= 2
 looser["claim"]["delta"] *= 2
-for forged, key in ((PrivacyCertificate(halved), None), (PrivacyCertificate(looser, document.signature), public_key("signer.key.pub"))):
+for forged, key in (
+    (PrivacyCertificate(halved), None),
+    (PrivacyCertificate(looser, document.signature), public_key("signer.key.pub")),
+):
     print([finding.what for finding in check(forged, public_key=key).findings if finding.ok is False])

@@ -553,7 +553,14 @@ def _federations(runs: int, watch: Watch) -> Iterator[AuditReport]:
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
-_TABLES = ("classifiers", "regressors", "additive", "transformers", "describing")
+_ESTIMATORS = (
+    "algorithms.additive_gd",
+    "estimators.classifiers",
+    "estimators.regressors",
+    "estimators.additive",
+    "estimators.transformers",
+    "estimators.describing",
+)
 _ROWS = (
     *map(_algorithm, attacked()),
     AuditTarget(
@@ -568,10 +575,7 @@ _ROWS = (
         "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram", _through_queries(_tabulate, _cells)
     ),
     AuditTarget("labels", ("objectives.queries.counts",), "(ε, δ) of finding labels", _labels),
-    AuditTarget(
-        "estimators", ("algorithms.additive_gd", *(f"estimators.{name}" for name in _TABLES)), "the noise of slots",
-        _estimators, "sklearn",
-    ),
+    AuditTarget("estimators", _ESTIMATORS, "the noise of every slot", _estimators, "sklearn"),
     AuditTarget("private-search", ("estimators.search",), "δ(ε) of a random number of rounds", _search, "sklearn"),
     AuditTarget("people", ("objectives.privacy_units",), "δ(ε) per person of many records or parties", _people),
     AuditTarget("own-loop", ("algorithms.own_loop", "torch.loops"), "μ of a custom loop", _own_loop, "torch"),
