@@ -1,11 +1,11 @@
-"""A round of stock Flower 1.41 beside ours over TLS and on NVIDIA FLARE: five parties on loopback.
+"""A round of stock Flower 1.41: five parties on loopback. Ours, on Flower too, are in ``federation_network.py``.
 
     python benchmarks/federation_flower.py BIN_FOLDER_OF_A_VENV_WITH_FLOWER [--dimensions 123 …]
 
 Flower pins what conflicts with ours, so it needs an environment of its own: a SuperLink, five SuperNodes, and a
 ServerApp that sends one vector of float64 to five ClientApps and waits for theirs. It runs without TLS here, which
-flatters it, and its clients only return what they were sent; ours clip, add up, draw noise and write to the disk.
-Dimensions that are not measured again stay as they are in the JSON.
+flatters it, and its clients only return what they were sent. Dimensions that are not measured again stay as they
+are in the JSON.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.federation_network import run
 from benchmarks.record import save
 
 RESULT = Path(__file__).parent / "results" / "federation_flower.json"
 PARTIES = 5
 WARM_UP, ROUNDS = 1, 7
-OURS = {123: 300, 26_010: 300, 1_000_000: 60}  # rounds
+DIMENSIONS = (123, 26_010, 1_000_000)
 
 PROJECT = """
 [build-system]
@@ -168,7 +167,7 @@ def main() -> None:
     """Measure all and write the JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("bin_folder", type=Path)
-    parser.add_argument("--dimensions", type=int, nargs="+", choices=list(OURS), default=list(OURS))
+    parser.add_argument("--dimensions", type=int, nargs="+", choices=DIMENSIONS, default=DIMENSIONS)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
     bin_folder = options.bin_folder.resolve()
@@ -178,19 +177,14 @@ def main() -> None:
     for d in options.dimensions:
         with tempfile.TemporaryDirectory() as folder:
             theirs = flower(bin_folder, Path(folder), d)
-        ours = {engine: run(engine, d, OURS[d]) for engine in ("tls", "nvflare")}
-        middle = statistics.median(theirs)
         rows[d] = {
             "d": d, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "flower_seconds": [round(seconds, 2) for seconds in theirs],
-            "seconds_per_round": {
-                "flower, no TLS": round(middle, 3), **{e: row["seconds_per_round"] for e, row in ours.items()},
-            },
-            "flower_over_ours": {e: round(middle / row["seconds_per_round"], 1) for e, row in ours.items()},
+            "seconds_per_round": {"flower, no TLS": round(statistics.median(theirs), 3)},
         }  # fmt: skip
         print(rows[d], flush=True)
-        ordered = [rows[d] for d in OURS if d in rows]
-        save(options.out, {"parties": PARTIES, "flower": said.stdout.strip(), "rows": ordered}, "nvflare")
+        ordered = [rows[d] for d in DIMENSIONS if d in rows]
+        save(options.out, {"parties": PARTIES, "flower": said.stdout.strip(), "rows": ordered})
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def test_noise_of_a_cohort_is_planned_for_the_cohort() -> None:
     again = FederatedPlan.from_json(plan.to_json())
     assert (again.cohort, again.digest) == (10, plan.digest)
     assert "cohorts: 10 of 50" in plan.explain()
-    assert "masks: everybody holds shares of everybody, 7 open a secret; the coordinator must be" in plan.explain()
+    assert "masks: all hold shares of all, 7 open a secret; the coordinator must be" in plan.explain()
 
 
 def test_a_plan_of_many_states_its_neighbours_and_their_probabilities() -> None:

@@ -126,7 +126,7 @@ def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
 def test_plan_says_who_is_trusted_and_what_it_costs() -> None:
     _, plan = open_session(qg.DPGD(steps=4), trust="secure", secure="masks", spare=2, weights="equal")
     text = plan.explain()
-    for words in ("nobody alone (masks)", "1.5 times", "2 spare rounds", "up to 2·C", "party-3 (10)"):
+    for words in ("no member alone (masks)", "1.5 times", "2 spare rounds", "up to 2·C", "party-3 (10)"):
         assert words in text
 
 

@@ -16,7 +16,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.wire import Message, WireError, decode, encode, limit, pack
+from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode, limit, pack
 from quietgrad.objectives.base import Gradient, GradientDifference, Query, RecursiveMomentum
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
@@ -97,7 +97,7 @@ def test_stale_rounds_and_repeated_draws_are_refused() -> None:
         ({"round": 4, "draw": 1}, "repetition"),
         ({"round": 4, "draw": 0}, "repetition"),
         ({"round": 4, "draw": -1}, "repetition"),
-        ({"round": "4", "draw": 2}, "without"),
+        ({"round": "4", "draw": 2}, "names no round"),
         ({"round": 4, "draw": True}, "without"),
     ):
         reply = ask(someone, NEXT, slot="next", **fields)
@@ -240,3 +240,12 @@ def test_a_party_survives_any_bytes() -> None:
     nested = {"kind": "Whitening", "transform": None, "column": 0.0, "outputs": 1, "radius": 1.0}
     words = {"run": RUN, "round": 0, "slot": "first", "draw": 0, "query": nested}
     assert decode(someone.handle(encode(Message("ask", words)))).kind == "refused"
+
+
+def test_names_on_the_wire_are_fixed_texts() -> None:
+    """A renamed class must not change what members say, nor the digest of a plan that was approved before."""
+    assert set(_KINDS) == {
+        "Gradient", "GradientDifference", "RecursiveMomentum", "JointMomentum", "Loss", "LocalFit", "PackedHessian",
+        "FeatureMean", "SecondMoments", "FeatureMoments", "SecondMomentMatrix", "MeanSquares", "RowNormHistogram",
+        "WhitenedGradient", "Scores", "Whitening", "Affine",
+    }  # fmt: skip

@@ -17,12 +17,13 @@ from quietgrad.certificates.document import PrivacyCertificate
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, approved, simulate
-from quietgrad.federation.coordinator import BUT_FOR_LISTS, FederatedCurator
+from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.matching import HashedIdList, RecordLinkage, new_key, read_key, read_matching, write_list
 from quietgrad.federation.parties import matched
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import MATCHED, FederatedPlan
 from quietgrad.federation.plan_file import parse_plan
+from quietgrad.federation.planning import BUT_FOR_LISTS
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives.privacy_units import RecordsWithIds

@@ -209,7 +209,7 @@ def test_replay_reorder_and_reflection_are_refused() -> None:
     for frame in (second, first):
         with pytest.raises(ProtocolError, match=r"alice: frame \d is a replay or out of order"):
             bob.open(FrameType.SHARE, 1, frame)
-    with pytest.raises(ProtocolError, match="from or for someone else"):
+    with pytest.raises(ProtocolError, match="from or for another role"):
         alice.open(FrameType.SHARE, 1, alice.seal(FrameType.SHARE, 1, b"mine"))
 
 

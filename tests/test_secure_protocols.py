@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quietgrad import federation
 from quietgrad.errors import DataError
 from quietgrad.federation import SecureSession, SecureSumConfig, secure_sum, threat_model
 from quietgrad.secure import secret_sharing
@@ -246,7 +247,7 @@ def test_threat_model_of_many_parties_states_its_probabilities() -> None:
     rows = dict(threat_model(terms).rows)
     assert f"probability {terms.graph.failure:.2g}" in rows["neighbours"]
     assert "semi-honest" in rows["server"]
-    assert "nobody but the server" in rows["to see one party's vector"]
+    assert "the server alone" in rows["to see one party's vector"]
     few = dict(threat_model(SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
     assert "opens no sum of fewer than 7 honest parties" in few["server"]
 
@@ -266,3 +267,11 @@ def test_one_set_of_weights_opens_everybodys_masks() -> None:
     info = secret_sharing._weights.cache_info()
     assert info.hits + info.misses == 20
     assert info.misses <= 6  # the ranks of those who stayed differ a little from dealer to dealer
+
+
+@pytest.mark.parametrize(
+    ("former", "now"), [("Terms", "SecureSumConfig"), ("View", "TranscriptRecorder"), ("threats", "threat_model")]
+)
+def test_former_names_warn_and_are_the_same(former: str, now: str) -> None:
+    with pytest.warns(DeprecationWarning, match=now):
+        assert getattr(federation, former) is getattr(federation, now)

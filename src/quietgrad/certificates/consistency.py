@@ -174,8 +174,8 @@ def plan_problems(body: dict[str, Any], claim: CertificateClaim) -> tuple[Schedu
 
 def _federation_problems(federation: Any, n_public: Any, claim: CertificateClaim) -> list[str]:
     """The parties' sizes must add up to the records stated, and the adversary must be that of the trust setting."""
-    from quietgrad.federation.coordinator import ADVERSARIES, BUT_FOR_LISTS
     from quietgrad.federation.plan import MATCHED
+    from quietgrad.federation.planning import ADVERSARIES, BUT_FOR_LISTS
 
     if federation is None:
         if isinstance(claim.event, MaxOverParties):

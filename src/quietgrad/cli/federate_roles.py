@@ -109,7 +109,7 @@ def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
         from quietgrad.secure.terms import threat_model
 
         return [*threat_model(plan.terms(max(plan.dims.values()))).rows, *people]
-    from quietgrad.federation.coordinator import adversary
+    from quietgrad.federation.planning import adversary
 
     return [
         ("trust", plan.trust),

@@ -1,10 +1,8 @@
 """What a coordinator has released, on the disk before it is used: a killed run resumes from here.
 
-One file: a header line, then records of a JSON line and raw little-endian numbers. *asked* is written before a
-round goes out and *done* before its aggregate is used, so after a crash an unfinished round is known to have been
-asked: asking again is a new release, which the plan's spare rounds pay for. A record torn by the crash is cut off.
-*ended* is written before anybody hears that the run is over: from then on nothing is ever asked again, and a
-restart only walks the same way once more, closes what is still open, and hands out the model.
+One file: a header line, then records of a JSON line and raw numbers. *asked* is written when a question leaves,
+*done* before its aggregate is used, *ended* before a member hears of the end. A round that was asked and not
+finished is a release that a spare round pays for. A record torn by a crash is cut off.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class AggregateStore:
         self.done: list[CompletedRound] = []
         self.resumed = False
         self.ended = False
-        """Whether the run came to its end: nobody is asked any more."""
+        """Whether the run has ended: no member is asked any more."""
         self._file = None if path is None else LockedAppendFile(path, "coordinates this run")
         if self._file is None:
             return
@@ -63,7 +61,7 @@ class AggregateStore:
             raise
 
     def ask(self, t: int, slot: str, rho: float | None) -> None:
-        """Round ``t`` is about to be asked."""
+        """Record that round ``t`` is about to be asked."""
         self._write({"asked": t, "slot": slot, "rho": rho})
         self._count(t, slot, rho)
 
@@ -74,18 +72,18 @@ class AggregateStore:
         self.unfinished = None
 
     def end(self) -> None:
-        """The run came to its end; its members may hear of it once this returns."""
+        """Record the end; members may hear of it once this returns."""
         if not self.ended:
             self._write({"ended": True})
             self.ended = True
 
     def remove(self) -> None:
-        """The result is safe."""
+        """Remove the file: the result is safe."""
         if self._file is not None:
             self._file.remove()
 
     def close(self) -> None:
-        """Let go of the file and leave it, for whoever continues."""
+        """Close the file and leave it for a later process."""
         if self._file is not None:
             self._file.close()
 
@@ -102,7 +100,7 @@ class AggregateStore:
         """Read what was kept, and whether there was anything."""
         with kept.path.open("rb") as file:
             first = file.readline()
-            if not first.endswith(b"\n"):  # killed while the file was made: nobody was asked yet
+            if not first.endswith(b"\n"):  # killed while the file was made: nothing was asked yet
                 kept.cut(0)
                 return False
             head = _line(first)
@@ -132,7 +130,7 @@ class AggregateStore:
 
 
 def has_ended(path: Path) -> bool:
-    """Whether the run that is kept in ``path`` came to its end, so that nobody needs to be asked any more."""
+    """Whether the run that is kept in ``path`` has ended, so that no member is asked any more."""
     return path.exists() and path.read_bytes().endswith(json.dumps({"ended": True}).encode() + b"\n")
 
 

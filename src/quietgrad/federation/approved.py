@@ -60,7 +60,7 @@ class Approved:
         keys: the member's folder of keys.
         out: its folder for ledger, journal and model.
         data: a party's records.
-        ledger, account, cap_epsilon: where the cost is charged, to whom, and the most that may be spent.
+        ledger, account, cap_epsilon: where the cost is charged, and the most that may be spent.
         people_key, people_lists: of matched people.
         address: where the coordinator is called, or listens, if not at the plan's address.
     """
@@ -150,7 +150,7 @@ class Approved:
     def member(self, tell: Tell = lambda words: None) -> PartyCurator | SumMember:
         """Make what answers for this member: a party with its records, or a server of a secure sum.
 
-        ``tell`` hears exact numbers of the party's table: nobody but the party may read it.
+        ``tell`` hears exact numbers of the party's table: only the party may read it.
         """
         file, keys = self.file, self.credentials
         if keys.name in file.plan.servers:
@@ -184,7 +184,10 @@ class Approved:
             except QuietgradError as error:
                 if isinstance(member, PartyCurator):
                     free = member.withdraw()
-                    tell("nothing was asked, so nothing is charged" if free else "the plan's cost stays charged")
+                    cost = (
+                        "nothing was asked, so nothing is charged" if free else "what the plan costs stays charged"
+                    )
+                    tell(cost)
                 status.end(str(error))
                 raise
             status.end(words)

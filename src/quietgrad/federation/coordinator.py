@@ -1,12 +1,8 @@
-"""The federated curator: many parties behind one door, so that every algorithm runs on them unchanged.
+"""The federated curator: a release is a round of messages, so every algorithm runs on many parties.
 
-DP-SRM through this door is DDP-SRM (paper 000, Algorithm 2); SPIDER is its distributed form (paper 003, Algorithm
-3, when trust is ``"local"``); a local fit is one-shot weighted averaging (paper 002, repaired). A release is one
-round: the public query goes out, each party answers from its own sample, and the noise is where the plan's trust
-puts it. A round that lost a party is used only if a quorum is left; else it is asked again as a new release, paid
-from the plan's spare rounds, and when those are used up the run ends with the names of those who were missing.
-
-The open door of a federation: a release is a round of messages; a lost one is asked again as a new release.
+DP-SRM on it is DDP-SRM (paper 000, Algorithm 2); SPIDER with local trust is paper 003, Algorithm 3; a local fit is
+one-shot weighted averaging (paper 002, repaired). A round that lost a party is used if a quorum is left. Otherwise
+it is asked again as a new release, which one of the plan's spare rounds pays for.
 """
 
 from __future__ import annotations
@@ -14,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +46,7 @@ _VAIN = 8  # times that a round may fail before its question has left
 
 
 class FederatedSession:
-    """The open door to many parties; see :class:`quietgrad.curators.base.Session`."""
+    """A session with many parties; see :class:`quietgrad.curators.base.Session`."""
 
     def __init__(
         self,
@@ -65,7 +60,7 @@ class FederatedSession:
         self.objective: Any = curator.objective
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
-        """Rounds that went wrong, or were completed without someone: number, and by name what happened."""
+        """Rounds that failed or lack a party: number, and by name what happened."""
         self._store, self._exchange, self._charge = store, curator.exchange, charge
         self.epochs, self.run = 1, store.run
         self._answered: set[str] = set()
@@ -73,7 +68,7 @@ class FederatedSession:
         curator.admitted = self._admitted
         self._vain = _VAIN + (
             len(plan.names) if plan.cohort else 0
-        )  # each time somebody else may turn out to be away
+        )  # each time another party may turn out to be away
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, curator.exchange, curator._identity, curator._roster)
@@ -154,7 +149,7 @@ class FederatedSession:
         self._store.remove()
 
     def leave(self) -> None:
-        """Let go of what was kept, for whoever continues the run."""
+        """Close what was kept, so that a later process can continue the run."""
         self._store.close()
 
     # --- rounds -----------------------------------------------------------------------------------------------
@@ -170,12 +165,12 @@ class FederatedSession:
                 f"the plan allows {self._plan.schedule[slot].count} releases of {slot!r} and all were made."
             )
         dim = query.dim(self._plan.shape)
-        if query.bound == 0.0:  # exactly zero whatever the data: nobody is asked
+        if query.bound == 0.0:  # exactly zero whatever the data: no party is asked
             self._begin(slot, self._round + 1, rho)
             return self._keep(slot, np.zeros(dim), self._round)
         fields, arrays = pack(query)
         if (reason := template_mismatch(self._plan.templates[slot], fields, arrays)) is not None:
-            raise BudgetError(f"slot {slot!r}: {reason}; nobody was asked.")  # as every party would say
+            raise BudgetError(f"slot {slot!r}: {reason}; no party was asked.")  # as every party would say
         multiplier = self._plan.multiplier(slot, rho)
         self._check_left(slot, rho)
         vain = 0
@@ -223,7 +218,7 @@ class FederatedSession:
         return tuple(name for name in here if name not in servers)
 
     def _lost(self, t: int, slot: str, faults: dict[str, str], vain: int) -> None:
-        """A round went wrong: say so, and give up if it does so again and again before anybody is asked."""
+        """Report a failed round, and give up if it fails again and again before a question leaves."""
         if not vain:
             self.faults.append((t, faults))
             left = max(0, self._plan.spare - (self._draws[slot] - self._made[slot]) + 1)
@@ -404,7 +399,7 @@ class FederatedCurator:
             if charge is not None:
                 self._account.resume(store.run)
             if charge is None and event is not None and plan.budget is not None:
-                self._account.check(event, plan.budget, plan.unit)  # before anybody else has paid
+                self._account.check(event, plan.budget, plan.unit)  # before a party has paid
             if not store.ended:
                 self._gather(plan, store, wait)
             if charge is None:
@@ -419,7 +414,7 @@ class FederatedCurator:
         return FederatedSession(plan, self, store, charge)
 
     def _gather(self, plan: FederatedPlan, store: AggregateStore, wait: float | None) -> None:
-        """Open the run at the parties; whoever restarts later hears the same words."""
+        """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
         self.exchange.opens(message, lambda name, reply: self.admitted(name, reply))
@@ -452,29 +447,3 @@ class FederatedCurator:
         with contextlib.suppress(ProtocolError):
             self.exchange.call(dict.fromkeys(plan.names, over), {}, grace=1.0)
         store.remove()
-
-
-ADVERSARIES = {
-    "curator": "anyone who sees every released number, other parties included; the coordinator sees each party's "
-    "exact sums and is trusted",
-    "local": "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
-    "for its own records and trusts nobody (ICRL-DP)",
-}
-BUT_FOR_LISTS = (
-    "; the parties matched their people by lists of hashed ids, so ε is not about whether somebody is known to a "
-    "party against the other parties, who have its list, but about what is recorded of them"
-)
-
-
-def adversary(plan: FederatedPlan) -> str:
-    """Against whom the plan's ε holds, in words."""
-    if not plan.is_private:
-        return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
-    if plan.matched:
-        return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
-    if plan.trust in ADVERSARIES:
-        return ADVERSARIES[plan.trust]
-    from quietgrad.secure.terms import threat_model
-
-    rows: Mapping[str, str] = dict(threat_model(plan.terms(max(plan.dims.values()))).rows)
-    return "; ".join(f"{question}: {answer}" for question, answer in rows.items())

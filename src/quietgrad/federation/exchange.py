@@ -1,16 +1,9 @@
-"""The coordinator's side of every conversation, on any transport: who is asked what, again, and for how long.
+"""The two ends of every conversation, on any transport: a coordinator's exchange and a member's site.
 
-A frame is an envelope and a message. The envelope names the plan that was agreed on, the coordinator's process and
-the number of the asking. A member repeats its reply to a frame that it has answered
-(:class:`~quietgrad.federation.exchange.Site`), so a frame may be sent again and again: a member that is away for a
-minute or an hour costs time and nothing else. That is decided here, once, for all transports: numbering, asking
-again, waiting for as many as a round needs, leaving revoked members out, admitting those who restarted, what is
-said of whoever failed, and the ending.
-
-The other end of every transport: one member, the plan it approved, and a memory of its last reply.
-
-A frame of another plan is refused before the member sees it. A frame that comes again gets the same reply, so that
-a lost connection never makes a second release. The end of the run is a frame like any other.
+A frame is an envelope and a message. The envelope names the plan, the coordinator's process and a number. A site
+repeats its reply to a frame that it has answered, so a frame may be sent again at no cost: an outage of a minute
+or an hour takes time and nothing else. Numbering, asking again, waiting for a quorum, leaving out revoked members,
+readmitting restarted ones, naming faults and the ending are decided here, once for all transports.
 """
 
 from __future__ import annotations
@@ -32,7 +25,7 @@ _HEAD = struct.Struct("<3sBQ16s32s4x")  # 64 bytes, so that the message behind i
 _MAGIC = b"QGE"
 _LENGTH = struct.Struct("<Q")
 PATIENCE = 7200.0  # seconds
-_PAUSES = (0.02, 1.0)  # seconds between two attempts to reach somebody, first and longest
+_PAUSES = (0.02, 1.0)  # seconds between two attempts to reach a member, first and longest
 _SLICE = 5.0  # seconds after which it is looked anew who is revoked and who is back
 _TRIES = 3  # of replies that arrive damaged
 _FAREWELL = 15.0  # seconds
@@ -70,7 +63,7 @@ class Introduction:
 
     @staticmethod
     def signed(identity: Identity, frame: Bytes) -> bytes:
-        """The answer of whoever has ``identity``."""
+        """The answer of the owner of ``identity``."""
         return identity.sign(_introduced(identity.name, frame))
 
     def is_by(self, name: str, key: bytes, reply: Bytes) -> bool:
@@ -93,7 +86,7 @@ def agreement_of(digest: str) -> bytes:
 
 
 def farewell(words: str, parting: Bytes) -> bytes:
-    """The message of a :data:`FINISH` frame: how the run ended, and what everybody gets (the model, or nothing)."""
+    """The message of a :data:`FINISH` frame: how the run ended, and the model, or nothing."""
     text = words.encode()
     return _LENGTH.pack(len(text)) + text + bytes(parting)
 
@@ -116,7 +109,7 @@ class Exchange:
         patience: seconds to wait as long as too few have answered.
         most: the largest reply in bytes.
         revoked: by name, why members are no longer trusted; looked at before every frame.
-        tell: is told in words of whom it waits for and who is back.
+        tell: is told which members are waited for and which are back.
     """
 
     def __init__(
@@ -140,7 +133,7 @@ class Exchange:
         self._admit: Callable[[str, Message], None] = lambda name, reply: None
         self.away: dict[str, str] = {}
         """By name, why those who did not answer the last time did not."""
-        self._probe: dict[str, tuple[float, float]] = {}  # when to look next for somebody away, and the pause
+        self._probe: dict[str, tuple[float, float]] = {}  # when to look next for a member, and the pause
 
     def opens(self, message: Bytes, admit: Callable[[str, Message], None]) -> None:
         """What a member is told that does not know the run, and who looks at its ``ready`` before it is asked."""
@@ -158,7 +151,7 @@ class Exchange:
     ) -> dict[str, Message]:
         """Ask, and ask again, until all have answered or ``enough`` of them have and the others had their time.
 
-        Whoever gave no good answer is named in ``faults``. A refusal because of the plan ends the run.
+        A member without a good answer is named in ``faults``. A refusal because of the plan ends the run.
         """
         grace = self._grace if grace is None else grace
         timeout = max(grace, self.timeout) if timeout is None else timeout
@@ -201,9 +194,9 @@ class Exchange:
         return tuple(name for name in names if name not in self.away)
 
     def finish(self, words: str, parting: Bytes = b"", seconds: float = _FAREWELL) -> tuple[str, ...]:
-        """Tell everybody how it ended and hand out ``parting``; who confirmed that it is safe with them.
+        """Tell all members how it ended and hand out ``parting``; return who confirmed that it is safe.
 
-        Whoever cannot be reached is waited for, for so many seconds.
+        A member that cannot be reached is waited for, for so many seconds.
         """
         return self.hand_out(self.transport.parties(), words, parting, seconds)
 
@@ -279,7 +272,7 @@ class _Asking:
                 break
             self._tell()
             pause = _PAUSES[0] if len(self.good) > before else pause
-            if all(name in self.since for name in self.frames):  # nobody is at work: do not ask without a breath
+            if all(name in self.since for name in self.frames):  # all are away: pause before asking again
                 self.clock.sleep(min(pause, max(1e-3, self._seconds())))
                 pause = min(2.0 * pause, _PAUSES[1])
         self._name_the_missing()
@@ -360,7 +353,7 @@ class _Asking:
         self.over.away.pop(name, None)
 
     def _tell(self) -> None:
-        """Say once whom this waits for."""
+        """Say once which members are waited for."""
         if self.told or self.enough(self.good) or not self.since or self.clock.now() < self.begun + 1.0:
             return
         self.told = True
@@ -447,7 +440,7 @@ class Site:
 
 
 def refusing(reason: str) -> Site:
-    """What answers where nobody can, and says why."""
+    """A site that refuses everything and says why."""
     return _Refusing(lambda message: _refused("plan", reason))
 
 

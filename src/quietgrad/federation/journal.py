@@ -1,22 +1,13 @@
-"""A party's memory of the one run it approved: which run that is, and which rounds it answered.
+"""One approval is one run: the journal of what a party answered, and what it pays for it.
 
-One approval is one run. The first run that a coordinator opens is written down here before anything else happens,
-and no other is answered, whatever process of this party is asked; a party that restarts continues where it was.
-With a folder every line is on the disk before the answer leaves. Lines are sealed, and openings are counted in the
-party's ledger too (:class:`~quietgrad.curators.transcript.SealedLog`): a journal that was copied, restored or
-edited is not believed.
+The first run that a coordinator opens uses the approval up, durably; no other run is answered under it, and a
+party that restarts continues where it was. Every line is on the disk before the answer leaves. Lines are sealed,
+and the party's ledger counts openings too, so a journal that was copied, restored or edited is not believed. The
+key of the seals and samples lies beside it until the run is over; keys of noise are kept nowhere.
 
-The key of the seals and of the samples lies beside it: where records are used once (a single pass), which of them
-were used follows from it and the rounds. Without it nothing more is answered; once the run is over it is destroyed.
-Noise is drawn from keys that are kept nowhere.
-
-One approval is one run, and costs what the plan costs.
-
-The first run that a coordinator opens uses the approval up, durably: no other is answered under it, by whatever
-process of this party, and the same one may be continued. The plan's whole cost is in the party's ledger before the
-first answer and stays there. When and why a run stopped early is the coordinator's word, who has seen releases by
-then: a stop that may depend on data gives nothing back. Two exceptions need nobody's word: a run in which this
-party was asked nothing, and a zCDP filter, whose accounting allows any stopping rule.
+The plan's whole cost is in the ledger before the first answer and stays there, because the coordinator decides
+when a run stops after it has seen releases. Two cases give budget back: a run in which nothing was asked, and a
+zCDP filter.
 """
 
 from __future__ import annotations
@@ -39,7 +30,7 @@ from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.privacy.events import Event, MaxOverParties
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
-_DAMAGED = "is damaged, so nobody can tell what was answered; choose another folder, and pay for a new run."
+_DAMAGED = "is damaged, so what was answered is unknown; choose another folder, and pay for a new run."
 _REPLY = struct.Struct("<32sqQ")
 
 
@@ -64,7 +55,7 @@ class Journal:
         self.run: str | None = None
         """The run that this approval was used for."""
         self.entry = os.urandom(16).hex()
-        """Its name in the party's ledger, which nobody else chose."""
+        """Its name in the party's ledger, which no other member chose."""
         self.key = fresh_key()
         """Of its samples."""
         self.ended = False
@@ -104,7 +95,7 @@ class Journal:
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
 
-        In another order somebody who was used would have the place of one who was not yet.
+        In another order a used record would have the place of an unused one.
 
         Raises:
             DataError: they are others, or lie otherwise, than when the run began.
@@ -119,7 +110,7 @@ class Journal:
             return
         if self.last_round >= 0:
             raise DataError(
-                f"{self._name}: the records, or their order, are not those that this run began with, and somebody "
+                f"{self._name}: the records, or their order, are not those that this run began with, and a record "
                 "would be used twice; continue with the same table."
             )
         self._write({"places": found})
@@ -174,7 +165,7 @@ class Journal:
         try:
             if new:
                 write_atomically(secret, self.key, private=True)
-            elif not secret.exists():  # it is over, and nobody can check what else it says
+            elif not secret.exists():  # it is over, and what else it says cannot be checked
                 self._read(
                     [line.rsplit(b" ", 2)[0].decode(errors="replace") for line in held.content().split(b"\n")]
                 )
@@ -225,7 +216,7 @@ class Journal:
 
 
 class LastReply:
-    """The last sum that was given, so that whoever asks the same question again gets the same answer.
+    """The last sum that was given, so that the same question gets the same answer again.
 
     Lost connections and restarts then cost no release. It is written before the answer leaves, and not
     synchronised: after a power cut it may be missing, and a round with it. Plain sums only: a secure sum has keys,
@@ -285,7 +276,7 @@ def digest_of(message: Message) -> bytes:
 
 
 def forget(folder: Path, name: str) -> None:
-    """Remove a party's journal: for whoever approves runs by calling for them, as a simulation does."""
+    """Remove a party's journal, where calling for a run approves it, as in a simulation."""
     (folder / f"{name}.reply").unlink(missing_ok=True)
     path = folder / f"{name}.journal"
     if path.exists():
@@ -298,10 +289,10 @@ def _key_file(journal: Path) -> Path:
 
 
 def _destroy(secret: Path) -> None:
-    """Overwrite and remove a key: which records a run used is nobody's business once it is over."""
+    """Overwrite and remove a key: which records a run used stays secret."""
     if secret.exists():
         with secret.open("r+b") as file:
-            secret.unlink()  # first: whoever dies in between must not leave a key that is another
+            secret.unlink()  # first: a crash in between must not leave another key
             file.write(os.urandom(KEY_BYTES))
             file.flush()
             os.fsync(file.fileno())

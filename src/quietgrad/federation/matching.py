@@ -1,16 +1,13 @@
-"""People known to several parties, found by a keyed hash of their ids: each is kept by one of those that know them.
+"""Private record linkage: people known to several parties are found by a keyed hash of their ids.
 
-The parties agree on a secret key and hand each other lists of HMAC(key, id), past the coordinator. Of the parties
-in whose lists somebody is, the key chooses one, their home; the others leave the person out. Whoever is in the run
-is in it once, so parties' people are disjoint by construction and everything that is proved for disjoint parties
-holds: any sampling, either relation, noise for one contribution. Which home a person has depends on the person
-alone, so that taking one away moves nobody else.
+The parties share a secret key and exchange lists of HMAC(key, id), past the coordinator. The key chooses one home
+among the parties that know a person; the others leave the person out. So the parties' people are disjoint, and
+what is proved for disjoint parties holds. A home depends on the person alone: removing one moves no other. A hash
+collision only leaves a person out. A person whose ids differ between parties counts as two: ids must be written
+alike.
 
-Two ids with one hash would only leave somebody out. One person whose ids differ between parties is not found, and
-counts as two: ids must be written alike, and a list says what kind they are of.
-
-What it reveals: who has the key can ask a list whether an id is in it. So the lists tell the parties who is known
-to whom, and nothing to anybody without the key but how long they are and how many entries they share.
+A holder of the key can ask a list whether an id is in it: the lists tell the parties which of them knows a person.
+Without the key they tell their lengths and how many entries they share.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 SUFFIX = ".people"
-_HASH_BYTES = 16  # of a hash: a collision leaves somebody out and protects everybody as before
+_HASH_BYTES = 16  # of a hash: a collision only leaves a person out
 _MAC_BYTES = 32
 _LARGEST = 1 << 32
 _FORMAT = "quietgrad people 1"
@@ -75,7 +72,7 @@ class HashedIdList:
             raise DataError(f"{source}: is not a list of people of `quietgrad federate match`.")
         if not hmac.compare_digest(mac, hmac.digest(key, body, "sha256")):
             raise DataError(
-                f"{source}: was made with another people key, or was altered: nobody would be the same person in "
+                f"{source}: was made with another people key, or was altered: no person would be found in "
                 "it. All parties use one key."
             )
         hashes = (rest[k : k + _HASH_BYTES] for k in range(0, len(rest), _HASH_BYTES))
@@ -84,7 +81,7 @@ class HashedIdList:
 
 @dataclass(frozen=True)
 class RecordLinkage:
-    """The lists of all parties, and their key: says whom a party keeps.
+    """The lists of all parties, and their key: says which people a party keeps.
 
     >>> key = b"k" * 32
     >>> lists = [HashedIdList.of("north", ["ann", "bob"], key), HashedIdList.of("south", ["bob", "cyd"], key)]
@@ -100,8 +97,8 @@ class RecordLinkage:
     def __post_init__(self) -> None:
         if len({each.kind for each in self.lists.values()}) > 1:
             raise DataError(
-                "people: the parties' ids are of different kinds, numbers here and texts there, so nobody would be "
-                "the same person. Write them alike at all parties, and make the lists again."
+                "people: the parties' ids are of different kinds, numbers here and texts there, so none would be "
+                "found. Write them alike at all parties, and make the lists again."
             )
 
     def __repr__(self) -> str:
@@ -124,7 +121,7 @@ class RecordLinkage:
 
     @cached_property
     def digest(self) -> str:
-        """A MAC of all lists, for the plan: whoever has other lists or another key finds another one."""
+        """A MAC of all lists, for the plan; other lists or another key give another one."""
         parts = [self.lists[name].to_bytes(self.key)[-_MAC_BYTES:] for name in sorted(self.lists)]
         return hmac.digest(self.key, b"quietgrad matched people 1\0" + b"".join(parts), "sha256").hex()
 
@@ -132,13 +129,13 @@ class RecordLinkage:
         """For each record of ``party`` whether its person's home is there.
 
         Raises:
-            DataError: somebody is not in the party's own list, so the others cannot know of them.
+            DataError: a person is not in the party's own list, so the others cannot know of them.
         """
         codes, hashes = hashed_people(ids, self.key)
         own, others = self.lists[party], [each for name, each in self.lists.items() if name != party]
         if kind_of(ids) != own.kind or not own.hashes.issuperset(each[:_HASH_BYTES] for each in hashes):
             raise DataError(
-                f"{party}: somebody in the table is not in the list of people that was made of it. Make the list "
+                f"{party}: a person in the table is not in the list of people that was made of it. Make the list "
                 "again, send it to the other parties, and agree on the plan anew."
             )
         homes = np.array([self._is_home(party, each[:_HASH_BYTES], others) for each in hashes])
@@ -153,12 +150,12 @@ class RecordLinkage:
         )
 
     def kept(self, party: str, held: RecordsWithIds) -> RecordsWithIds:
-        """The records of those whom a party keeps."""
+        """The records of the people that a party keeps."""
         from sklearn.utils import _safe_indexing
 
         places = np.flatnonzero(self.keeps(party, held.person))
         if not len(places):
-            raise DataError(f"{party}: everybody it knows is kept by another party; leave it out of the plan.")
+            raise DataError(f"{party}: each person it knows is kept by another party; leave it out of the plan.")
         parts = held.data if isinstance(held.data, tuple) else (held.data,)
         taken = tuple(_safe_indexing(part, places) for part in parts)
         return RecordsWithIds(

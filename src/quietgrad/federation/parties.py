@@ -1,9 +1,4 @@
-"""Parties of a federation: their records, names and ledgers.
-
-Public ways to deal the records of one table to parties, for simulations and experiments.
-
-How much each party counts, and how a batch is dealt among parties.
-"""
+"""Parties of a federation: records, names, ledgers and weights, and ways to split a table among them."""
 
 from __future__ import annotations
 
@@ -77,7 +72,7 @@ class Party:
 
 
 def check_people(parties: Sequence[Party], most: int | None) -> bool:
-    """Whether the parties' records are people's; refused if only some are, or if somebody is in too many of them.
+    """Whether the privacy unit is a person; raises if only some parties say so, or one is in too many.
 
     Who is in several is found by hashes under a key that lives as long as this call. Parties that do not share a
     machine cannot look: there the number is their word.
@@ -89,18 +84,20 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
         if any(party.ids is not None for party in parties):
             raise ValueError("ids: name records across parties, for tests; leave them out where people are named.")
         if len({kind_of(party.person) for party in parties}) > 1:
-            raise DataError("parties: their ids of people are of different kinds, so nobody would be the same.")
+            raise DataError(
+                "parties: their ids of people are of different kinds, so no person would be found twice."
+            )
         key = fresh_key()
         met = Counter(each for party in parties for each in hashed_ids(party.person, key))
         if max(met.values()) > most:
             raise DataError(
-                f"parties: somebody is known to more of them than parties_per_person={most}; declare as many."
+                f"parties: a person is known to more of them than parties_per_person={most}; declare as many."
             )
     return any(whose)
 
 
 def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], RecordLinkage]:
-    """The parties without those whom another one keeps, and the lists that say who is known to several."""
+    """The parties without the people that another one keeps, and the lists of hashed ids."""
     if any(party.person is None for party in parties):
         raise ValueError("match_people: give all parties person=.")
     names = names_of(parties)
@@ -186,8 +183,8 @@ def shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     >>> shares(10, (70, 20, 10)), shares(2, (50, 30, 20))
     ((7, 2, 1), (1, 1, 0))
     """
-    everyone = sum(sizes)
-    exact = [total * size / everyone for size in sizes]
+    records = sum(sizes)
+    exact = [total * size / records for size in sizes]
     given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
     order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
     for j in order[: total - sum(given)]:

@@ -1,10 +1,8 @@
-"""One party of a federation: holds its own records, pins the plan it approved, and answers nothing else.
+"""One party: it holds its records, pins the plan it approved, and answers nothing else.
 
-Everything a coordinator may say arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own sample,
-clips, sums, and lets go of the sum only as the plan's trust says: to a trusted curator, under its own noise, or
-inside a secure sum.
-
-Which of its records a party lets take part in a round: its own secret samples, at the plan's public rates.
+Everything that a coordinator says arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own secret
+sample at the plan's public rate, clips and sums. The sum leaves as the plan's trust says: to a trusted curator,
+with the party's own noise, or inside a secure sum.
 """
 
 from __future__ import annotations
@@ -112,7 +110,7 @@ class PartyCurator(Member):
 
     Args:
         name: this party's name in the plan.
-        objective: the loss, the same for everybody.
+        objective: the loss, the same for all parties.
         data: what ``objective.prepare`` takes; refused if unusable, before anything is reserved.
         plan: the plan this party approved; a coordinator with another one is refused.
         ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.

@@ -1,13 +1,12 @@
-"""What parties agree on before a run: the algorithm's plan, who takes part, whom they trust, and every query.
+"""The plan that parties agree on before a run: the algorithm's releases, the parties, the trust, every query.
 
-A federated plan is a :class:`~quietgrad.plans.schedule.Plan` that also says who adds the noise. It is public and
-can be read back from JSON: a party approves it once, pins it, and refuses whatever is not in it.
+It is public and can be read back from JSON. A party approves it once, pins it, and refuses what is not in it.
 
 ======== ======================================================= ==================================================
 trust    who sees what                                           noise
 ======== ======================================================= ==================================================
 curator  the coordinator sees each party's exact sums            one, added by the coordinator
-secure   nobody sees a sum without noise                         inside a secure sum; nobody knows it
+secure   no member sees a sum without noise                      inside a secure sum; no member knows it
 local    the coordinator sees each party's noisy sums (ICRL-DP)  every party adds its own, enough for its records
 ======== ======================================================= ==================================================
 """
@@ -42,7 +41,7 @@ _REACH = 2.0**20  # L2 bound of one party's vector in units of σ: 2^48 grid ste
 
 
 class Shape(NamedTuple):
-    """The public shape of everybody's records; stands in for them where only lengths matter."""
+    """The public shape of all parties' records; stands in for them where only lengths matter."""
 
     dim: int
     features: int = 0
@@ -64,8 +63,8 @@ class FederatedPlan(Plan):
             give w_j·n/n_j, and one record then counts up to max(factors)·C.
         secure: how sums are made when trust is ``"secure"``.
         quorum: how few parties a round may be completed with.
-        cohort: how many parties, drawn anew for every round, are asked in it; 0 asks everybody. Everyone knows
-            who was drawn, so nothing is claimed for it: each party is priced as if it were in every round.
+        cohort: how many parties, drawn anew for every round, are asked in it; 0 asks all. Who was
+            drawn is public, so ε claims nothing for it: each party is charged as if it were in every round.
         colluders: masks: how many parties may work with the coordinator.
         servers: names of the servers that ``"servers"`` and ``"mpc"`` need.
         spare: releases of every slot, beyond those the algorithm makes, that pay for rounds that were lost.
@@ -161,7 +160,7 @@ class FederatedPlan(Plan):
             )
         if self.matched and (times != 1 or not re.fullmatch("[0-9a-f]{64}", self.matched)):
             raise ValueError(
-                "matched: is the digest that `quietgrad federate match` shows; with it everybody is kept by one "
+                "matched: is the digest that `quietgrad federate match` shows; with it each person is kept by one "
                 "party, so leave out parties_per_person."
             )
         if self.unit is PrivacyUnit.RECORD:
@@ -391,32 +390,17 @@ class FederatedPlan(Plan):
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain JSON values: what a party reads, approves and pins."""
-        body = super().to_json()
-        return {
-            **body,
-            "adaptive": self.schedule.adaptive,
-            "trust": self.trust,
-            "parties": list(self.names),
-            "sizes": list(self.sizes),
-            "factors": list(self.factors),
-            "secure": self.secure,
-            "quorum": self.quorum,
-            "colluders": self.colluders,
-            "servers": list(self.servers),
-            "spare": self.spare,
-            "cohort": self.cohort,
-            "shape": self.shape.to_json(),
-            "queries": {slot: list(templates) for slot, templates in self.templates.items()},
-            "dims": dict(self.dims),
-            "parties_per_person": self.parties_per_person,
-            **({"matched": self.matched} if self.matched else {}),
-            "combine": self.combine,
-            "records_per_person": self.records_per_person,
-        }
+        own = {_KEYS.get(name, name): _plain(getattr(self, name)) for name in _OWN}
+        if not self.matched:
+            del own["matched"]
+        return {**super().to_json(), "adaptive": self.schedule.adaptive, **own}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FederatedPlan:
         """Rebuild a plan from :meth:`to_json`; its events are recomputed, not believed."""
+        own = {name: data[key] for name in _OWN if (key := _KEYS.get(name, name)) in data}
+        own |= {name: tuple(own[name]) for name in ("names", "sizes", "factors", "servers")}
+        own["templates"] = {slot: tuple(templates) for slot, templates in own["templates"].items()}
         slots = tuple(Slot.from_json(entry) for entry in data["slots"])
         return cls(
             algorithm=data["algorithm"],
@@ -426,25 +410,9 @@ class FederatedPlan(Plan):
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
             paper_noise=data["paper_noise"],
-            trust=data["trust"],
-            names=tuple(data["parties"]),
-            sizes=tuple(data["sizes"]),
-            factors=tuple(data["factors"]),
-            secure=data["secure"],
-            quorum=data["quorum"],
-            colluders=data["colluders"],
-            servers=tuple(data["servers"]),
-            spare=data["spare"],
-            cohort=data["cohort"],
-            shape=Shape(**data["shape"]),
-            templates={slot: tuple(templates) for slot, templates in data["queries"].items()},
-            dims=dict(data["dims"]),
             unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
-            parties_per_person=data["parties_per_person"],
-            matched=data.get("matched", ""),
-            combine=data["combine"],
-            records_per_person=data["records_per_person"],
+            **{**own, "shape": Shape(**own["shape"])},
         )
 
     @cached_property
@@ -452,6 +420,21 @@ class FederatedPlan(Plan):
         """SHA-256 of the plan: two sides with the same digest agree on every word of it."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), default=list)
         return hashlib.sha256(b"quietgrad federated plan 1\0" + text.encode()).hexdigest()
+
+
+_OWN = (
+    "trust", "names", "sizes", "factors", "secure", "quorum", "colluders", "servers", "spare", "cohort", "shape",
+    "templates", "dims", "parties_per_person", "matched", "combine", "records_per_person",
+)  # fmt: skip
+_KEYS = {"names": "parties", "templates": "queries"}  # as they are called in JSON
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Shape):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def of_several_parties(schedule: Schedule, times: int) -> Schedule:

@@ -1,10 +1,7 @@
-"""One TOML file that all institutions of a federation agree on, and the plan, objective and algorithm it describes.
+"""The TOML file that all institutions of a federation agree on, and the plan, objective and algorithm it describes.
 
-Everybody reads the same file and derives the same :class:`~quietgrad.federation.plan.FederatedPlan` from it, noise
-included; nobody has to take a number from somebody else. Two files agree when their digests do: comments, order and
-spacing do not count.
-
-What is run on what: the algorithm and the objective that a plan file names, built by the registries.
+All members read the same file and derive the same plan from it, noise included. Two files agree when their digests
+do: comments, order and spacing do not count.
 """
 
 from __future__ import annotations
@@ -94,9 +91,9 @@ class PlanFile:
 
     Args:
         name: of the federation.
-        digest: SHA-256 of the file's content; what everybody pins.
+        digest: SHA-256 of the file's content, which all members pin.
         algorithm, objective: what is run on what.
-        budget: the promise to every record; ``None`` in a run without noise.
+        budget: the guarantee for every record; ``None`` in a run without noise.
         parties, sizes: names and public numbers of records.
         features: the public number of columns.
         settings: the other arguments of :func:`~quietgrad.federation.planning.federate`.
@@ -147,7 +144,7 @@ class PlanFile:
 
     @cached_property
     def members(self) -> tuple[str, ...]:
-        """Everybody who needs keys: the parties, the servers if there are any, and the coordinator."""
+        """All who need keys: the parties, the servers if there are any, and the coordinator."""
         return (*self.plan.names, *self.plan.servers, COORDINATOR)
 
 

@@ -1,10 +1,8 @@
-"""Making a federated plan without data: price the algorithm, and state every query that it asks.
+"""Make a federated plan without data, and explain it.
 
-What an algorithm asks is public and declared by the algorithm (``asks``), so the parties can pin it: the kind of
-each query, its clips, the lengths of its vectors. A number that follows from earlier releases, such as SPIDER's
-clip M‖x − x′‖, has an interval; noise follows a query's bound, so ε does not depend on where in it the number is.
-
-A federated plan in words: beside what is released, who takes part, who is trusted, and what that costs.
+An algorithm declares what it asks (``asks``): the kind of each query, its clips, the lengths of its vectors. A
+number that follows from earlier releases, such as SPIDER's clip M‖x − x′‖, has an interval. Noise follows a
+query's bound, so ε does not depend on where in the interval the number is.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.sampling import FixedSize
-from quietgrad.secure.terms import Mode
+from quietgrad.secure.terms import Mode, threat_model
 from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector
 
@@ -53,25 +51,20 @@ def federate(
     records_per_person: int | None = None,
     start: Vector | None = None,
 ) -> FederatedPlan:
-    """Price ``algorithm`` for many parties, without touching a record.
+    """Calibrate ``algorithm`` for many parties, without touching a record.
 
     Args:
         algorithm: a method of :mod:`quietgrad.algorithms`.
         objective: the loss; it holds no data.
-        names, sizes: the parties and their public numbers of records.
+        names, sizes: the parties and their public numbers of records, or of people.
         shape: the public shape of the records.
-        budget: the promise to every record of every party; ``None`` adds no noise.
-        trust, secure, quorum, colluders, spare, cohort: see :class:`~quietgrad.federation.plan.FederatedPlan`.
-        weights: ``"size"`` (n_j/n: every record the same), ``"equal"`` (1/m: every party the same), or one number
-            per party, which are divided by their sum.
-        servers: how many servers ``"servers"`` uses; 2 unless given. ``"mpc"`` has 3.
+        budget: the guarantee for every record of every party; ``None`` adds no noise.
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
         unit: ``"person"`` if sizes count people with several records each.
-        parties_per_person: with people, how many parties one may be known to: 1 if nobody is known to two.
-        matched: instead, the digest of the lists by which the parties found who is known to several of them.
         records_public: how many records people have together at all parties, if that is public.
-        combine, records_per_person: how a person's records count.
         start: where the run starts, if not where the objective says.
+        weights, servers, the others: as in :func:`~quietgrad.federation.simulation.simulate` and
+            :class:`~quietgrad.federation.plan.FederatedPlan`.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> from quietgrad.objectives.tables.losses import Logistic
@@ -80,10 +73,10 @@ def federate(
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor
     ({'gradient': 2}, 1.0, 2.0)
     """
-    whom = PrivacyUnit.parse(unit)
-    if whom is PrivacyUnit.PERSON and parties_per_person is None and not matched:
+    privacy_unit = PrivacyUnit.parse(unit)
+    if privacy_unit is PrivacyUnit.PERSON and parties_per_person is None and not matched:
         raise ValueError(
-            "parties_per_person: say how many parties may know one person, 1 if nobody is known to two: people in "
+            "parties_per_person: say how many parties may know one person, 1 if none is known to two: people in "
             "several parties add up, and no party can tell by itself. Or match their ids, and say so by matched."
         )
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
@@ -119,7 +112,7 @@ def federate(
         servers=_server_names(secure, servers),
         spare=spare,
         shape=shape,
-        unit=whom,
+        unit=privacy_unit,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
         matched=matched,
         records_public=records_public,
@@ -168,7 +161,7 @@ def declared(
         dims[slot] = query.dim(plan.shape)
     if missing := [slot.name for slot in plan.schedule.slots if slot.name not in templates]:
         raise ValueError(
-            f"{algorithm.name}: does not declare what it asks in slot {missing[0]!r}, so nobody could approve it; "
+            f"{algorithm.name}: does not declare what it asks in slot {missing[0]!r}, so none could approve it; "
             "with these settings it is for one curator."
         )
     return templates, dims
@@ -195,13 +188,13 @@ def explain(plan: FederatedPlan) -> str:
     if plan.cohort:
         lines.append(
             f"cohorts: {plan.cohort} of {len(plan.names)}, drawn anew in every round, in the open: nothing is "
-            f"claimed for it; a mean has {len(plan.names) / plan.cohort:.4g} times the noise of everybody's"
+            f"claimed for it; a mean has {len(plan.names) / plan.cohort:.4g} times the noise of all parties'"
         )
     if plan.secure == "masks":
         lines.append(f"masks: {neighbourhood(plan)}")
     if plan.correlated is not None and plan.quorum < plan.invited:
         lines.append(
-            "absences: every round keeps enough noise whoever is missing; a missing share is never taken back, "
+            "absences: every round keeps enough noise with any party missing; a missing share is never taken back, "
             "so the sums of later rounds have more noise"
         )
     lines += [f"retries: {plan.spare} spare rounds of each kind are in the cost"] if plan.spare else []
@@ -212,7 +205,7 @@ def explain(plan: FederatedPlan) -> str:
         lines.append(
             f"weights: one record counts up to {plan.largest_factor:.4g}·C, and the noise is as much louder"
         )
-    who = {"curator": "the coordinator, who sees exact sums", "local": "nobody", "secure": "nobody alone"}[
+    who = {"curator": "the coordinator, who sees exact sums", "local": "no member", "secure": "no member alone"}[
         plan.trust
     ]
     noise = f"; variance of the noise {plan.variance_factor:.4g} times that of one table" if plan.is_private else ""
@@ -224,7 +217,7 @@ def multiplicity(plan: FederatedPlan) -> str:
     times = plan.parties_per_person
     if plan.matched:
         return (
-            f"{MATCHED}, and whoever is known to several is kept by one of them, so parties' people are "
+            f"{MATCHED}, and a person known to several is kept by one of them, so parties' people are "
             "disjoint; the parties have each other's lists"
         )
     if times == 1:
@@ -236,12 +229,12 @@ def multiplicity(plan: FederatedPlan) -> str:
 
 
 def neighbourhood(plan: FederatedPlan) -> str:
-    """Among whom secrets are shared, with the probabilities that rest on it."""
+    """Describe who holds shares of secrets, with the probabilities that rest on it."""
     terms = plan.terms(1)
     graph = terms.graph
     deviate = "may deviate" if terms.server_may_deviate else "must be honest about who dropped"
     if graph.complete:
-        return f"everybody holds shares of everybody, {graph.threshold} open a secret; the coordinator {deviate}"
+        return f"all hold shares of all, {graph.threshold} open a secret; the coordinator {deviate}"
     return (
         f"each party draws {graph.neighbours} holders of her shares ({graph.threshold} open a secret) and "
         f"masks with {graph.partners} of them; privacy fails with probability "
@@ -257,3 +250,28 @@ def local_batches(plan: FederatedPlan) -> str:
         return ""
     pairs = zip(plan.batch_sizes(fixed[-1].batch_size), plan.sizes, strict=True)
     return f"fixed local batches, {', '.join(f'{b} of {n}' for b, n in pairs)}; ε is the most sampled party's"
+
+
+# Certificates hold these texts: they stay as they are.
+ADVERSARIES = {
+    "curator": "anyone who sees every released number, other parties included; the coordinator sees each party's "
+    "exact sums and is trusted",
+    "local": "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
+    "for its own records and trusts nobody (ICRL-DP)",
+}
+BUT_FOR_LISTS = (
+    "; the parties matched their people by lists of hashed ids, so ε is not about whether somebody is known to a "
+    "party against the other parties, who have its list, but about what is recorded of them"
+)
+
+
+def adversary(plan: FederatedPlan) -> str:
+    """Describe the adversary that the plan's ε holds against."""
+    if not plan.is_private:
+        return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
+    if plan.matched:
+        return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
+    if plan.trust in ADVERSARIES:
+        return ADVERSARIES[plan.trust]
+    rows = threat_model(plan.terms(max(plan.dims.values()))).rows
+    return "; ".join(f"{question}: {answer}" for question, answer in rows)

@@ -1,21 +1,15 @@
-"""Keys and certificates of a federation: a local certificate authority, one certificate and identity per member.
+"""Keys, certificates and revocations: a local certificate authority, and one folder for each member.
 
-Each member gets a folder with what it needs and nothing of the others:
-
-    ca.pem         the authority that signed everybody's certificate
+    ca.pem         the authority that signed all certificates
     cert.pem       this member's certificate; its name is the member's name
     key.pem        its TLS key (only its owner may read it)
     identity.key   its Ed25519 signing key for secure sums (only its owner may read it)
     member.json    its name, and the public identities of all members
+    revoked.json   members that the owner of this folder no longer trusts
 
-Whoever makes all folders has seen all keys, which is fine where the one who makes them may see the data, and for
-rehearsals. Institutions that trust nobody each make their own keys with :func:`request` and send only the request.
-
-Members who are no longer trusted, by the word of whoever holds a folder of keys.
-
-A revocation is local: it counts for the one in whose folder ``revoked.json`` lies. The coordinator turns the member
-away, also one that is connected; a party or a sum server takes part in no plan that lists it. There is no way back
-but to provision again, with other keys, under other names or not.
+The person who makes all folders has seen all keys. Institutions that do not want that make their own keys with
+:func:`request` and send only the request. A revocation counts for the owner of the folder alone: a coordinator
+turns the member away, a party or server takes part in no plan that lists it. Readmitting takes new keys.
 """
 
 from __future__ import annotations
@@ -71,7 +65,7 @@ class Credentials:
             missing = Path(error.filename or "").name
             if (path / "key.pem").exists():
                 raise DataError(
-                    f"{path}: {missing} is missing; copy it from the folder that whoever provisioned sent back."
+                    f"{path}: {missing} is missing; copy it from the folder that provisioning sent back."
                 ) from None
             raise DataError(f"{path}: {missing} is missing; make it with `quietgrad federate provision`.") from None
         except DataError:
@@ -96,7 +90,7 @@ class Credentials:
             raise DataError(f"{self.folder}: cert.pem is not a certificate; copy it again.") from None
 
     def check_dates(self) -> None:
-        """Refuse a certificate that everybody else would refuse, and say why."""
+        """Raise ``DataError`` for a certificate that other members would refuse."""
         own = self.certificate
         try:
             authority = x509.load_pem_x509_certificate((self.folder / "ca.pem").read_bytes())
@@ -115,7 +109,7 @@ class Credentials:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everybody's public identities: the same at every member, or somebody changed one."""
+        """SHA-256 of all public identities; it must be the same at every member."""
         text = "\n".join(f"{name} {key.hex()}" for name, key in sorted(self.publics.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -165,7 +159,7 @@ def provision(
 
 
 def request(name: str, folder: str | Path) -> Path:
-    """Make a member's own keys and the request that it sends to whoever runs :func:`provision`.
+    """Make a member's own keys and the request that it sends for :func:`provision`.
 
     The keys stay in ``folder``; into the same folder go the three public files that come back.
     """
@@ -180,7 +174,7 @@ def request(name: str, folder: str | Path) -> Path:
     identity = Identity(name, bytes.fromhex((home / "identity.key").read_text()))
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
     pem = builder.sign(key, hashes.SHA256()).public_bytes(_PEM)
-    # The identity signs the TLS request, so that nobody can join one member's keys with another's.
+    # The identity signs the TLS request, so that one member's keys cannot be joined with another's.
     body = {
         "name": name,
         "identity": identity.public.hex(),
@@ -284,7 +278,7 @@ def _holder(certificate: x509.Certificate) -> str:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         return ", ".join(extension.value.get_values_for_type(x509.DNSName))
     except (x509.ExtensionNotFound, ValueError):
-        return "nobody"
+        return "no member"
 
 
 def _now() -> datetime.datetime:

@@ -349,7 +349,7 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
     said: dict[str, str] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
-        if accused == SumOutOfBoundsError.CHECK:  # found by whoever adds up; that is not who made it so
+        if accused == SumOutOfBoundsError.CHECK:  # found by the server that adds up, and not made by it
             out[accused] = said[name] = f"{reason} (so says {name})"
         elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
             accusers.setdefault(accused, []).append(name)

@@ -1,15 +1,11 @@
-"""Those who answer messages: what all of them have in common, and the two ends of a secure sum.
+"""Members who answer messages, and the parties' and servers' roles in secure sums.
 
-Each keeps one role of the protocol per length of vector, made anew (with new keys) whenever the coordinator starts
-an epoch. Terms come from the plan that this side approved, never from the message.
+A role is made anew, with new keys, for every length of vector and every epoch that the coordinator begins. Its
+configuration comes from the plan that this side approved, never from the message.
 
-Cohorts: rounds that ask only some of the parties, drawn anew for each, while the others may be away.
-
-Everybody learns who was drawn, so ε claims nothing for it: a party is priced as if it were in every round. A
-secure sum of a cohort is one of its members alone, with keys of its own; parties in the cohort who do not
-answer are dropouts, and the round is complete as long as the plan's quorum is left. ``colluders`` is about all
-parties: however the cohort was drawn, at most that many are in it, so a coordinator who draws as it likes gains
-nothing against the noise.
+A round may invite some parties only, drawn anew each time. All members learn who was drawn, so ε claims nothing
+for it. A secure sum is then one of the invited parties alone. ``colluders`` counts all parties, so a coordinator
+that draws as it likes gains nothing against the noise.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ _DRAWINGS = 64
 
 
 def invite_parties(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
-    """Who is asked in round t, in the plan's order: everybody, or a uniform cohort drawn from the run's key.
+    """Draw the parties that round t invites, in the plan's order: all, or a uniform cohort.
 
     A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
     """
@@ -57,7 +53,7 @@ def _drawn(plan: FederatedPlan, key: bytes, t: int, label: str) -> tuple[str, ..
 
 
 def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
-    """What a set-up message says about who is asked: nothing if everybody is."""
+    """What a set-up message says about the invited parties: nothing if all are."""
     return {"cohort": [plan.index(name) for name in names]} if plan.cohort else {}
 
 
@@ -77,13 +73,13 @@ def invited_by(plan: FederatedPlan, fields: Mapping[str, Any]) -> tuple[str, ...
     return tuple(plan.names[j] for j in places)
 
 
-def roster_of(plan: FederatedPlan, everyone: Roster, names: Sequence[str]) -> Roster:
+def roster_of(plan: FederatedPlan, roster: Roster, names: Sequence[str]) -> Roster:
     """Who is who in a round of these parties: they, and the servers or the coordinator."""
-    return everyone.only([*names, *everyone.names[len(plan.names) :]]) if plan.cohort else everyone
+    return roster.only([*names, *roster.names[len(plan.names) :]]) if plan.cohort else roster
 
 
 def rescaling(plan: FederatedPlan, names: Sequence[str]) -> float:
-    """What the sum of these parties is multiplied by to stand for everybody's: n ÷ their weighted records.
+    """What the sum of these parties is multiplied by to stand for all parties': n ÷ their weighted records.
 
     All of it is public. 1 without cohorts: there a missing party only makes a step shorter.
     """
@@ -103,9 +99,9 @@ class MissingKeysError(ProtocolError):
 
 
 class Member:
-    """Whoever answers messages: a table of the kinds that it understands, and one way to read, answer and refuse.
+    """A member that answers messages: a table of the kinds that it understands, and one way to refuse.
 
-    A message may come from anybody and be anything. Kinds that the plan's mode does not have are not in the table.
+    A message may be anything. Kinds that the plan's mode does not have are not in the table.
     """
 
     name: str
@@ -189,7 +185,7 @@ class _Roles:
         return self._roles[dim]
 
     def meet(self, message: Message) -> Message:
-        """Verify everybody's signed keys."""
+        """Verify the other members' signed keys."""
         self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
         return Message("ok")
 
@@ -203,7 +199,7 @@ class _Roles:
             self._shares = {}
         self._drawn = {run: self._drawn.get(run, 0) + 1}
         if self._drawn[run] > self._most_drawn:
-            # Each set-up draws neighbours anew; whoever could ask for ever would find some that do not protect us.
+            # Each set-up draws neighbours anew; unbounded set-ups would find some that do not protect us.
             raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
         roster = roster_of(self._plan, self._roster, invited_by(self._plan, message.fields))
         if self.name not in roster.names:
@@ -305,7 +301,7 @@ class SumMember(_Roles, Member):
         try:
             if "frame" in message.arrays:
                 if dim not in self._noise:
-                    raise ProtocolError("coordinator", "sends a frame for noise that nobody began")
+                    raise ProtocolError("coordinator", "sends a frame for noise that was not begun")
                 frame = self._noise[dim].send(message.blob("frame"))
             else:
                 self._noise[dim] = role.prepare(t)

@@ -12,14 +12,14 @@ import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.account import Account
-from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession, adversary
+from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
 from quietgrad.federation.exchange import PATIENCE, Exchange
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import RecordLinkage, new_key, read_key
 from quietgrad.federation.parties import Party, Weights, check_people, matched, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.planning import federate, local_batches, multiplicity
+from quietgrad.federation.planning import adversary, federate, local_batches, multiplicity
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import InProcess
@@ -119,7 +119,7 @@ def simulate(
     matching = None
     if match_people:
         if parties_per_person is not None:
-            raise ValueError("match_people: everybody is then kept by one party; leave out parties_per_person.")
+            raise ValueError("match_people: each person is then kept by one party; leave out parties_per_person.")
         parties, matching = matched(parties, _people_key(folder, seed))
     by_person = check_people(parties, parties_per_person)
     home = None if folder is None else Path(folder)
@@ -178,7 +178,7 @@ def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
 
 
 class Federation:
-    """Everybody of a simulated federation, ready to be put behind a transport."""
+    """All members of a simulated federation, ready to be put behind a transport."""
 
     def __init__(
         self, identity: Identity, roster: Roster, members: dict[str, Callable[[], PartyCurator | SumMember]]
@@ -193,7 +193,7 @@ class Federation:
 
     @cached_property
     def handlers(self) -> dict[str, Handler]:
-        """Everybody in this process."""
+        """All members, in this process."""
         return {name: self.again(name) for name in self._members}
 
     def again(self, name: str) -> Handler:
@@ -280,7 +280,7 @@ def train(
     """Run ``algorithm`` through a federation that is up; the coordinator's whole job, on any transport.
 
     ``keep`` is called with the result while the run could still be continued: a kill before it has returned costs
-    nothing, since calling again with the same folder asks nobody and comes to the same result.
+    nothing, since calling again with the same folder asks no party and comes to the same result.
     """
     begin(callback, plan.schedule.releases, x0, private=plan.is_private)
     session = curator.open(plan, wait)

@@ -1,4 +1,4 @@
-"""How far a run is, for whoever watches it: a line for each round, and a file that `federate status` reads."""
+"""The progress of a run: a line for each round, and a file that `federate status` reads."""
 
 from __future__ import annotations
 

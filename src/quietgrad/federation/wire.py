@@ -1,17 +1,11 @@
-"""Messages between a coordinator and its parties: a JSON header and raw little-endian arrays, never a pickle.
+"""Messages and queries on the wire: a JSON header and raw little-endian arrays, never a pickle.
 
     magic "QGM" · version (1 byte) · header length (4 bytes) · header CRC-32 (4) · sum of payload words (8) ·
     header (JSON: kind, fields, arrays) · arrays, each padded to 8 bytes
 
-The sums find accidents, such as a flipped bit; forgery is the transport's business (TLS) or that of the sealed
-frames of a secure sum, which travel in here as byte arrays. Reading is bounded: nothing is allocated before its
-size was checked, and a message that is not exactly as announced is refused.
-
-Queries on the wire: a name from a fixed list, public numbers and vectors; and what a plan lets them be.
-
-A party never runs what a coordinator sends. It compares a query's name and fields with the *templates* of the plan
-it approved (which query a slot may ask, which numbers are fixed, in which interval the others are, which vectors
-are pinned) and builds the query itself, whose constructor refuses numbers that arithmetic cannot keep.
+Checksums find accidents; forgery is prevented by TLS or by the sealed frames of a secure sum. Nothing is allocated
+before its size was checked. A party never runs what a coordinator sends: it compares a query's name and fields
+with the *templates* of its plan (fixed values, intervals, pinned vectors) and builds the query itself.
 """
 
 from __future__ import annotations
@@ -232,12 +226,16 @@ class Scores:
             query.sum_into(objective, batch, out[i : i + 1])
 
 
-_ASKED = (
-    Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, LocalFit, PackedHessian, FeatureMean,
-    SecondMoments, FeatureMoments, SecondMomentMatrix, MeanSquares, RowNormHistogram, WhitenedGradient, Scores,
-)  # fmt: skip
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (*_ASKED, Whitening, Affine)}
-"""What may be on the wire: queries, and what they are made of."""
+# Names on the wire and in digests of plans: fixed texts, whatever the classes are called.
+_KINDS: dict[str, type[Any]] = {
+    "Gradient": Gradient, "GradientDifference": GradientDifference, "RecursiveMomentum": RecursiveMomentum,
+    "JointMomentum": JointMomentum, "Loss": Loss, "LocalFit": LocalFit, "PackedHessian": PackedHessian,
+    "FeatureMean": FeatureMean, "SecondMoments": SecondMoments, "FeatureMoments": FeatureMoments,
+    "SecondMomentMatrix": SecondMomentMatrix, "MeanSquares": MeanSquares, "RowNormHistogram": RowNormHistogram,
+    "WhitenedGradient": WhitenedGradient, "Scores": Scores, "Whitening": Whitening, "Affine": Affine,
+}  # fmt: skip
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+_PARTS = (Whitening, Affine)  # what queries are made of
 _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
@@ -255,8 +253,8 @@ def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
 
 def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
     """The query of :func:`pack`; vectors become what ``like`` is, numpy or torch."""
-    query = _unpack(fields, arrays, like)
-    if not isinstance(query, _ASKED):
+    query: Query = _unpack(fields, arrays, like)
+    if type(query) not in _NAMES or isinstance(query, _PARTS):
         raise WireError("that is not a query")
     return query
 
@@ -270,8 +268,8 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
         return value.item()
     if isinstance(value, (list, tuple)):
         return [_pack(item, arrays) for item in value]
-    kind = type(value).__name__
-    if _KINDS.get(kind) is type(value):
+    kind = _NAMES.get(type(value))
+    if kind is not None:
         fields = (f.name for f in dataclasses.fields(value) if f.init)
         return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)

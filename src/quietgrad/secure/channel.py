@@ -4,7 +4,7 @@ A frame is a header and an AES-256-GCM ciphertext. The header (run, round, kind,
 authenticated with it; each direction of each pair has its own key and counter. A frame that was altered,
 replayed, reordered, sent in another run or round, or meant for another is refused by the sender's name.
 
-The share of the noise that one role draws on its own, from a key that nobody else ever sees.
+A noise share is what one role draws on its own, from a key that no other role sees.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FrameType(IntEnum):
     """What a frame is; a frame of one kind is never accepted as another."""
 
     ENVELOPE = 1  # masks: party to party, through the server: round key and shares
-    PREPARE = 2  # masks: party to server: everybody's envelopes
+    PREPARE = 2  # masks: party to server: all envelopes
     DELIVER = 3  # masks: server to party: the envelopes for her
     MASKED = 4  # masks: party to server
     SURVIVORS = 5  # masks: server to party: who is in the sum
@@ -122,7 +122,7 @@ class Channel:
         if run != self._run:
             raise ProtocolError(self.peer_name, "frame is of another run")
         if (sender, receiver) != (self._peer, self._me):
-            raise ProtocolError(self.peer_name, "frame is from or for someone else")
+            raise ProtocolError(self.peer_name, "frame is from or for another role")
         try:
             payload = self._in.decrypt(_nonce(counter), memoryview(frame)[_HEADER.size :], header)
         except InvalidTag as error:
@@ -138,11 +138,11 @@ class Channel:
 
 
 class Endpoint:
-    """A role in a run: its identity, the agreed terms, and a channel to everyone it has met.
+    """A role in a run: its identity, the agreed terms, and a channel to every role it has met.
 
     Args:
         identity: this role's long-term identity, on the roster.
-        roster: everyone, parties first, then servers.
+        roster: all roles, parties first, then servers.
         terms: the agreed terms.
         run: the name of the run; a new one for every run (16 random bytes are good).
         view: a recorder, in tests.
@@ -182,7 +182,7 @@ class Endpoint:
         """Verify hellos and derive the keys shared with each of their senders; one's own hello is skipped.
 
         A role needs the hellos of those it exchanges frames with: a party those of the servers, and with masks
-        of its neighbours; a server everybody's.
+        of its neighbours; a server all of them.
         """
         for hello in hellos:
             known = read_hello(hello, self.roster, self.context)

@@ -1,22 +1,17 @@
-"""Discrete Gaussian noise, drawn in constant time from AES-256-CTR words by exact alias tables.
+"""Discrete Gaussian noise from exact alias tables, in constant time, and vectors on a public integer grid.
 
-The discrete Gaussian N_Z(0, σ²) gives the integer k the probability ∝ exp(−k²/2σ²) (Canonne, Kamath and
-Steinke 2020). A table of 2^b columns holds its masses as whole numbers that add up to 2^b·2^λ (Walker's alias
-method): a draw takes b bits for the column and λ bits for the choice between the column's two values, looks
-at the same number of table cells whatever the result, and never rejects.
-
-Wide noise is built from narrow tables: if X₁ ~ N_Z(σ₁²) and X₂ ~ N_Z(σ₂²) with σ₁ ≥ 1.75·c, then X₁ + c·X₂ is
-N_Z(σ₁² + c²σ₂²) up to the relative error of :func:`smoothing_error`, because
+N_Z(0, σ²) gives the integer k the probability ∝ exp(−k²/2σ²) (Canonne, Kamath and Steinke 2020). A table of 2^b
+columns holds its masses as whole numbers that add up to 2^b·2^λ (Walker's alias method): a draw takes b + λ bits,
+reads the same number of cells whatever the result, and never rejects. Wide noise is built from narrow tables: if
+X₁ ~ N_Z(σ₁²), X₂ ~ N_Z(σ₂²) and σ₁ ≥ 1.75·c, then X₁ + c·X₂ is N_Z(σ₁² + c²σ₂²) up to :func:`smoothing_error`,
+since
 
     Σ_{y ∈ cZ} ρ_{σ₁}(x − y) ρ_{cσ₂}(y) = ρ_σ(x) · Σ_{y ∈ cZ} ρ_τ(y − μ_x),   τ = cσ₁σ₂/σ,
 
 and by Poisson summation the last sum depends on x only through terms of size exp(−2π²τ²/c²).
 
-Vectors on a public integer grid: clip, round, add mod 2^64, read back.
-
-Everything that leaves a party is a whole number mod 2^64, so the low bits of a released float can carry nothing
-about the data (Mironov 2012). The grid is public: with noise of standard deviation σ its step is σ divided by a
-fixed number of units (2^28 for masks and servers), which makes the noise tables the same for every σ.
+All that leaves a party is whole numbers mod 2^64, so low bits of floats carry nothing about the data (Mironov
+2012). The grid's step is σ divided by a fixed number of units, so the noise tables are the same for every σ.
 """
 
 from __future__ import annotations

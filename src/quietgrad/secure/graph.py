@@ -1,14 +1,14 @@
-"""Who masks with whom and who holds whose shares: everybody for few parties, about log m neighbours for many.
+"""The communication graph of masked sums: complete for few parties, about log m neighbours for many.
 
 In a large masked sum every party draws k neighbours by herself, from her own randomness, and signs them in her
 hello (Bell, Bonawitz, Gascón, Lepoint and Raykova 2020, their protocol for a server that deviates). All k hold
 shares of her two secrets; with the first l she also exchanges pairwise masks, and with those who drew her among
-their first l. No one else has a say in whom an honest party draws, so for any c parties that were corrupted
+their first l. No other role influences what an honest party draws, so for any c parties that were corrupted
 before, and any x that drop for reasons of their own, the numbers below are exact hypergeometric probabilities
 or union bounds over them:
 
 * **shares**: some party has more than ``near`` of the c among her k holders: ≤ m·P(Hyp(m − 1, c, k) > near) ≤ 2⁻⁴¹.
-  Otherwise 2t > k + 1 + near shares are never had of both secrets of one party, whatever the server tells whom.
+  Otherwise 2t > k + 1 + near shares are never had of both secrets of one party, whatever the server says.
 * **cut**: the honest parties who stay are not connected by masks, so that a partial sum is opened. For the sets
   A of a of them without an edge to the n − a others, n = m − c − x, Σ_a C(n, a)·[C(a − 1 + c + x, l)/C(m − 1,
   l)]^a·[C(m − 1 − a, l)/C(m − 1, l)]^(n−a) ≤ 2⁻⁴¹.
@@ -29,14 +29,14 @@ from functools import lru_cache
 
 PRIVACY_BITS = 41  # of either event about privacy
 LOSS_BITS = 20
-ALWAYS_COMPLETE = 64  # up to here everybody is everybody's neighbour unless fewer are asked for
+ALWAYS_COMPLETE = 64  # up to here the graph is complete unless fewer are asked for
 GRAPHS_PER_RELEASE = 8
-"""How often a party draws neighbours for one release at most, whoever asks; δ pays for all of them."""
+"""How often a party draws neighbours for one release at most; δ pays for all of them."""
 
 
 @dataclass(frozen=True)
 class CommunicationGraph:
-    """The sizes of everybody's neighbourhood, and what can go wrong with which probability.
+    """The sizes of the parties' neighbourhoods, and what can go wrong with which probability.
 
     >>> graph = choose_graph(parties=1000, colluders=50, dropouts=100)
     >>> graph.neighbours, graph.partners, graph.near, graph.threshold
@@ -57,7 +57,7 @@ class CommunicationGraph:
 
     @property
     def complete(self) -> bool:
-        """Whether everybody is everybody's neighbour; nothing is then left to chance."""
+        """Whether all are neighbours of all; nothing is then left to chance."""
         return self.neighbours == self.parties - 1
 
     def draw(self, me: int) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class MaskingNeighbours:
     Args:
         holders: who holds shares of hers.
         dealers: whose shares she holds.
-        partners: with whom she exchanges pairwise masks.
+        partners: the parties with which she exchanges pairwise masks.
     """
 
     holders: tuple[int, ...]
@@ -99,7 +99,7 @@ class MaskingNeighbours:
 
     @property
     def to(self) -> tuple[int, ...]:
-        """Whom she sends an envelope."""
+        """The receivers of her envelopes."""
         return tuple(sorted({*self.holders, *self.partners}))
 
     @property
@@ -139,7 +139,7 @@ def masking_neighbours(
 
 @lru_cache(maxsize=256)
 def choose_graph(parties: int, colluders: int, dropouts: int, neighbours: int | None = None) -> CommunicationGraph:
-    """The smallest neighbourhoods that keep the bounds; everybody among few parties, or if half would not do.
+    """Choose the smallest neighbourhoods that keep the bounds; all parties if they are few.
 
     Args:
         parties: m.
@@ -152,7 +152,7 @@ def choose_graph(parties: int, colluders: int, dropouts: int, neighbours: int | 
         if graph is None:
             raise ValueError(
                 f"neighbours={neighbours}: too few for {parties} parties of which {colluders} collude and "
-                f"{dropouts} drop; leave it out, or take everybody: {parties - 1}."
+                f"{dropouts} drop; leave it out, or take all: {parties - 1}."
             )
         return graph
     if neighbours is None and parties > ALWAYS_COMPLETE:
@@ -212,7 +212,7 @@ def log2_cut(parties: int, removed: int, partners: int) -> float:
 def left_out(parties: int, colluders: int, dropouts: int, threshold: int) -> int:
     """The most honest parties that a lying server with c accomplices can leave out of a sum in a complete graph.
 
-    It may show everyone another list. Whoever is in the sum shares one list of members with all others in it, which
+    It may show each party another list. A party in the sum shares one list of members with all others in it, which
     leaves out e; of each of the D further ones it must open the round key, which takes T − c honest shares. An
     honest party gives at most x − e such shares, and x if she has another list of members, which at most e + D
     have:
@@ -234,7 +234,7 @@ def left_out(parties: int, colluders: int, dropouts: int, threshold: int) -> int
 
 
 def _threshold(m: int, c: int, x: int) -> int:
-    """2T > m + c: nobody can open both secrets of one party; more if a liar can then leave out no more than x.
+    """2T > m + c: no role can open both secrets of one party; more if a liar can then leave out no more than x.
 
     T ≤ m − x, so that the x who may drop can be done without.
     """

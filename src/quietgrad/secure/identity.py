@@ -1,12 +1,8 @@
-"""Who is who: long-term Ed25519 identities, the roster of a run, and the signed hello that opens it.
+"""Long-term Ed25519 identities, the roster of a run, signed hellos and survivor lists, and the protocol's errors.
 
-A hello carries a fresh X25519 key for this run, signed together with the digest of the run, its terms and its
-roster, and in large masked sums the neighbours that its sender drew. Whoever relays hellos cannot put himself
-in the middle, and keys are new in every run, so a restarted role can never repeat a stream of an earlier one.
-
-Who is in a round: a bitmap that the server signs, so that two lists for one round convict it.
-
-What can go wrong between parties; every fault names the one it came from, if that is proved.
+A hello carries a fresh X25519 key, signed with the digest of the run, its configuration and its roster, so a relay
+cannot put itself in the middle and a restarted role never repeats a stream. The server signs the bitmap of a
+round's survivors, so two lists for one round convict it.
 """
 
 from __future__ import annotations
@@ -47,12 +43,12 @@ class DropoutError(ProtocolError):
     code = "QG-DROPOUT"
 
     def __init__(self, missing: list[str], reason: str) -> None:
-        super().__init__(", ".join(missing) or "nobody", reason)
+        super().__init__(", ".join(missing) or "no party", reason)
         self.missing = missing
 
 
 class SumOutOfBoundsError(ProtocolError):
-    """A sum that no data within the bounds can have; nobody is named, because nothing proves who made it so."""
+    """A sum that no data within the bounds can have; nothing proves which role made it so."""
 
     code = "QG-SUM"
     CHECK = "headroom check"
@@ -61,7 +57,7 @@ class SumOutOfBoundsError(ProtocolError):
         super().__init__(
             self.CHECK,
             f"the sum has length {length:.3g}, the most that clipped data and noise can have is {most:.3g}; a mask "
-            "or share was falsified, or somebody ignored the clip",
+            "or share was falsified, or a party ignored the clip",
         )
 
 
@@ -98,7 +94,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Roster:
-    """Names and public keys of everyone in a run: the parties first, then the server(s).
+    """Names and public keys of all roles in a run: the parties first, then the server(s).
 
     Args:
         names: unique, at most 65 535.
@@ -220,7 +216,7 @@ def unpack_members(payload: bytes, parties: int) -> tuple[tuple[int, ...], bytes
 
 
 class SurvivorAttestation(NamedTuple):
-    """The digest of the survivors that the server told someone, and its signature: what neighbours compare.
+    """The digest of the survivors that the server told a party, and its signature: what neighbours compare.
 
     It outlives the keys of the run (``context``) in which it was told, so that beginning anew hides nothing.
     """
@@ -257,7 +253,7 @@ class SurvivorAttestation(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> SurvivorAttestation | None:
-        """From :meth:`pack`; None for nobody's (all zeros: there was no earlier round)."""
+        """From :meth:`pack`; None for all zeros: there was no earlier round."""
         t = int.from_bytes(data[:8], "big")
         return SurvivorAttestation(t - 1, data[8:40], data[40:72], data[72:]) if t else None
 

@@ -1,29 +1,19 @@
-"""Secure sums by pairwise masks that cancel, with recovery of parties that drop.
-
-Bonawitz et al. (2017), and Bell et al. (2020) for many parties.
+"""Secure sums by pairwise masks that cancel (Bonawitz et al. 2017; Bell et al. 2020 for many parties).
 
 In round t party i sends the one server
 
     y_i = x_i + e_i + PRG(b_i) + Σ_{j>i} PRG(s_ij) − Σ_{j<i} PRG(s_ij)    (mod 2^64), j over her mask partners,
 
-where e_i is her share of the noise, N_Z(σ²/h); s_ij comes from X25519 keys made for this round only, and b_i is
-a random self-mask. Before, she gave her neighbours Shamir shares of her round key and of b_i, sealed end to
-end, and the server a signed hash of each (``deals.py``). Of a party in the sum the survivors open b_i; of one
-who dropped they open the round key, so that her masks can be taken off the others. A party answers once per
-round and gives one of the
-two, never both: with T shares needed of k + 1 and 2T > k + 1 + c no server working with c holders can have both.
-Who are neighbours and partners: everybody for few parties, drawn by each for many (``graph.py``).
-
-One round, one line per message (all frames go through the server):
+where e_i is her share of the noise, N_Z(σ²/h); s_ij comes from X25519 keys of this round, and b_i is a random
+self-mask. Before, she gave her neighbours sealed Shamir shares of her round key and of b_i. Of a party in the sum
+the survivors open b_i; of one who dropped they open the round key, so that her masks can be taken off. A holder
+gives one of the two, never both: with 2T > k + 1 + c no server working with c holders has both.
 
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
 
-Cost per party and round with k neighbours and l partners drawn: 8d + 392k + 295l bytes sent, 2l X25519
-exchanges and 2l AES streams of 8d bytes. Besides k, which grows with log m, only the m/8 bytes of who is present
-depend on m.
-
-The one server of a masked sum; the protocol is described in ``masking.py``.
+Cost per party and round with k neighbours and l partners: 8d + 392k + 295l bytes sent, 2l X25519 exchanges and 2l
+AES streams of 8d bytes.
 """
 
 from __future__ import annotations
@@ -429,7 +419,7 @@ class MaskingServer(Endpoint):
                 total -= self_mask_words(secret, t, self.terms.dimension)
             else:
                 total -= self._lost_masks(state, t, j, secret, survivors)
-        self.terms.require_possible(total)
+        self.terms.check_sum_norm(total)
         state.total, state.opened = total, True
         return decode(total, self.terms.step)
 

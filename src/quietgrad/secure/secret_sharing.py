@@ -1,17 +1,10 @@
-"""Shamir's secret sharing of 32-byte secrets over the prime field of 2^257 − 93 (Shamir 1979).
+"""Verifiable secret sharing: Shamir's scheme over the prime field of 2^257 − 93, with commitments.
 
-Dealing a round's two secrets so that whoever lies about a share is found out.
-
-A dealer splits her round key and her self-mask among k + 1 holders (herself first) and signs, for the server, a
-hash of every share beside her public round key and a hash of the self-mask. A holder compares what she was
-dealt with these
-hashes before there are data, and complains or is bound by them: from then on
-
-* a share that does not have its hash was falsified by the **holder** who returned it; it is left out;
-* T shares that all have their hashes and do not open the secret were dealt false by the **dealer**.
-
-Shares are uniform numbers of 257 bits (a single holder's is the secret itself, 256 random bits): their plain hashes
-tell nothing.
+A dealer splits her round key and her self-mask among k + 1 holders, herself first, and signs a hash of every share
+beside her public round key and a hash of the self-mask. A holder compares her shares with the hashes before there
+are data. From then on a share without its hash was falsified by its **holder**, and T shares that have their
+hashes and do not open the secret were falsified by the **dealer**. Shares have 257 uniform bits: their hashes tell
+nothing.
 """
 
 from __future__ import annotations

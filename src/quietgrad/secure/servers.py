@@ -1,14 +1,12 @@
 """Secure sums by additive shares to K ≥ 2 servers, each of which adds the whole noise.
 
-A party sends server k < K − 1 a random seed and the last server her vector minus what the seeds expand to: any
-K − 1 of the shares are uniform. Each server adds up the shares of the parties that all servers have, adds its
-own N_Z(0, σ²) and passes the result to the first server, who adds them up. Even K − 1 servers who break every
-rule see honest data only under the last one's full noise; the price is K times the variance. Parties may drop
-before sending.
+A party sends server k < K − 1 a random seed and the last server her vector minus what the seeds expand to: any K −
+1 shares are uniform. Each server adds up the shares of the parties that all servers have, and its own N_Z(0, σ²);
+the first server adds the partial sums. Even K − 1 malicious servers see honest data only under the last one's full
+noise; the sum has K times the variance. Parties may drop before sending. Cost per party and round: 8d + 100K bytes
+sent.
 
     party.share(t, x) → server.receive(t) → server.partial(t) → first.finish(t) → party.result(t)
-
-Cost per party and round: 8d + 100K bytes sent. Three servers can instead sample one noise together: ``mpc.py``.
 """
 
 from __future__ import annotations
@@ -30,17 +28,7 @@ _SEED = 32
 class SharingParty(Endpoint):
     """A data holder who splits her vector among servers; she adds no noise and may stay away from any round."""
 
-    def __init__(
-        self,
-        identity: Identity,
-        roster: Roster,
-        terms: SecureSumConfig,
-        run: bytes,
-        *,
-        view: TranscriptRecorder | None = None,
-    ) -> None:
-        super().__init__(identity, roster, terms, run, view=view)
-        self._last = -1
+    _last = -1
 
     def share(self, t: int, vector: npt.ArrayLike) -> dict[int, bytes]:
         """One frame per server, by roster number: seeds for all but the last, the rest of the vector for it."""
@@ -153,7 +141,7 @@ class SumServer(Endpoint):
         for k in self._others(frames):
             total = total + self._words(k, self._open(k, FrameType.PARTIAL, t, frames[k]))
         self._partial = None
-        self.terms.require_possible(total)
+        self.terms.check_sum_norm(total)
         self._released = total
         return decode(total, self.terms.step)
 

@@ -1,9 +1,7 @@
-"""What everyone agrees on before a run: who takes part, the sizes, the noise, and whom it must withstand.
+"""The agreed configuration of secure sums, and their threat model.
 
-The digest of the terms is signed in every hello and mixed into every key, so two roles with different terms
-cannot exchange a single message, and a party never has to trust the coordinator's word for the noise.
-
-Who must work together to learn what, in words and rows, for the terms of a run.
+The digest of the configuration is signed in every hello and mixed into every key, so roles with different ones
+cannot exchange a message, and a party never has to believe the coordinator about the noise.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ class SecureSumConfig:
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
         quorum: servers and mpc: how few parties a sum may have; default all of them.
-        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is everybody
+        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is all
             up to 64 parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph`
             hold.
         correlated: noise that is correlated over the rounds, in which case σ is that of its innovations; masks and
@@ -162,7 +160,7 @@ class SecureSumConfig:
 
     @property
     def graph(self) -> CommunicationGraph:
-        """Masks: who masks with whom and who holds shares, and with which probability that goes wrong."""
+        """Masks: mask partners and holders of shares, and the probability that they do not protect."""
         return choose_graph(self.parties, self.colluders, self.parties - self.least_parties, self.neighbours)
 
     @property
@@ -181,14 +179,14 @@ class SecureSumConfig:
         >>> SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
         4
         """
-        everybody = self.mode == "masks" and self.graph.complete
-        return self.parties - max(self.least_parties, self.threshold if everybody else 0)
+        complete = self.mode == "masks" and self.graph.complete
+        return self.parties - max(self.least_parties, self.threshold if complete else 0)
 
     @property
     def server_may_deviate(self) -> bool:
         """Masks: whether the noise holds against a server that tells different parties different things.
 
-        Either nobody may be missing, or everybody holds shares of everybody and T is so large that no
+        Either no party may be missing, or all hold shares of all and T is so large that no
         combination of lists opens a sum of fewer than the planned honest parties
         (:func:`quietgrad.secure.graph.left_out`).
 
@@ -198,7 +196,7 @@ class SecureSumConfig:
         m, x = self.parties, self.parties - self.least_parties
         return x == 0 or (self.graph.complete and left_out(m, self.colluders, x, self.threshold) <= x)
 
-    def require_possible(self, total: Words) -> None:
+    def check_sum_norm(self, total: Words) -> None:
         """Refuse a sum that no vectors within the bound and no noise can give; see :func:`possible_length`."""
         most = self.possible_length(self.parties * self.bound)
         check_length(decode(total, self.step), most)
@@ -264,7 +262,7 @@ class SecureSumConfig:
 
         Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
         distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
-        shares from one discrete Gaussian; and the probability that drawn neighbours do not protect someone.
+        shares from one discrete Gaussian; and the probability that drawn neighbours do not protect a party.
         """
         if self.sigma == 0.0:
             return 0.0
@@ -290,7 +288,7 @@ class SecureSumConfig:
         One honest server rounds once, which is post-processing. Of h honest parties' shares v_j with sum V, the
         rounded ones add up to rint(V − Σ_{j<h} f_j), f_j the fractions: post-processing too if these were uniform
         and independent of V. Given V, the v_j of all rounds are Gaussian with no eigenvalue below
-        λ = (σ²/h)/(h·‖S‖²) units², ‖S‖ ≤ Σc, whoever was present when, so their fractions' density is within
+        λ = (σ²/h)/(h·‖S‖²) units², ‖S‖ ≤ Σc, with any parties present, so their fractions' density is within
         2·exp(−2π²λ) of uniform for every one of them, as the Fourier series of a wrapped Gaussian says.
         """
         if self.mode == "servers":
@@ -345,8 +343,8 @@ class ThreatModel:
 
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
-    """Describe what a run with these terms protects, against whom, and at what price."""
-    rows = {"masks": _masks, "servers": _servers, "mpc": _mpc}[terms.mode](terms)
+    """Describe what a run with this configuration protects, the adversary, and the cost in noise."""
+    rows = _masks(terms) if terms.mode == "masks" else _shares(terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
     else:
@@ -366,13 +364,13 @@ def threat_model(terms: SecureSumConfig) -> ThreatModel:
         (
             "outsiders",
             "messages are encrypted and authenticated (X25519, Ed25519, AES-256-GCM); an altered, repeated, "
-            "reordered or misdirected message aborts the round and names its sender. Who talks to whom, when "
+            "reordered or misdirected message aborts the round and names its sender. Which roles talk, when "
             "and how much is visible",
         ),
         (
             "not covered",
             "a party who lies about her own data or ignores the clipping bound can falsify the sum (her vector "
-            "is never seen); anyone can stop a round; everyone sees the released sums, whose cost is in the ledger",
+            "is never seen); any role can stop a round; all see the released sums, whose cost is in the ledger",
         ),
     ]
     return ThreatModel(terms.mode, tuple(rows))
@@ -386,10 +384,10 @@ def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
             "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
         )
     elif terms.server_may_deviate:
-        server = f"may deviate: whatever it tells whom, it opens no sum of fewer than {h} honest parties"
+        server = f"may deviate: whatever it says to the parties, it opens no sum of fewer than {h} honest parties"
     else:
         server = (
-            "must report the same true survivors to everyone (semi-honest); it can never open both masks of a "
+            "must report the same true survivors to all parties (semi-honest); it can never open both masks of a "
             "party, and two different lists are found out in the next round by its own signatures"
         )
     holders = f"{m} parties" if graph.complete else f"the {graph.neighbours} that she drew"
@@ -417,7 +415,7 @@ def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
         (
             "who lied",
             "a false share names its holder, shares that open nothing their dealer; a complaint names two; a sum "
-            "longer than data and noise can be names nobody and is not used",
+            "longer than data and noise can be names no party and is not used",
         ),
         ("on restart", "new keys; no stream or round key is ever used again"),
     ]
@@ -435,48 +433,43 @@ def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
 def _by_lying(terms: SecureSumConfig) -> str:
     if terms.graph.complete:
         return f", or {2 * terms.threshold - terms.parties} if the server lies about who dropped"
-    return ", or nobody but the server if it lies about who dropped"
+    return ", or the server alone if it lies about who dropped"
 
 
-def _servers(terms: SecureSumConfig) -> list[tuple[str, str]]:
+def _shares(terms: SecureSumConfig) -> list[tuple[str, str]]:
     k = terms.server_count
+    if terms.mode == "servers":
+        own = [
+            ("setting", f"{k} servers, additive shares; each server adds the full noise"),
+            (
+                "servers",
+                f"any {k - 1} of {k} may be malicious and work with any parties: honest data stay under the honest "
+                "server's full noise. A malicious server can falsify or stop a sum",
+            ),
+            ("to learn raw data", f"all {k} servers must work together; then they see every vector"),
+        ]
+    else:
+        own = [
+            ("setting", "three servers, noise sampled inside replicated secret sharing; no server knows it"),
+            (
+                "servers",
+                "one of three may be curious and work with any parties. It is assumed to FOLLOW the protocol "
+                "(semi-honest): a server that deviates can spoil the noise unnoticed. If that is not acceptable "
+                "choose servers or masks",
+            ),
+            (
+                "to learn raw sums",
+                "two of the three servers must work together; they then see the sum almost without noise. Single "
+                "vectors take all three",
+            ),
+        ]
     return [
-        ("setting", f"{k} servers, additive shares; each server adds the full noise"),
-        (
-            "servers",
-            f"any {k - 1} of {k} may be malicious and work with any parties: honest data stay under the honest "
-            "server's full noise. A malicious server can falsify or stop a sum",
-        ),
-        ("to learn raw data", f"all {k} servers must work together; then they see every vector"),
+        *own,
         ("parties", "add no noise and know none; any number of them may be curious"),
         (
             "parties that drop",
             f"up to {terms.tolerated_dropouts} per round before sending; the noise does not depend on "
             "them. All servers are needed: without one the round is aborted by name",
         ),
-        ("on restart", "new keys; no seed or noise stream is ever used again"),
-    ]
-
-
-def _mpc(terms: SecureSumConfig) -> list[tuple[str, str]]:
-    return [
-        ("setting", "three servers, noise sampled inside replicated secret sharing; nobody knows it"),
-        (
-            "servers",
-            "one of three may be curious and work with any parties. It is assumed to FOLLOW the protocol "
-            "(semi-honest): a server that deviates can spoil the noise unnoticed. If that is not acceptable "
-            "choose servers or masks",
-        ),
-        (
-            "to learn raw sums",
-            "two of the three servers must work together; they then see the sum almost without noise. Single "
-            "vectors take all three",
-        ),
-        ("parties", "add no noise and know none; any number of them may be curious"),
-        (
-            "parties that drop",
-            f"up to {terms.tolerated_dropouts} per round before sending; the noise does not depend on "
-            "them. All three servers are needed: without one the round is aborted by name",
-        ),
-        ("on restart", "new keys; no share or noise stream is ever used again"),
+        ("on restart", "new keys; no seed, share or noise stream is ever used again"),
     ]

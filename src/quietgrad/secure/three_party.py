@@ -1,33 +1,21 @@
-"""Secure sums on three servers that sample one discrete Gaussian together, so that nobody knows the noise.
+"""Secure sums on three servers that sample one discrete Gaussian together: no server knows the noise.
 
-The parties share their vectors as in ``servers.py``. The noise is c·X₂ + Y₀ + Y₁ + Y₂ with c = 2^23:
+The parties share their vectors as in ``servers.py``. The noise is c·X₂ + Y₀ + Y₁ + Y₂ with c = 2^23. X₂ ~ N_Z(24²)
+is sampled inside replicated secret sharing by the alias method: 8 shared random bits choose one of 256 columns,
+one-hot vectors of their halves select its 56-bit threshold and alias from the public table, a shared comparison
+decides between the two, one more bit is the sign (about 260 ANDs, 13 messages per round). Y_i ~ N_Z((1.75c)²/2) is
+drawn by server i alone. The two that a curious server does not know add up to σ₁ = 1.75c, so c·X₂ + Y + Y′ is
+N_Z(c²(24² + 1.75²)) within 2⁻⁸⁰; the third is an excess of 0.27 % of the variance.
 
-* X₂ ~ N_Z(24²) is sampled inside replicated secret sharing by the alias method (``sampler.py``): 8 shared random
-  bits choose one of 256 columns, one-hot vectors of their halves select the column's 56-bit threshold and its
-  alias from the public table, a shared comparison with 56 random bits decides between column and alias, one more
-  bit is the sign. About 260 shared ANDs and 13 messages per round, whatever the dimension.
-* Y_i ~ N_Z((1.75c)²/2) is drawn by server i alone. The two that a curious server does not know add up to
-  σ₁ = 1.75c, so c·X₂ + Y + Y′ is N_Z(c²(24² + 1.75²)) within 2⁻⁸⁰ (``sampler.smoothing_error``); the third is the
-  only excess: 0.27 % of the variance.
+Adversary: one **semi-honest** server of the three, with any number of parties. A server that deviates can spoil
+the noise unnoticed, and two servers together know everything; where that is not acceptable use ``servers`` or
+``masks``.
 
-Adversary: one **semi-honest** server of the three (it follows the protocol and keeps notes) with any number of
-parties. A server that deviates can spoil the noise without being noticed, and two servers together know
-everything; where that is not acceptable use ``servers`` (any K − 1 servers may cheat) or ``masks``.
-
-    generator = server.prepare(t): yields frames for the previous server, takes frames of the next; needs no data,
-    so it may run while the parties compute; then as in ``servers.py``.
-
-ReplicatedSharing secret sharing of bits among three servers, one of whom may be curious (Araki et al. 2016).
-
-A bit x = x₀ ⊕ x₁ ⊕ x₂; server i holds (x_i, x_{i+1}), so any two have everything and one alone sees uniform bits.
-Bits are packed 64 to a word: row r of a shared array holds bit r of 64 coordinates per word.
-
-* Random bits, XOR, NOT and public linear maps are free: x_i is read from a stream that servers i and i − 1 share.
-* A sum of products Σ_v x_v·y_v costs one bit per server, however many terms it has: the cross terms that i can
-  compute, masked by a fresh sharing of zero, are its component of the result and go to server i − 1.
-
-The computation is written as a generator that yields what to send to the previous server and is resumed with
-what came from the next one; it does no input or output itself.
+Replicated sharing (Araki et al. 2016): a bit x = x₀ ⊕ x₁ ⊕ x₂, server i holds (x_i, x_{i+1}). Bits are packed 64
+to a word. Random bits, XOR, NOT and public linear maps are free. A sum of products costs one bit per server: the
+cross terms that i can compute, masked by a fresh sharing of zero, are its component and go to server i − 1. A
+computation is a generator that yields what to send to the previous server and is resumed with what came from the
+next.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from quietgrad.federation.wire import Bytes
+from quietgrad.secure.identity import ProtocolError
 
 __all__ = ["Away", "Bytes", "Calls", "Clock", "Handler", "Transport"]
 Handler = Callable[[Bytes], Bytes]
@@ -45,7 +46,7 @@ class Transport(Protocol):
         ...
 
     def parties(self) -> tuple[str, ...]:
-        """Names of everybody who can be reached in principle: parties, and servers if there are any."""
+        """Names of all members that can be reached in principle: parties, and servers if there are any."""
         ...
 
     def renewed(self) -> set[str]:
@@ -56,7 +57,7 @@ class Transport(Protocol):
         """Deliver each frame and return what came back within ``seconds``, by name.
 
         A member who cannot be reached now is :class:`Away`, one who is still at work is left out. Returns as soon
-        as there is nobody to wait for. The caller sends a frame again if it likes; a reply says which frame it
+        as all have answered. The caller sends a frame again if it likes; a reply says which frame it
         belongs to, so a late one does no harm.
         """
         ...
@@ -86,7 +87,7 @@ class Calls:
         self._closed = False
 
     def parties(self) -> tuple[str, ...]:
-        """Everybody's names."""
+        """The names of all members."""
         return self._names
 
     def renewed(self) -> set[str]:
@@ -95,7 +96,7 @@ class Calls:
         return found
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """Call everybody at once; see :class:`Transport`."""
+        """Call all members at once; see :class:`Transport`."""
         deadline = time.monotonic() + seconds
         for name, frame in frames.items():
             if self._latest.get(name) is not frame:  # else its thread is still at this very frame: wait for that
@@ -109,7 +110,7 @@ class Calls:
                 break
             if self._latest.get(name) is frame:
                 del self._latest[name]
-                if frames.get(name) is frame:  # else it is an answer that nobody waits for any more
+                if frames.get(name) is frame:  # else it came too late
                     found[name] = answer
         return found
 
@@ -132,6 +133,6 @@ class Calls:
             answer: Bytes | Away
             try:
                 answer = self._call(name, frame)
-            except OSError as error:
+            except (OSError, ProtocolError) as error:
                 answer = error if isinstance(error, Away) else Away(str(error) or "hung up")
             self._done.put((name, frame, answer))

@@ -48,7 +48,7 @@ class FlareTransport(Calls):
         self._engine, self._context, self._timeout = engine, fl_ctx, timeout
 
     def _ask(self, name: str, frame: Bytes) -> Bytes:
-        # Not multicast_aux_requests, which in 2.9 reaches nobody.
+        # Not multicast_aux_requests, which in 2.9 reaches no client.
         request = Shareable({"frame": bytes(frame)})
         found = self._engine.send_aux_request(
             [name], TOPIC, request, self._timeout, self._context, optional=True, secure=False

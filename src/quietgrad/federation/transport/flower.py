@@ -24,7 +24,7 @@ from quietgrad.federation.transport import Away, Bytes, Clock
 from quietgrad.federation.transport.local_socket import carry
 
 _LOOK = 0.05  # seconds between two looks for replies; Flower's own waiting takes three
-_WHO = 10.0  # seconds between two questions to nodes that nobody has named
+_WHO = 10.0  # seconds between two questions to nodes without a name
 _LARGEST = 1 << 31
 server_app, client_app = ServerApp(), ClientApp()
 
@@ -55,11 +55,11 @@ class FlowerTransport:
         self._sent: dict[str, _Sent] = {}
 
     def parties(self) -> tuple[str, ...]:
-        """Everybody's names."""
+        """The names of all members."""
         return tuple(self._names)
 
     def renewed(self) -> set[str]:
-        """Nobody that Flower knows of."""
+        """No member: Flower does not tell."""
         return set()
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
@@ -100,7 +100,7 @@ class FlowerTransport:
         return list(self._grid.pull_messages(messages)) if messages else []
 
     def _introduce(self, here: set[int]) -> None:
-        """Ask nodes that nobody has named who is behind them, and believe signatures only."""
+        """Ask nodes without a name who is behind them, and believe signatures only."""
         for reply in self._pull(set(self._introductions)):
             node, asked = self._introductions.pop(reply.metadata.reply_to_message_id)
             frame = bytearray(reply.content["q"]["frame"]) if _good(reply) else b""

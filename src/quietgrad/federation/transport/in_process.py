@@ -9,7 +9,7 @@ from quietgrad.federation.transport import Away, Bytes, Clock, Handler
 
 
 class SimulatedClock(Clock):
-    """Time that passes when somebody waits."""
+    """Time that passes only while the caller waits."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -10,51 +10,29 @@ import contextlib
 import os
 import socket
 import stat
-import struct
+import time
 from pathlib import Path
 
 from quietgrad.errors import DataError
 from quietgrad.federation.exchange import Site
 from quietgrad.federation.transport import Away, Bytes
+from quietgrad.federation.transport.tls_connection import ASK, REPLY, receive, send
+from quietgrad.secure.identity import ProtocolError
 
-_LENGTH = struct.Struct("<Q")
-_PIECE = 1 << 20
-
-
-def send(sock: socket.socket, frame: Bytes) -> None:
-    """One frame, with its length before it."""
-    sock.sendall(_LENGTH.pack(len(frame)))
-    sock.sendall(frame)
-
-
-def receive(sock: socket.socket, most: int) -> bytearray:
-    """The next frame; a longer one than ``most`` is refused before memory is taken for it."""
-    (length,) = _LENGTH.unpack(_read(sock, _LENGTH.size))
-    if length > most:
-        raise ConnectionAbortedError(f"a frame of {length} bytes is announced; the limit is {most}")
-    return _read(sock, length)
-
-
-def _read(sock: socket.socket, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        piece = sock.recv(min(size - len(data), _PIECE))
-        if not piece:
-            raise ConnectionResetError("hung up")
-        data += piece
-    return data
+_SECONDS = 60.0  # that a caller has to send its frame and to take the reply
 
 
 def carry(path: str | Path, frame: Bytes, *, most: int, seconds: float | None = None) -> bytearray:
     """Carry one frame to the member behind ``path`` and bring back its reply."""
     with socket.socket(socket.AF_UNIX) as sock:
+        deadline = None if seconds is None else time.monotonic() + seconds
         sock.settimeout(seconds)
         try:
             sock.connect(str(path))
         except OSError as error:
             raise Away(f"no member answers at {path} ({error.strerror})") from None
-        send(sock, frame)
-        return receive(sock, most)
+        send(sock, ASK, frame, deadline=deadline)
+        return receive(sock, most=most, deadline=deadline)[1]
 
 
 def serve(site: Site, path: Path, *, most: int) -> None:
@@ -82,8 +60,9 @@ def serve(site: Site, path: Path, *, most: int) -> None:
         try:
             while not site.over:
                 caller, _ = listener.accept()
-                with caller, contextlib.suppress(OSError):
-                    caller.settimeout(60.0)
-                    send(caller, site.answer(receive(caller, most)))
+                with caller, contextlib.suppress(OSError, ProtocolError):
+                    deadline = time.monotonic() + _SECONDS
+                    reply = site.answer(receive(caller, most=most, deadline=deadline)[1])
+                    send(caller, REPLY, reply, deadline=time.monotonic() + _SECONDS)
         finally:
             path.unlink(missing_ok=True)

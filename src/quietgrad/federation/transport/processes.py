@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
+import os
+import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from quietgrad.federation.exchange import Site
-from quietgrad.federation.transport import Away, Bytes, Calls, Handler
-from quietgrad.federation.transport.local_socket import receive, send
+from quietgrad.federation.transport import Bytes, Calls, Handler
+from quietgrad.federation.transport.local_socket import carry, serve
 
 Factory = Callable[[], Handler]
 """Makes a party's handler inside its own process; a module-level function, or a ``functools.partial`` of one."""
 
 
 class Processes(Calls):
-    """A transport to child processes, one per party.
+    """A transport to child processes, one per party, each behind a socket of its own.
 
     Args:
         factories: by name, what makes the party's handler in its process. Only these are pickled (by the standard
@@ -27,59 +30,54 @@ class Processes(Calls):
     def __init__(self, factories: Mapping[str, Factory], *, limit: int = 1 << 28) -> None:
         super().__init__(tuple(factories), self._ask)
         self._factories, self._limit = dict(factories), limit
+        self._sockets = tempfile.TemporaryDirectory()
         self._context = multiprocessing.get_context("spawn")
-        self._children: dict[str, tuple[BaseProcess, socket.socket]] = {}
+        self._children: dict[str, BaseProcess] = {}
         for name in self._factories:
             self.restart(name)
 
     def process(self, name: str) -> BaseProcess:
         """The child process of a party."""
-        return self._children[name][0]
+        return self._children[name]
 
     def restart(self, name: str) -> None:
         """Start a party's process, again if it has ended."""
-        self._stop(name)
-        ours, theirs = socket.socketpair()
-        process = self._context.Process(
-            target=_serve, args=(theirs, self._factories[name], self._limit), name=name, daemon=True
-        )
-        process.start()
-        theirs.close()
-        self._children[name] = (process, ours)
+        if name in self._children:
+            _end(self._children[name])
+        arguments = (self._factories[name], self._path(name), self._limit)
+        self._children[name] = self._context.Process(target=_serve, args=arguments, name=name, daemon=True)
+        self._children[name].start()
         self._renewed.add(name)
 
     def close(self) -> None:
         """End the children."""
         super().close()
-        for name in list(self._children):
-            self._stop(name)
+        for process in self._children.values():
+            _end(process)
+        self._sockets.cleanup()
 
-    def _stop(self, name: str) -> None:
-        if name not in self._children:
-            return
-        process, ours = self._children.pop(name)
-        process.terminate()
-        process.join(timeout=5.0)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        ours.close()
+    def _path(self, name: str) -> Path:
+        return Path(self._sockets.name) / str(self._names.index(name))
 
     def _ask(self, name: str, frame: Bytes) -> Bytes:
-        if name not in self._children:
-            raise Away("has no process")
-        ours = self._children[name][1]
-        # No deadline: the exchange stops waiting by itself, and half a frame would spoil the socket for good.
-        send(ours, frame)
-        return receive(ours, self._limit)
+        return carry(self._path(name), frame, most=self._limit)
 
 
-def _serve(sock: socket.socket, factory: Factory, limit: int) -> None:
-    """The child's loop: one frame in, one reply out, until the coordinator hangs up."""
-    site = Site(factory())
-    with sock:
-        while True:
-            try:
-                send(sock, site.answer(receive(sock, limit)))
-            except OSError:
-                return
+def _end(process: BaseProcess) -> None:
+    process.terminate()
+    process.join(timeout=5.0)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _serve(factory: Factory, path: Path, limit: int) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    serve(Site(factory()), path, most=limit)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+    os._exit(0)

@@ -1,9 +1,6 @@
-"""Real institutions: members call the coordinator over TLS 1.3, each side proves who it is by its certificate.
+"""Members call the coordinator over TLS 1.3; each side proves by its certificate who it is.
 
 Members need no open port. A member that loses its connection calls again, and is then sent the same frame again.
-Callers who have not proved who they are wait at the :mod:`~quietgrad.federation.transport.tls_connection`, briefly.
-
-A member's end of :mod:`~quietgrad.federation.transport.tls`: calls the coordinator and answers what it asks.
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(eq=False)
-class _Seat:
+class _MemberConnection:
     """One member's place: its connection if it has one, and what became of the last."""
 
     connection: ssl.SSLSocket | None = None
@@ -79,7 +76,7 @@ class ResponseStats:
 
 
 class TlsServer(Calls):
-    """The coordinator's transport: listens, seats whoever has a right to a seat, and sends frames.
+    """The coordinator's transport: listens, admits members by certificate and plan, and sends frames.
 
     Args:
         credentials: the coordinator's.
@@ -106,7 +103,7 @@ class TlsServer(Calls):
         self._timeout = timeout
         self._context = context_for(credentials)
         self._agreement, self._most, self._tell = agreement, min(most, LARGEST), tell
-        self._seats = {name: _Seat() for name in names}
+        self._seats = {name: _MemberConnection() for name in names}
         self._seating = threading.Lock()
         self._keys = credentials.folder
         self._door = HandshakeQueue(
@@ -126,7 +123,7 @@ class TlsServer(Calls):
         ]
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         super().close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread at the door
@@ -149,7 +146,7 @@ class TlsServer(Calls):
         with self._seats[name].lock:
             return self._ask_in(name, self._seats[name], frame)
 
-    def _ask_in(self, name: str, seat: _Seat, frame: Bytes) -> Bytes:
+    def _ask_in(self, name: str, seat: _MemberConnection, frame: Bytes) -> Bytes:
         connection = seat.connection
         if connection is None:
             seat.missed += 1
@@ -269,7 +266,7 @@ class TlsServer(Calls):
         return None
 
 
-def _end(seat: _Seat, connection: ssl.SSLSocket) -> None:
+def _end(seat: _MemberConnection, connection: ssl.SSLSocket) -> None:
     """Close a connection, or let the thread that is reading from it find out and close it."""
     if seat.lock.acquire(blocking=False):
         hang_up(connection)
@@ -404,5 +401,5 @@ def _why(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return "does not answer"
     if isinstance(error, socket.gaierror):
-        return "has an address that nobody knows"
+        return "has an unknown address"
     return "cannot be reached" if isinstance(error, ConnectionRefusedError) else "hung up"

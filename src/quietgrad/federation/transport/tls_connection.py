@@ -1,16 +1,11 @@
-"""Frames over a TLS connection: a kind, a length that is bounded, bytes; and contexts that insist on certificates.
+"""Frames over a TLS connection with certificates on both sides, and a bounded queue of unauthenticated callers.
 
     length (4 bytes, little-endian, of what follows) · kind (1 byte) · payload
 
-One thread owns a connection: it sends and then receives, never both at once, because OpenSSL's connections are not
-made for two threads. Every call has a deadline, and a connection that missed one is thrown away, so no half frame
-is ever taken for the beginning of another.
-
-The coordinator's door: callers who have not yet proved who they are, few at a time and none for long.
-
-Anybody who can reach the port can open connections and say nothing. Such a caller costs a place here and nothing
-else: it is dropped after a few seconds, and when the places of its address or of the whole door are taken, the one
-that has waited longest at the busiest address makes room. A member needs a fraction of a second: it gets through.
+One thread owns a connection, sends and then receives; OpenSSL's connections are not made for two threads. A
+connection that missed a deadline is thrown away, so no half frame is taken for the beginning of another. A caller
+that opens a connection and says nothing occupies a place for a few seconds; when all places are taken, the caller
+that has waited longest at the busiest address makes room.
 """
 
 from __future__ import annotations
@@ -66,18 +61,21 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def send(connection: ssl.SSLSocket, kind: int, *parts: Bytes, deadline: float) -> None:
+def send(connection: socket.socket, kind: int, frame: Bytes, *, deadline: float | None) -> None:
     """Send one frame before ``deadline`` (of ``time.monotonic``) or raise ``OSError``."""
-    _send_all(connection, _HEAD.pack(1 + sum(map(len, parts)), kind), deadline)
-    for part in parts:
-        _send_all(connection, part, deadline)
+    for part in (_HEAD.pack(1 + len(frame), kind), frame):
+        view, at = memoryview(part).cast("B"), 0
+        while at < len(view):
+            connection.settimeout(_left(deadline))
+            at += connection.send(view[at : at + _PIECE])
 
 
-def receive(connection: ssl.SSLSocket, *, most: int, deadline: float | None) -> tuple[int, bytearray]:
+def receive(connection: socket.socket, *, most: int, deadline: float | None) -> tuple[int, bytearray]:
     """The next frame's kind and payload; a longer one than ``most`` is refused before memory is taken for it."""
     length, kind = _HEAD.unpack(_read(connection, _HEAD.size, deadline))
     if not 1 <= length <= most + 1:
-        raise ProtocolError(peer_name(connection), f"announces a frame of {length} bytes; the limit is {most}")
+        name = peer_name(connection) if isinstance(connection, ssl.SSLSocket) else "the other process"
+        raise ProtocolError(name, f"announces a frame of {length} bytes; the limit is {most}")
     return kind, _read(connection, length - 1, deadline)
 
 
@@ -87,21 +85,13 @@ def hang_up(connection: socket.socket) -> None:
         connection.close()
 
 
-def _send_all(connection: ssl.SSLSocket, data: Bytes, deadline: float) -> None:
-    view = memoryview(data).cast("B")
-    at = 0
-    while at < len(view):
-        connection.settimeout(_left(deadline))
-        at += connection.send(view[at : at + _PIECE])
-
-
-def _read(connection: ssl.SSLSocket, size: int, deadline: float | None) -> bytearray:
+def _read(connection: socket.socket, size: int, deadline: float | None) -> bytearray:
     # Memory follows what has arrived: a frame that is only announced costs its announcer nothing.
     buffer, filled = bytearray(min(size, _PIECE)), 0
     while filled < size:
         if filled == len(buffer):
             buffer.extend(bytes(min(len(buffer), size - filled)))
-        connection.settimeout(None if deadline is None else _left(deadline))
+        connection.settimeout(_left(deadline))
         with memoryview(buffer) as view, view[filled:] as rest:
             count = connection.recv_into(rest)
         if count == 0:
@@ -110,7 +100,9 @@ def _read(connection: ssl.SSLSocket, size: int, deadline: float | None) -> bytea
     return buffer
 
 
-def _left(deadline: float) -> float:
+def _left(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
     left = deadline - time.monotonic()
     if left <= 0.0:
         raise TimeoutError("not in time")
