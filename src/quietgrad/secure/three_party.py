@@ -11,7 +11,7 @@ Adversary: one **semi-honest** server of the three, with any number of parties. 
 the noise unnoticed, and two servers together know everything; where that is not acceptable use ``servers`` or
 ``masks``.
 
-Replicated sharing (Araki et al. 2016): a bit x = x₀ ⊕ x₁ ⊕ x₂, server i holds (x_i, x_{i+1}). Bits are packed 64
+Sharing is replicated (Araki et al. 2016): a bit x = x₀ ⊕ x₁ ⊕ x₂, server i holds (x_i, x_{i+1}). Bits are packed 64
 to a word. Random bits, XOR, NOT and public linear maps are free. A sum of products costs one bit per server: the
 cross terms that i can compute, masked by a fresh sharing of zero, are its component and go to server i − 1. A
 computation is a generator that yields what to send to the previous server and is resumed with what came from the
