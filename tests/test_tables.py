@@ -634,3 +634,13 @@ def test_a_step_that_learns_without_privacy_is_told() -> None:
     )
     pipe = make_pipeline(public, FunctionTransformer(), PrivateScaler(epsilon=0.1), clone(model)).fit(frame, y)
     assert not any("does not cover" in note for note in pipe[-1].privacy_.notes)
+
+
+def test_a_published_norm_is_a_declaration() -> None:
+    X, y = table(600)
+    norms = [{"centre": 0.0, "spread": 1.0}] * 6
+    model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], feature_bounds=norms).fit(X, y)
+    assert model.feature_range_[0].tolist() == [-3.0] * 6
+    assert model.score(X, y) > 0.75
+    with pytest.raises(ValueError, match="norm"):
+        PrivateLogisticRegression(classes=[0, 1], feature_bounds=[{"mean": 0.0}] * 6).fit(X, y)

@@ -36,7 +36,7 @@ from quietgrad.vectors import Vector, copy
 
 _LINES = 0.4  # of the steps, and of the budget that trains
 _SHAPES, _PAIRS = 0.12, 0.08  # of what the looks leave
-_LEAST_SIGNAL = 600.0  # nμ below which shapes cannot be told: lines alone
+_LEAST_SIGNAL = 300.0  # nμ below which shapes of ten columns or fewer cannot be told: lines alone
 _MOST_CELLS = 64
 _MOST_PAIRS, _KEPT_PAIRS = 400, 4
 _TESTED = 6  # waves of a feature that decide whether it bends
@@ -362,7 +362,7 @@ def for_shapes(
         regression=regression, target_bounds=(-2.0, 2.0) if regression else None,
     )  # fmt: skip
     shown = replace(shown, look=None, bands=True)
-    few = n * mu < _LEAST_SIGNAL
+    few = n * mu < _LEAST_SIGNAL * max(1.0, math.sqrt(columns / 10.0))
     if few and pairs:
         few = False  # pairs that were named are fitted
     if few or not numeric:

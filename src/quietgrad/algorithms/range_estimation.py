@@ -146,7 +146,18 @@ def _is_wide(pair: Bounds) -> bool:
 
 
 def checked_bounds(name: str, pair: Any) -> Bounds:
-    """(low, high) as floats, low < high, both finite and far from what float64 can hold."""
+    """(low, high) as floats, low < high, both finite and far from what float64 can hold.
+
+    A public norm, ``{"centre": c, "spread": s}``, stands for three spreads around its centre.
+
+    >>> checked_bounds("age", {"centre": 50, "spread": 10})
+    (20.0, 80.0)
+    """
+    if isinstance(pair, Mapping):
+        if set(pair) != {"centre", "spread"}:
+            raise ValueError(f"{name}: a public norm must have a centre and a spread.")
+        centre, spread = float(pair["centre"]), float(pair["spread"])
+        pair = (centre - 3.0 * spread, centre + 3.0 * spread)
     try:
         low, high = (float(limit) for limit in pair)
     except (TypeError, ValueError):

@@ -14,7 +14,7 @@ from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
 _CHEAP = 0.02  # share at which wide declared ranges are looked into as well
-_SPACIOUS = 0.008  # p^1.5/(nμ) below which half the budget buys standard errors unasked
+_SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard errors unasked
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
 

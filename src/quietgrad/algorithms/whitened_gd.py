@@ -55,7 +55,7 @@ __all__ = ["Bounds", "Look", "WhitenedGD"]
 
 MOST_NOISE = 1.0 / 3.0
 """Of the curvature's least eigenvalue: a noisier inverse tells nothing."""
-CROWDED = 0.018
+CROWDED = 0.012
 """p^1.5/(nμ) beyond which no step is bought: its curvature would be refused."""
 _SHARES = {"score": 0.45, "information": 0.5, "dispersion": 0.05}
 
@@ -126,6 +126,7 @@ _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs
 _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
 _ABOUNDS = 8.0
 _WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
+_TYPICAL_LEAST = 0.7  # of the mean curvature: the least, where large scores bend less
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
@@ -340,6 +341,17 @@ class WhitenedGD(Algorithm):
         if not has_errors(door.objective):
             extra["refused_inference"] = "they are offered for two classes and for least squares only"
             return
+        if self._drowned(state, door, whitening, relation):
+            # Decided before the curvature is bought: its part of the budget trains.
+            extra["refused_inference"] = (
+                "the curvature is expected to drown in its noise, so the fit had the budget"
+            )
+            for slot in newton_shares(self.inference_share, isinstance(door.objective, Squared)):
+                query = WhitenedGradient(extra["mean_inner"], extra["clip"], whitening)
+                gradient = door.release(slot, self._seen(query, state)) / door.expected_batch(slot)
+                gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["mean_inner"])))
+                extra["mean_inner"] = extra["mean_inner"] - gradient / _pace_of(door.objective)
+            return
         found = newton_step(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
         extra["refused_inference"] = found.refused
         if found.refused:
@@ -351,6 +363,25 @@ class WhitenedGD(Algorithm):
         columns = [self._to_raw(whitening.to_raw(unit), state, door) - origin for unit in np.eye(size)]
         matrix = np.column_stack(columns)
         extra["covariance"] = matrix @ found.covariance @ matrix.T
+
+    def _drowned(self, state: State, door: Session, whitening: Whitening, relation: Relation) -> bool:
+        """Whether the curvature's noise would exceed a third of its least eigenvalue, as what was released tells.
+
+        The moments give the scores' mean and deviation, and so the mean curvature if they are about normal.
+        """
+        scale, shift, inner = whitening.transform.scale, whitening.transform.shift, state.extra["mean_inner"]
+        rows = scale @ (state.extra["second"] - np.outer(shift, shift)) @ scale
+        weights = inner[:-1] if whitening.column else inner
+        centre = inner[-1] * whitening.column if whitening.column else 0.0
+        points, parts = np.polynomial.hermite_e.hermegauss(15)
+        scores = centre + math.sqrt(max(float(weights @ rows @ weights), 0.0)) * points
+        bend = float(parts @ door.objective.curvature(scores, 0.0, door.objective.h) / parts.sum())
+        least = _TYPICAL_LEAST * bend * max(float(np.linalg.eigvalsh(rows)[0]), 0.0)
+        bound = (2.5 if isinstance(door.objective, Squared) else 0.625) * whitening.radius**2
+        query = WhitenedInformation(inner, bound, whitening, relation)
+        noise = noise_of(door, "information", query.bound) / door.expected_batch("information")
+        spread = noise * math.sqrt(2.0 * len(inner))  # it lowers the least eigenvalue that is seen by as much
+        return spread > MOST_NOISE * (least - spread)
 
     def _measure(self, state: State, door: Session) -> None:
         """Release what the table looks like and keep what follows from it."""

@@ -212,7 +212,8 @@ class PrivateLogisticRegression(_PrivateClassifier):
             reads them from the records.
         feature_bounds: Public (low, high) of each feature, or a mapping of column names to them. Undeclared ranges
             are estimated privately where n and ε allow. Values outside are moved to the limit, also at prediction.
-            Boolean columns count as declared.
+            Boolean columns count as declared. A published norm ``{"centre": c, "spread": s}`` stands for three
+            spreads around its centre.
         class_weight: Public weights of classes; the clip bounds a weighted record like any other.
         row_bound: a public bound on row norms instead of bounds on features.
         fit_intercept: whether to add a constant.

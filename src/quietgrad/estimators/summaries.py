@@ -70,6 +70,7 @@ def _why(model: Any, details: Any) -> str:
         )
     if details.get("refused_inference"):
         return (
-            f"{details['refused_inference']}. Twice the records, twice the ε or fewer correlated features would do."
+            f"{details['refused_inference']}. Twice the records, twice the ε, fewer correlated features or more "
+            "even classes would do."
         )
     return "they were not asked for. Fit with inference=True; that takes half the budget."

@@ -226,7 +226,7 @@ class FeatureBins:
 
     def dim(self, records: Any) -> int:
         """Features × bins."""
-        return len(self.chosen) * (self.edges.shape[1] - 1)
+        return len(self.chosen) * (int(self.edges.shape[1]) - 1)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         """out += the counts."""

@@ -101,7 +101,7 @@ class Feature:
     @cached_property
     def _measure(self) -> Floats:
         known = np.array(self.mass) if self.mass else np.ones(self.bins)
-        return 0.5 * known / known.sum() + 0.5 / self.bins
+        return np.asarray(0.5 * known / known.sum() + 0.5 / self.bins)
 
     @cached_property
     def waves(self) -> Floats:
