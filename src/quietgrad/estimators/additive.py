@@ -403,7 +403,7 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
         low, high = self.result_.details["target_range"]
         frame = Frame(np.zeros(1), np.ones(1), (float(low), float(high)))
         super()._keep(weights * frame.target_scale, bias * frame.target_scale + frame.target_centre)
-        self.target_range_ = frame.target
+        self.target_range_ = (float(low), float(high))
 
     def predict(self, X: Any) -> Any:
         """The predicted target of each record, within the targets' range."""

@@ -150,7 +150,7 @@ def _additive_from(result: Result) -> Any:
     from quietgrad.estimators.validation import Columns
     from quietgrad.objectives.tables.shapes import Shapes
 
-    facts, target = result.details["additive"], result.details.get("target_range")
+    facts: Any = result.details["additive"]
     classifies = facts["classes"] is not None
     model: Any = additive.PrivateAdditiveClassifier() if classifies else additive.PrivateAdditiveRegressor()
     model.shapes_ = Shapes.from_json(result.details["shape_map"])
@@ -164,7 +164,8 @@ def _additive_from(result: Result) -> Any:
     if classifies:
         model.classes_ = np.array(facts["classes"])
     else:
-        model.target_range_ = (float(target[0]), float(target[1]))
+        low, high = result.details["target_range"]
+        model.target_range_ = (float(low), float(high))
     model.result_, model.privacy_ = result, result.privacy
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
     return model
