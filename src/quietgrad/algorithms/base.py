@@ -54,6 +54,8 @@ class HasSchedule(Protocol):
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
+    whole_epochs: ClassVar[bool] = True
+    """Whether a plan of random allocation that ends within an epoch, which is paid for whole, is refused."""
 
     @property
     def condition(self) -> str | None:

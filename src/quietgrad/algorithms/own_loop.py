@@ -33,6 +33,7 @@ class OwnLoop(HasSchedule):
 
     name: ClassVar[str] = "own-loop"
     private: ClassVar[bool] = True
+    whole_epochs: ClassVar[bool] = False  # it may go on after an interruption, or have no planned end
 
     def __post_init__(self) -> None:
         if self.sampling not in get_args(LoopSampling):

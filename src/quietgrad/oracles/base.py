@@ -139,13 +139,6 @@ def slot_of(
             f"{steps} steps of {sampling.batch_size} fresh records are more than n={sampling.n}: in a single pass "
             f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
         )
-    if isinstance(sampling, RandomAllocation) and law is None and steps % sampling.steps_per_epoch:
-        epoch, whole = sampling.steps_per_epoch, steps // sampling.steps_per_epoch
-        nearest = " or ".join(str(epochs * epoch) for epochs in (whole, whole + 1) if epochs)
-        raise ValueError(
-            f"{steps} steps: random allocation runs whole epochs, here of {epoch} steps (n ÷ batch_size). Plan "
-            f"{nearest} steps."
-        )
     mechanism: Mechanism = GaussianNoise()
     if isinstance(noise, CorrelatedNoise):
         mechanism = noise

@@ -24,7 +24,7 @@ from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.sampling import Sampling, SinglePass
+from quietgrad.sampling import RandomAllocation, Sampling, SinglePass
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import HasSchedule
@@ -523,6 +523,20 @@ def calibrate_plan(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
     return made
 
 
+def _check_epochs(slot: Slot) -> None:
+    """Raise ValueError if a slot would end within an epoch, which is paid for whole."""
+    sampling = slot.sampling
+    if not isinstance(sampling, RandomAllocation) or slot.law is not None:
+        return
+    epoch, (whole, rest) = sampling.steps_per_epoch, divmod(slot.count, sampling.steps_per_epoch)
+    if rest:
+        nearest = " or ".join(str(epochs * epoch) for epochs in (whole, whole + 1) if epochs)
+        raise ValueError(
+            f"{slot.count} steps: random allocation runs whole epochs, here of {epoch} steps (n ÷ batch_size). "
+            f"Plan {nearest} steps."
+        )
+
+
 def plan(
     algorithm: HasSchedule,
     *,
@@ -569,6 +583,9 @@ def plan(
             algorithm.condition, counted,
         )  # fmt: skip
 
+    if counted is None and getattr(algorithm, "whole_epochs", True):
+        for slot in schedule.slots:
+            _check_epochs(slot)
     if budget is None:
         return made(0.0)
     schedule = schedule.under(budget.relation)
