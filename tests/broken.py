@@ -22,6 +22,7 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream
+from quietgrad.sampling import RandomAllocation
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -279,6 +280,37 @@ class SamplesMore(CentralSession):
         everyone = np.arange(len(self._records))
         more = np.union1d(found.indices, everyone[(everyone + drawn.number) % 10 == 0])
         return found._replace(indices=more)
+
+
+class AllocatesOnce(CentralSession):
+    """Random allocation with the same steps in every epoch."""
+
+    def _batch(self, drawn: Any) -> Batch:
+        sampling = self._slots[drawn.slot].sampling
+        if not isinstance(sampling, RandomAllocation):
+            return super()._batch(drawn)
+        return super()._batch(drawn._replace(number=drawn.number % sampling.steps_per_epoch))
+
+
+class AllocatesByPlace(CentralSession):
+    """Random allocation in which a record's step goes by its place."""
+
+    def _batch(self, drawn: Any) -> Batch:
+        found, sampling = super()._batch(drawn), self._slots[drawn.slot].sampling
+        if not isinstance(sampling, RandomAllocation):
+            return found
+        steps = sampling.steps_per_epoch
+        return found._replace(indices=np.arange(drawn.number % steps, len(self._records), steps))
+
+
+class AllocatesTwice(CentralSession):
+    """Random allocation in which one record is in two steps of every epoch."""
+
+    def _batch(self, drawn: Any) -> Batch:
+        found, sampling = super()._batch(drawn), self._slots[drawn.slot].sampling
+        if not isinstance(sampling, RandomAllocation) or drawn.number % sampling.steps_per_epoch > 1:
+            return found
+        return found._replace(indices=np.union1d(found.indices, [5]))
 
 
 class ReplaysByName(CentralSession):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -496,6 +497,14 @@ TABLE = [
         "L0 sampling",
         lambda: probe_samples(broken.Broken(broken.SamplesMore)),
         probe_samples,
+    ),
+    *(
+        Mutation(name, "L0 sampling", partial(probe_samples, broken.Broken(mutant)), probe_samples)
+        for name, mutant in (
+            ("the same steps in every epoch", broken.AllocatesOnce),
+            ("steps by place", broken.AllocatesByPlace),
+            ("a record in two steps of an epoch", broken.AllocatesTwice),
+        )
     ),
     Mutation("blocks of noise that begin again", "L0 freshness", lambda: blocks(True), lambda: blocks(False)),
     Mutation("one stream for all slots", "L0 freshness", lambda: streams(True), lambda: streams(False)),

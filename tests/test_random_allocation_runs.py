@@ -12,7 +12,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.certificates import check, issue
-from quietgrad.certificates.second import second_proof
+from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.curators.central import CentralCurator
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import Logistic

@@ -29,7 +29,7 @@ from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection, Mechanism
 from quietgrad.privacy.rng import fresh_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, SinglePass
+from quietgrad.sampling import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
 from quietgrad.vectors import Vector
 from tests.probes import found
 
@@ -151,12 +151,15 @@ class ParticipationQuery:
 
 
 def probe_samples(curator: CuratorFactory = central, *, alpha: float = 1e-6) -> list[AuditFinding]:
-    """Poisson samples as independent coins of the planned rate, and samples of fixed size as sets of that size."""
-    releases, records, rate, size = 256, 64, 0.3, 16
+    """Poisson samples as independent coins of the planned rate, samples of fixed size as sets of that size.
 
-    def present(sampling: Any) -> list[npt.NDArray[np.int64]]:
+    In random allocation every record is in one step of each epoch, which are independent and uniform.
+    """
+    releases, records, rate, size, steps = 256, 64, 0.3, 16, 4
+
+    def present(sampling: Any, relation: Relation = Relation.REPLACE_ONE) -> list[npt.NDArray[np.int64]]:
         slot = Slot("probe", sampling, releases)
-        plan = Plan("probe", {}, Schedule((slot,)), records, Budget(1.0, 1e-5, Relation.REPLACE_ONE), 20.0)
+        plan = Plan("probe", {}, Schedule((slot,)), records, Budget(1.0, 1e-5, relation), 20.0)
         session = curator(EmptyObjective(), AnonymousRecords(records, 1), fresh_key()).open(plan)
         query = ParticipationQuery()
         for _ in range(releases):
@@ -172,7 +175,17 @@ def probe_samples(curator: CuratorFactory = central, *, alpha: float = 1e-6) -> 
     coins = check_normals(z, "who is in a Poisson sample", alpha)
     whole = sum(len(np.unique(i)) == len(i) == size for i in present(FixedSize(records, size)))
     sets = found("L0 sampling", "sets of fixed size", "right", releases, whole, ok=whole == releases)
-    return [*(coin._replace(layer="L0 sampling") for coin in coins), sets]
+    allocated = present(RandomAllocation(steps), Relation.ADD_REMOVE)
+    epochs = [allocated[first : first + steps] for first in range(0, releases, steps)]
+    once = sum(sorted(np.concatenate(epoch).tolist()) == list(range(records)) for epoch in epochs)
+    drawn = np.zeros((len(epochs), records))
+    for row, epoch in zip(drawn, epochs, strict=True):
+        for step, indices in enumerate(epoch):
+            row[indices] = step
+    u = (drawn + np.random.default_rng().random(drawn.shape)) / steps
+    coins += check_normals(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)), "whose step of an epoch it is", alpha)
+    parts = found("L0 sampling", "everybody once an epoch", "right", len(epochs), once, ok=once == len(epochs))
+    return [*(coin._replace(layer="L0 sampling") for coin in coins), sets, parts]
 
 
 class Register(CanaryObjective):

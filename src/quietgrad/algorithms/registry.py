@@ -109,6 +109,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
         _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
+        _row(0.48, learning_rate=1.0, steps=60, batch_size=200, sampling="random-allocation"),
         _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
         _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
         _row(0.48, learning_rate=1.0, **_SGD, **_BANDS),
@@ -177,6 +178,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "dp-sgd": (
         *_batches(steps=6, learning_rate=0.1, momentum=0.5),
+        _attack("random allocation", steps=6, batch_size=2, sampling="random-allocation"),
         _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),

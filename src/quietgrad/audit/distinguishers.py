@@ -38,7 +38,7 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.mechanisms import GaussianNoise
-from quietgrad.sampling import FixedSize, Poisson, Sampling, SinglePass
+from quietgrad.sampling import FixedSize, Poisson, RandomAllocation, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
 
@@ -229,6 +229,8 @@ def _strongest(
 def _rate(sampling: Sampling) -> float:
     if isinstance(sampling, Poisson):
         return sampling.rate
+    if isinstance(sampling, RandomAllocation):
+        return 1.0 / sampling.steps_per_epoch
     return sampling.batch_size / sampling.n if isinstance(sampling, FixedSize | SinglePass) else 1.0
 
 

@@ -26,7 +26,16 @@ from quietgrad.privacy import events
 from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampler, Sampling, SinglePass
+from quietgrad.sampling import (
+    CyclicCohorts,
+    CyclicPoisson,
+    FullBatch,
+    Poisson,
+    RandomAllocation,
+    Sampler,
+    Sampling,
+    SinglePass,
+)
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -125,6 +134,9 @@ Tick = Callable[[int], None]
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
 
 
+_BY_RECORD = (FullBatch, Poisson, RandomAllocation, CyclicCohorts, CyclicPoisson)  # each record draws on its own
+
+
 @dataclass(frozen=True)
 class ReplicaSampling(Sampling, kind="replicated"):
     """``inner`` sampling drawn independently in each of ``runs`` blocks of records; ``n`` is one run's public n."""
@@ -143,9 +155,13 @@ class ReplicaSampling(Sampling, kind="replicated"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """The production sampler, read at a different number for every run."""
-        if self.runs == 1 or isinstance(self.inner, FullBatch | Poisson | CyclicCohorts | CyclicPoisson):
+        if self.runs == 1 or isinstance(self.inner, _BY_RECORD):
             return self.inner.sampler(n_records, stream)  # samples and cohorts of disjoint blocks are independent
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
+
+    def times(self, count: int) -> int:
+        """As in one run."""
+        return self.inner.times(count)
 
     def participation(self, count: int) -> tuple[int, int] | None:
         """As in one run."""
@@ -267,7 +283,13 @@ class Trial:
         there each run opens its own session.
         """
         slots = self.plan.schedule.slots
-        once = any(s.sampling.participation(1) is not None or s.mechanism.together for s in slots)
+        # Cohorts, passes, epochs and noise over many releases are of one run.
+        once = any(
+            s.sampling.participation(1) is not None
+            or isinstance(s.sampling, RandomAllocation)
+            or s.mechanism.together
+            for s in slots
+        )
         recording = getattr(self.game, "recording", lambda which: RecordingSession)(which)
         parts = []
         for number in range(runs):
