@@ -243,6 +243,13 @@ def test_a_newcomer_gets_a_model_to_answer_for(
     assert "trained on" in why
     Case(case.header, case.rows[1:], (), (), (), {}, case.delimiter, case.encoding).write(Path("but-one.csv"))
     run("evaluate", "runs/first", "but-one.csv", code=1)
+    if name == "mixed":
+        run("evaluate", "runs/first", "but-one.csv", "--training-people", "--epsilon", "2")
+        run("report", "runs/first", "-o", "training.html")
+        page = Path("training.html").read_text("utf-8")
+        assert "On training people, privately" in page
+        assert "On held-out people, privately</h3>" not in page
+        assert "--holdout 0.25" in page  # how to repeat it
     # The whole table described, and the claim proved again.
     run("describe", "people.csv", "--schema", "schema.toml", "--epsilon", "1", "-o", "about.html")
     assert "data:image/png" in Path("about.html").read_text("utf-8")

@@ -131,11 +131,11 @@ def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest
     book = qg.Ledger(out / "ledger.jsonl").book()
     assert len({run_of(held.reservation.run) for held in book.held.values()}) == 2
     run("report", out)
-    assert "<h3>on held-out people" in (out / "report.html").read_text().lower()
+    assert "<h3>on training people" in (out / "report.html").read_text().lower()
     flipped = table(tmp_path / "flipped.csv", 400, flipped=True)
     run("train", flipped, "--epsilon", 2, "--row-bound", 2, "--rows", "clip", "--out", out, "--overwrite")
     run("report", out)
-    assert "<h3>on held-out people" not in (out / "report.html").read_text().lower()
+    assert "<h3>on training people" not in (out / "report.html").read_text().lower()
 
 
 def test_a_verdict_tells_what_the_run_notes_of_itself(tmp_path: Path) -> None:

@@ -138,7 +138,8 @@ class RunSpec:
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             usual = {} if one.name in _HOMES else one.default
-            if one.name == "split_key" or (value == usual and one.name != "delta"):
+            always = one.name in ("delta", "relation") and not self.non_private
+            if one.name == "split_key" or (value == usual and not always):
                 continue
             if one.name in _HOMES:
                 said |= {key: inner for key, inner in value.items() if inner is not None}

@@ -478,6 +478,7 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
     curve = watched.curve_of(result.privacy.epsilon) or []
     details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}
+    details["repeat"] = spec.command()
     result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
     result.save(out)
     spec.link_ledger(out)

@@ -177,7 +177,7 @@ def _guarantee(run: Run) -> Section:
 
 
 def _scores(run: Run, found: Evaluation | None) -> Section:
-    title = "Scores on held-out people"
+    title = f"Scores on {'held-out' if found is None else found.people} people"
     if found is None or found.refuted or not found.privacy.is_private:
         return Section(title, (
             "No private score stands beside this run. Exact scores are data about the held-out people and are left "
@@ -203,7 +203,7 @@ def _metadata(run: Run, found: Evaluation | None) -> dict[str, Any]:
             {
                 "type": _HUB_METRICS[name],
                 "value": float(value.partition(" ±")[0]),
-                "name": f"{name}, private",
+                "name": f"{name}, private" + (", training people" if found.people == "training" else ""),
             }
             for name, value in found.numbers
             if name in _HUB_METRICS

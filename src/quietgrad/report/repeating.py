@@ -19,11 +19,14 @@ _USUAL = {"account": "default", "rows": "clip"}
 def command_of(folder: Path) -> str | None:
     """The ``quietgrad train`` that made the run in ``folder``; ``None`` if something else made it.
 
-    Files are named without their folders: where data lie on a machine is nobody else's business.
+    Files are named without their folders: the folders of a machine are private.
     """
     try:
+        told = read_json(folder / "result.json")["details"].get("repeat")  # the run's own words, if it has them
+        if isinstance(told, str):
+            return told
         asked = read_json(folder / "run.json")
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not isinstance(asked, Mapping):
         return None

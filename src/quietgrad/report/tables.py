@@ -34,6 +34,8 @@ class Evaluation:
     classes: list[str]
     confusion: list[tuple[str, list[str]]]
     notes: list[str]
+    people: str = "held-out"
+    """Whose records were scored: "held-out" ones, or "training" ones."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def _evaluation(path: Path) -> Evaluation | None:
             numbers.insert(1, ("majority class alone", f"{majority:.4f}"))
     if why is not None:
         return Evaluation(why, privacy, [], "", [], [], [])
-    return Evaluation(None, privacy, numbers, _calibration(curve), classes, confusion, notes)
+    people = "training" if said.get("people") == "training" else "held-out"
+    return Evaluation(None, privacy, numbers, _calibration(curve), classes, confusion, notes, people)
 
 
 def _shape(shape: dict[str, Any]) -> str:
