@@ -39,7 +39,7 @@ class Certificate:
 
     ``sosp``: ‖∇F‖ ≤ α and λ_min ≥ −√(ρα). ``saddle``: small gradient, λ_min < −√(ρα). ``none``: the gradient
     exceeds α. ``fosp``: small gradient, and no verdict on curvature, because ρ is not known or because √(ρα) is not
-    below ``full_batch``, the most negative that the risk can have: then every saddle would pass.
+    below ``curvature``, the most negative that the risk can have: then every saddle would pass.
     """
 
     gradient_norm: float
@@ -47,7 +47,7 @@ class Certificate:
     kind: Kind
     alpha: float
     rho: float | None
-    full_batch: float | None
+    curvature: float | None
 
     @property
     def tolerance(self) -> float | None:
@@ -65,7 +65,7 @@ class Certificate:
 def classify(
     gradient_norm: float, lambda_min: float, alpha: float, rho: float | None, curvature: float | None = None
 ) -> Kind:
-    """The kind of a point with these two numbers; ``full_batch`` is the most negative that the risk can have.
+    """The kind of a point with these two numbers; ``curvature`` is the most negative that the risk can have.
 
     >>> classify(0.01, -0.5, alpha=0.04, rho=1.0), classify(0.01, -0.1, alpha=0.04, rho=1.0)
     ('saddle', 'sosp')
