@@ -10,7 +10,7 @@ two Opacus passes and vmap. "two passes" is the floor of every method that needs
 step includes cryptographic noise; the others draw torch's, our DP-SGD both ways. Peak memory is the growth of the
 process over two steps, each method in a process of its own; a batch of 1024 in passes of 32 is held against plain
 SGD with a batch of 64.
---keep-memory: with `quietgrad.torch.allocator.keep_freed_memory` on, for every contender alike.
+--keep-memory: with `reproduce.allocator.keep_freed_memory` on, for every contender alike.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.privacy.noise import NoiseStream
 from quietgrad.privacy.rng import fresh_key
-from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.allocator import keep_freed_memory
 from reproduce.models import MODELS
 
 from benchmarks.record import save

@@ -40,9 +40,9 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.data import load
 from quietgrad.objectives import Logistic
-from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.allocator import keep_freed_memory
 from reproduce.mnist import LOSS, error, mnist
 from reproduce.models import MnistCNN2
 from reproduce.store import Row, Store, Table, print_table

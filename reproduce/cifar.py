@@ -39,9 +39,9 @@ from torch import Tensor, nn
 from quietgrad import Budget
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.allocator import keep_freed_memory
 from reproduce.mnist import LOSS, Images, Settings, error, fit
 from reproduce.models import CNN5, CNN6
 from reproduce.store import Row, Store, Table, print_table

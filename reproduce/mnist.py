@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.torch.allocator import keep_freed_memory
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from reproduce.allocator import keep_freed_memory
 from reproduce.models import MnistCNN4
 from reproduce.store import print_table
 

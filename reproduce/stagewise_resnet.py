@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quietgrad.torch.allocator import keep_freed_memory
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.allocator import keep_freed_memory
 from reproduce.cifar import cifar10, made_up
 from reproduce.mnist import Images
 from reproduce.models import ResNet20

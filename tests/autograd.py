@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, tensors_of
+from quietgrad.objectives.networks.vectors import UnitAssignment
 
 KEY = bytes(range(32))
 
@@ -84,13 +84,13 @@ def summed(
     points: tuple[Tensor, ...],
     groups: list[RecordGroup],
     rule: ClippingRule,
-    persons: Persons | None = None,
+    persons: UnitAssignment | None = None,
     key: bytes = KEY,
 ) -> tuple[Tensor, Tensor]:
     """The engine's sum in float64, and its norms."""
     out = torch.zeros_like(points[0], dtype=torch.float64)
     count = sum(len(group.rows) for group in groups)
-    return out, engine.add(points, groups, rule, out, RecordKeys(key, np.arange(count)), persons)
+    return out, engine.add(points, groups, rule, out, RecordSeeds(key, np.arange(count)), persons)
 
 
 def start(engine: PerExampleEngine, apart: float = 0.0) -> Any:

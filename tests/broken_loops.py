@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from quietgrad.objectives.base import Gradient
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.torch import loader, loops, opacus, private_loop, processes, recorded_loop
+from quietgrad.torch import distributed, loop_wrappers, loops, opacus, private_loop, recorded_loop
 from quietgrad.torch.checkpoints import LoopCost
 from quietgrad.torch.private_batch import Handle, Part, Sample
 
@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 def samples_serve_again(patch: Patch) -> None:
     """A sample stays in hand after its step."""
-    write = recorded_loop.RecordedLoop.write_gradients
+    write = recorded_loop.CustomLoop.write_gradients
 
     def kept(self: Any) -> bool:
         sample, drawn = self.sample, self._drawn
@@ -31,7 +31,7 @@ def samples_serve_again(patch: Patch) -> None:
         self._drawn, self.sample = drawn, sample
         return written
 
-    patch.setattr(recorded_loop.RecordedLoop, "write_gradients", kept)
+    patch.setattr(recorded_loop.CustomLoop, "write_gradients", kept)
 
 
 def old_batches_accepted(patch: Patch) -> None:
@@ -56,7 +56,7 @@ def two_iterators(patch: Patch) -> None:
         for _ in range(len(self)):
             yield from self.loop.batches(most)
 
-    patch.setattr(loader.PrivateLoader, "pieces", pieces)
+    patch.setattr(loop_wrappers.PrivateLoader, "pieces", pieces)
 
 
 def opaque_batches_serve_again(patch: Patch) -> None:
@@ -71,7 +71,7 @@ def opaque_batches_serve_again(patch: Patch) -> None:
 
 def looks_are_free(patch: Patch) -> None:
     """What the loop's own code reads leaves ε as it was."""
-    patch.setattr(recorded_loop.RecordedLoop, "rest_on_code", lambda self: None)
+    patch.setattr(recorded_loop.CustomLoop, "rest_on_code", lambda self: None)
 
 
 def sizes_are_free(patch: Patch) -> None:
@@ -132,11 +132,11 @@ def records_drawn(patch: Patch) -> None:
 
     def sample(self: Any, drawn: Any) -> Sample:
         _, indices, key = self._session.batch(drawn)
-        return Sample(self, RecordKeys.of(key, indices * 3), None)
+        return Sample(self, RecordSeeds.of(key, indices * 3), None)
 
-    patch.setattr(recorded_loop.RecordedLoop, "_sample", sample)
+    patch.setattr(recorded_loop.CustomLoop, "_sample", sample)
 
 
 def processes_by_settings(patch: Patch) -> None:
     """Processes compare models and settings by name, and how many records there are."""
-    patch.setattr(processes, "_digests", lambda objective, records, key: {repr(objective): str(len(records))})
+    patch.setattr(distributed, "_digests", lambda objective, records, key: {repr(objective): str(len(records))})

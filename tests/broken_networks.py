@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.networks import gradients, module, one_record, planning, records, taps, trees
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
+from quietgrad.objectives.networks import gradients, module, one_record, records, taps, trees
+from quietgrad.objectives.networks.randomness import PerRecordRNG, RecordSeeds
+from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UnitGrouping, UserLevelRecords
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.torch import processes
+from quietgrad.torch import distributed
 
 Patch = pytest.MonkeyPatch
 
 
 def uncompared(patch: Patch) -> None:
     """Nothing is compared with autograd beforehand, so that a defect gets as far as a sum."""
-    patch.setattr(planning.Known, "_compare", lambda *_: None)
+    patch.setattr(gradients.Known, "_compare", lambda *_: None)
 
 
 # --- random numbers ------------------------------------------------------------------------------------------
@@ -34,41 +34,41 @@ def public_masks(patch: Patch) -> None:
     def by_place(self: Any) -> Any:
         return SecureStream(bytes(32), "records").at(0, np.arange(len(self.indices)))
 
-    patch.setattr(RecordKeys, "draws", property(by_place))
+    patch.setattr(RecordSeeds, "draws", property(by_place))
     uncompared(patch)
 
 
 def redrawn_masks(patch: Patch) -> None:
     """The second summation, after an overflow, draws new masks for everyone."""
 
-    def rows(self: Any, where: Any) -> RecordKeys:
+    def rows(self: Any, where: Any) -> RecordSeeds:
         chosen = self.indices[where]
-        return RecordKeys(self.key, chosen + 1000 if len(chosen) < len(self.indices) else chosen)
+        return RecordSeeds(self.key, chosen + 1000 if len(chosen) < len(self.indices) else chosen)
 
-    patch.setattr(RecordKeys, "rows", rows)
+    patch.setattr(RecordSeeds, "rows", rows)
 
 
 def other_masks_every_time(patch: Patch) -> None:
     """Every pass of a release draws from a fresh secret: a replay differs, and a difference is of two models."""
-    draws: Any = RecordKeys.__dict__["draws"].func
+    draws: Any = RecordSeeds.__dict__["draws"].func
 
     def fresh(self: Any) -> Any:
         if self.key == bytes(32):  # where the module is tried out
             return draws(self)
         return np.random.default_rng().integers(0, 2**63, len(self.indices)).astype(np.uint64)
 
-    patch.setattr(RecordKeys, "draws", property(fresh))
+    patch.setattr(RecordSeeds, "draws", property(fresh))
 
 
 def one_stream_for_all(patch: Patch) -> None:
     """Draws are not keyed by record: all of a pass have the first one's."""
-    numbers = RecordDraws.numbers
+    numbers = PerRecordRNG.numbers
 
     def first(self: Any, shape: Any, number: int) -> Any:
         made = numbers(self, shape, number)
         return made[:1].expand(made.shape).clone() if made.dim() and len(self.words) > 1 else made
 
-    patch.setattr(RecordDraws, "numbers", first)
+    patch.setattr(PerRecordRNG, "numbers", first)
     uncompared(patch)
 
 
@@ -98,28 +98,23 @@ def copies_summed(patch: Patch) -> None:
     uncompared(patch)
 
 
-def majority_for_all(patch: Patch) -> None:
-    """Which records a pass is valid for is forgotten: all are run as most of them answer."""
-    run = one_record.RecordProgram._vmapped
-
-    def together(self: Any, *args: Any) -> Any:
-        made = run(self, *args)
-        made.valid = None
-        return made
-
-    patch.setattr(one_record.RecordProgram, "_vmapped", together)
+def first_for_all(patch: Patch) -> None:
+    """Answers of a program's records are not compared: all are run as the first of them answers."""
+    patch.setattr(taps.Taps, "_go_apart", lambda self, answers: None)
 
 
-def majority_for_loops(patch: Patch) -> None:
+def first_for_loops(patch: Patch) -> None:
     """The same, of what a loop records alone."""
-    passes = one_record.RecordProgram.passes
+    passes, apart = one_record.RecordProgram.passes, taps.Taps._go_apart
 
-    def first_alone(self: Any, *args: Any) -> Iterator[Any]:
-        made = next(passes(self, *args))
-        made.valid = None
-        yield made
+    def together(self: Any, *args: Any) -> Iterator[Any]:
+        taps.Taps._go_apart = lambda self, answers: None  # type: ignore[method-assign]
+        try:
+            yield from passes(self, *args)
+        finally:
+            taps.Taps._go_apart = apart  # type: ignore[method-assign]
 
-    patch.setattr(one_record.RecordProgram, "passes", first_alone)
+    patch.setattr(one_record.RecordProgram, "passes", together)
 
 
 def joint_counted_twice(patch: Patch) -> None:
@@ -225,10 +220,11 @@ def person_in_two_passes(patch: Patch) -> None:
     def halves(self: Any, batch: Any, groups: Any, points: Any, rule: Any, out: Any) -> None:
         rows, starts = groups.flat()
         owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        keys = RecordKeys.of(batch.key, rows)
+        keys = RecordSeeds.of(batch.key, rows)
         for half in np.array_split(np.arange(len(rows)), 2):
             part = keys.rows(half)
-            self.engine.add(points, batch.records.read(part), rule, out, part, Persons.of(owners[half], mean=False))
+            whose = UnitAssignment.of(owners[half], mean=False)
+            self.engine.add(points, batch.records.read(part), rule, out, part, whose)
 
     patch.setattr(module.ModuleObjective, "add_people", halves)
 
@@ -248,7 +244,7 @@ def person_on_two_processes(patch: Patch) -> None:
         some = UnitGrouping(held.order[rows], starts, held.combine, held.records_per_person)
         return batch._replace(records=UserLevelRecords(batch.records.rows, some), indices=np.arange(len(some)))
 
-    patch.setattr(processes, "share_of", share_of)
+    patch.setattr(distributed, "share_of", share_of)
 
 
 def one_nan_for_everybody(patch: Patch) -> None:
@@ -259,7 +255,7 @@ def one_nan_for_everybody(patch: Patch) -> None:
         ones[torch.from_numpy(self.owners), torch.arange(len(self.owners))] = 1.0
         return ones @ values
 
-    patch.setattr(Persons, "summed", summed)
+    patch.setattr(UnitAssignment, "summed", summed)
 
 
 def under(break_it: Callable[[Patch], None] | None, probe: Callable[[], Any]) -> Any:

@@ -263,7 +263,7 @@ class LoopRun(NetworkRun):
         """The model of a loop with this key that nobody kills."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("QUIETGRAD_STATE", str(self.home / "elsewhere"))
-            patch.setattr("quietgrad.torch.loops.key_for_all", lambda: key)
+            patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: key)
             loop = self._loop(0)
             for batch in loop:
                 loop.step(batch)

@@ -57,7 +57,7 @@ def test_every_private_method_is_registered() -> None:
     homes = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values()}
     homes |= {module for target in ATTACKS.values() for module in target.modules}
     # The common loop, and one that runs a registered method for fewer steps.
-    homes |= {"algorithms.base", "torch.affording"}
+    homes |= {"algorithms.base", "torch.loops"}
     for name, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from tests.autograd import KEY, clipped, gradients, grouped, one_at_a_time, ruled, start, summed
 
 RULES = [
@@ -474,7 +474,7 @@ def test_what_a_loop_of_one_s_own_leaves_is_the_same(name: str) -> None:
     module, x = LAYERS[name]()
     y, engine = r(len(x), seed=5), PerExampleEngine(module.double())
     (group,) = grouped(x)
-    calls, keys = [group._replace(record=(group.record, {}))], RecordKeys(KEY, group.rows)
+    calls, keys = [group._replace(record=(group.record, {}))], RecordSeeds(KEY, group.rows)
     recordings = [engine.record(calls, keys) for _ in range(2)]
     for factor, recording in zip((1.0, 2.0), recordings, strict=True):
         ((_, output),) = recording.parts

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.contributions import Combination, Workspace
 from quietgrad.objectives.networks.engine import _SLACK, PerExampleEngine
-from quietgrad.objectives.networks.gradients import Collector
-from quietgrad.objectives.networks.planning import Known
-from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.torch import clipping
-from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
+from quietgrad.objectives.networks.gradients import Collector, Known
+from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.objectives.networks.vectors import GradientTerms, Workspace
+from quietgrad.torch import clipped_sums
+from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
 
 WAYS: dict[str, Callable[..., PerExampleEngine]] = {
@@ -77,10 +76,8 @@ def test_no_contribution_exceeds_the_bound_in_float32(name: str, way: str) -> No
         gradient, change = (0.5 * float(each.min()) for each in norms.unbind(1))
         for i in range(len(x)):
             one = grouped(x[i : i + 1], y[i : i + 1])
-            for rule, bound in (
-                (ClippingRule.difference(change), change),
-                (ClippingRule.gradient(gradient), gradient),
-            ):
+            rules = (ClippingRule.difference(change), change), (ClippingRule.gradient(gradient), gradient)
+            for rule, bound in rules:
                 length = float(summed(engine, (theta, previous), one, rule)[0].norm())
                 assert bound * (1 - 1e-4) < length <= bound
             both, _ = summed(engine, (theta, previous), one, ClippingRule.momentum(0.5, gradient, change))
@@ -94,8 +91,8 @@ def test_norms_of_small_differences(name: str, way: str) -> None:
     module, x, y = problem(name, 8)
     (group,) = groups = grouped(x, y)
     engine = WAYS[way](module, cross_entropy, groups)
-    theta, keys = start(engine), RecordKeys(KEY, group.rows)
-    mix = Combination(gradient=False, change=True, scale=1.0)
+    theta, keys = start(engine), RecordSeeds(KEY, group.rows)
+    mix = GradientTerms(gradient=False, change=True, scale=1.0)
     for relative in (1e-1, 1e-3, 1e-5):
         previous = theta + relative * theta.norm() * F.normalize(torch.randn(engine.dim), dim=0)
         found = summed(engine, (theta, previous), groups, ClippingRule.difference(1.0))[1][:, 0]
@@ -257,7 +254,7 @@ def test_the_engine_of_a_model_is_found_again(monkeypatch: pytest.MonkeyPatch) -
     assert len(sums) == len(first[0]) - 1
     clipped_gradient_sum(module, nn.CrossEntropyLoss(), (x, y), 1.0)
     assert len(tried) == 3
-    assert module in clipping._ENGINES
+    assert module in clipped_sums._ENGINES
 
 
 def test_a_loss_is_written_as_for_a_batch() -> None:

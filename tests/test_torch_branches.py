@@ -14,7 +14,7 @@ from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import each_record
-from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.vectors import UnitAssignment
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
 
 RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
@@ -105,7 +105,7 @@ def test_sums_are_those_of_records_one_at_a_time(program: Any, budget: float) ->
     ids = np.arange(N) % 3  # everybody's records answer in several ways
     people = [torch.stack([each[ids == person].mean(0) for person in range(3)]) for each in rows]
     engine.micro_batch = 7
-    found = summed(engine, points, grouped(x, y), RULES[1], Persons.of(ids, mean=True))
+    found = summed(engine, points, grouped(x, y), RULES[1], UnitAssignment.of(ids, mean=True))
     torch.testing.assert_close(found, ruled(RULES[1], *people), rtol=1e-9, atol=1e-10)
 
 
@@ -137,7 +137,7 @@ def test_a_record_that_overflows_takes_away_its_own_part_alone(program: Any, poi
     assert norms[rest].isfinite().all()
     assert float((found - expected).norm()) <= 0.7 * (1 + 1e-4)
     ids = np.arange(N) // 2
-    _, norms = summed(engine, (theta,), grouped(x, y), RULES[0], Persons.of(ids, mean=False))
+    _, norms = summed(engine, (theta,), grouped(x, y), RULES[0], UnitAssignment.of(ids, mean=False))
     assert norms[np.arange(N // 2) != 1].isfinite().all()
 
 

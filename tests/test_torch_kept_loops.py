@@ -97,7 +97,7 @@ def test_a_loop_goes_on_as_if_nothing_had_happened(
     elsewhere = {**settings, "folder": None, "ledger": "other.jsonl"}
     plan = loop_of(**elsewhere).plan
     with monkeypatch.context() as patch:
-        patch.setattr("quietgrad.torch.loops.key_for_all", lambda: plan_key(key, plan.digest))
+        patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: plan_key(key, plan.digest))
         undisturbed = train(loop_of(**elsewhere), form)
     loop = loop_of(**settings)
     assert loop.handed_out == 3
@@ -239,7 +239,7 @@ def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         loop_of(seed=3)
     with pytest.raises(DataError, match="a loop run"):
         qg.resume(folder="run", data=([[0.0]], [0.0]))
-    monkeypatch.setattr("quietgrad.torch.kept_loops.several", lambda: True)
+    monkeypatch.setattr("quietgrad.torch.private_loop.is_distributed", lambda: True)
     with pytest.raises(ValueError, match="several processes"):
         loop_of()
 

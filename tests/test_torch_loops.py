@@ -517,14 +517,48 @@ OWN: dict[str, Callable[[Any, Any, Any], Any]] = {
     "by a keyword": lambda made, x, y: F.cross_entropy(made(input=x), y).backward(),
     "mean of losses": lambda made, x, y: F.cross_entropy(made(x), y, reduction="none").mean().backward(),
     "under autocast": lambda made, x, y: _autocast(made, x, y),
+    "back under autocast": lambda made, x, y: _autocast(made, x, y, back=True),
 }
 
 
-def _autocast(made: Any, x: Tensor, y: Tensor) -> None:
+def _autocast(made: Any, x: Tensor, y: Tensor, *, back: bool = False) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = made(x)
-    assert out.dtype == torch.float32
-    F.cross_entropy(out, y).backward()
+        assert out.dtype == torch.float32
+        if back:
+            F.cross_entropy(out, y).backward()
+    if not back:
+        F.cross_entropy(out, y).backward()
+
+
+def test_a_criterion_goes_back_in_full_precision_under_autocast() -> None:
+    model = network()
+    made, optimizer, loader, criterion = private(model, criterion=nn.CrossEntropyLoss())
+    x, y = next(iter(loader))
+    expected = clipped_mean(gradients(model, *in_hand(loader)), 15)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        criterion(made(x), y).backward()
+    optimizer.step()
+    assert_gradients(model, expected)
+    assert loader.privacy.condition is None
+
+
+def test_hooks_of_parameters_see_the_released_gradient() -> None:
+    model = network()
+    made, optimizer, loader, criterion = private(model, criterion=nn.CrossEntropyLoss())
+    seen: list[Any] = []
+    first = next(model.parameters())
+    first.register_hook(lambda grad: torch.zeros_like(grad))  # type: ignore[no-untyped-call]
+    first.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        lambda param: seen.append(param.grad)
+    )
+    before = first.detach().clone()
+    x, y = next(iter(loader))
+    criterion(made(x), y).backward()
+    assert not seen  # nothing without noise
+    optimizer.step()
+    assert len(seen) == 1
+    torch.testing.assert_close(first.detach(), before)
 
 
 @pytest.mark.parametrize("what", OWN)

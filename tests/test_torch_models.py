@@ -20,8 +20,8 @@ from quietgrad.objectives.networks import gradients as gathering
 from quietgrad.objectives.networks import taps
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordKeys
-from quietgrad.torch.clipping import clipped_gradient_sum
+from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.torch.clipped_sums import clipped_gradient_sum
 from tests.autograd import KEY, gradients, grouped, ruled, start, summed
 
 BUDGET = qg.Budget(3.0, 1e-5)
@@ -218,7 +218,7 @@ def test_autocast_does_not_reach_what_is_clipped() -> None:
         torch.testing.assert_close(clipped_gradient_sum(model, CE, data(), 0.3), plain, rtol=0, atol=0)
         engine = PerExampleEngine(model)
         (group,) = grouped(data()[0])
-        recording = engine.record([group._replace(record=(group.record, {}))], RecordKeys(KEY, group.rows))
+        recording = engine.record([group._replace(record=(group.record, {}))], RecordSeeds(KEY, group.rows))
     (part,) = recording.parts
     torch.autograd.backward(F.cross_entropy(part[1][:, 0], data()[1], reduction="sum"))
     with torch.autocast("cpu", torch.bfloat16):

@@ -23,6 +23,7 @@ import quietgrad.torch as qt
 from quietgrad.errors import QuietgradError
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
+from tests.one_record.attacks import ORDINARY, REMEMBERING
 from tests.one_record.cases import (
     CLASSES,
     CLIP,
@@ -42,7 +43,7 @@ from tests.one_record.losses import LOSSES, contrastive, mined, plain, triplet
 from tests.one_record.modules import MIXING, Between
 
 AT_MOST = 1.0001
-CASES = {**MODULES, **{f"loss: {name}": case for name, case in LOSSES.items()}}
+CASES = {**MODULES, **ORDINARY, **{f"loss: {name}": case for name, case in LOSSES.items()}}
 
 
 @pytest.fixture(autouse=True)
@@ -321,6 +322,12 @@ def test_what_a_loop_does_itself_makes_its_epsilon_conditional(name: str) -> Non
     assert loader.privacy.condition is not None
     assert loader.privacy.condition.startswith("if ")
     assert loader.privacy.condition in str(loader.privacy)
+
+
+@pytest.mark.parametrize("name", REMEMBERING)
+def test_tensors_kept_for_the_next_record_are_refused(name: str) -> None:
+    with pytest.raises(QuietgradError, match="one record"):
+        moved(REMEMBERING[name])
 
 
 def _alive() -> int:

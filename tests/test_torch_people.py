@@ -18,7 +18,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.persons import Persons
+from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UserLevelObjective
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, summed
 
@@ -152,7 +152,7 @@ def test_sums_are_those_of_a_loop_over_people(name: str, budget: float) -> None:
     for micro_batch, mean in ((None, True), (7, False)):
         engine.micro_batch = micro_batch
         for rule in RULES if budget else RULES[1:3]:
-            found, _ = summed(engine, points, grouped(x, y), rule, Persons.of(ids, mean=mean))
+            found, _ = summed(engine, points, grouped(x, y), rule, UnitAssignment.of(ids, mean=mean))
             torch.testing.assert_close(found, combined(rule, rows, ids, mean), rtol=1e-9, atol=1e-12)
 
 
@@ -243,8 +243,8 @@ def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_els
         others = torch.from_numpy(ids != person)
         for micro_batch in (None, 6):
             engine.micro_batch = micro_batch
-            out, norms = summed(engine, (theta,), grouped(broken, y), RULES[0], Persons.of(ids, mean=True))
-            whose = Persons.of(ids[others], mean=True)
+            out, norms = summed(engine, (theta,), grouped(broken, y), RULES[0], UnitAssignment.of(ids, mean=True))
+            whose = UnitAssignment.of(ids[others], mean=True)
             rest, _ = summed(engine, (theta,), grouped(x[others], y[others]), RULES[0], whose)
             assert norms.isfinite()[:, 0].tolist() == [k != person for k in range(5)]
             torch.testing.assert_close(out, rest, rtol=1e-4, atol=1e-6)

@@ -19,7 +19,7 @@ import quietgrad.torch as qt
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import CompensatedSum, ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordDraws, RecordKeys
+from quietgrad.objectives.networks.randomness import PerRecordRNG, RecordSeeds
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 KEY = bytes(range(32))
@@ -172,7 +172,7 @@ def test_a_record_that_overflows_leaves_the_others_their_masks() -> None:
     """Replace-one: a huge record makes the sum be formed again; it may take away its own part and no more."""
     objective, records, theta = objective_of(nn.Dropout(0.5))
     before = ask(objective, records, theta, None, ClippingRule.gradient(1.0))
-    x, y = (part[:, 0].clone() for part in records.read(RecordKeys(KEY, np.arange(30)))[0].record)
+    x, y = (part[:, 0].clone() for part in records.read(RecordSeeds(KEY, np.arange(30)))[0].record)
     x[11] = 1e308
     after = ask(objective, objective.prepare((x, y)), theta, None, ClippingRule.gradient(1.0))
     assert float((before - after).norm()) <= 1.0
@@ -194,8 +194,8 @@ def test_masks_are_secret_and_fresh_in_every_release() -> None:
 
 def test_masks_have_the_right_law() -> None:
     """A mean of 10⁶ fair numbers is off by 5 standard errors in 6 of 10⁷ runs; so are the correlations."""
-    words = RecordKeys(KEY, np.arange(1000)).draws
-    with RecordDraws(words, True, torch.device("cpu")):
+    words = RecordSeeds(KEY, np.arange(1000)).draws
+    with PerRecordRNG(words, True, torch.device("cpu")):
         kept = F.dropout(torch.ones(1000, 1000), 0.3) > 0
         normal, uniform = torch.randn(1000, 1000), torch.rand(1000, 1000)
         exponential = torch.empty(1000, 1000).exponential_(2.0)
@@ -287,7 +287,7 @@ def test_dropout_with_a_checkpoint_draws_the_same_on_the_way_back() -> None:
             return result
 
     objective, records, theta = objective_of(Checkpointed())
-    key = RecordKeys(KEY, np.arange(30))
+    key = RecordSeeds(KEY, np.arange(30))
     groups = records.read(key)
     step = 1e-6 * torch.randn(len(theta), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     losses = [objective.engine.losses(theta + s * step, groups, key) for s in (1, -1)]
@@ -298,13 +298,13 @@ def test_dropout_with_a_checkpoint_draws_the_same_on_the_way_back() -> None:
 @pytest.mark.parametrize("n", [100, 5000])
 def test_one_record_more_changes_one_pass(n: int) -> None:
     """Passes are leaves of a tree on secret words: whoever leaves changes the leaf he was in."""
-    keys = RecordKeys(KEY, np.arange(n))
+    keys = RecordSeeds(KEY, np.arange(n))
     most = 64
     passes = {tuple(keys.indices[rows]) for rows in keys.passes(most)}
     assert sorted(i for each in passes for i in each) == list(range(n))
     assert max(map(len, passes)) <= most
     for gone in (0, n // 2, n - 1):
-        rest = RecordKeys(KEY, np.delete(np.arange(n), gone))
+        rest = RecordSeeds(KEY, np.delete(np.arange(n), gone))
         changed = {tuple(rest.indices[rows]) for rows in rest.passes(most)} ^ passes
         assert sum(gone in each for each in changed) == 1
         assert sum(len(each) for each in changed) <= 2 * most + 1

@@ -17,7 +17,7 @@ import quietgrad.torch as qt
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import examples_of
 from tests.autograd import KEY
 
@@ -65,7 +65,7 @@ class Tagger(nn.Module):
 
 
 def read(data: Any, rows: Any, **settings: Any) -> list[Any]:
-    return examples_of(data, 1, **settings).read(RecordKeys(KEY, np.asarray(rows)))
+    return examples_of(data, 1, **settings).read(RecordSeeds(KEY, np.asarray(rows)))
 
 
 def clipped_sum(objective: ModuleObjective, data: Any, rows: Any, clip: float = 0.3) -> Tensor:
@@ -252,7 +252,7 @@ def test_what_a_data_set_draws_is_each_record_s_own() -> None:
         assert torch.equal(part, whole[rows])
     assert torch.equal(torch.get_rng_state(), state[0])
     assert random.getstate() == state[1]
-    other = examples_of(Drawing(), 1).read(RecordKeys(bytes(32), np.arange(N)))[0].record[0]
+    other = examples_of(Drawing(), 1).read(RecordSeeds(bytes(32), np.arange(N)))[0].record[0]
     assert not torch.isclose(other, whole).any()
 
 

@@ -15,7 +15,7 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
@@ -49,7 +49,7 @@ def made(n: int = 7, much: float = 1.0) -> tuple[Shifted, nn.Module]:
 
 def gradient(objective: ModuleObjective, data: Any, theta: Tensor, record: int, view: int) -> Tensor:
     """What one view of one record says, unclipped, from an engine that knows of no views."""
-    keys = RecordKeys(KEY, np.array([record]), np.array([VIEWS * record + view]))
+    keys = RecordSeeds(KEY, np.array([record]), np.array([VIEWS * record + view]))
     out = torch.zeros_like(theta, dtype=torch.float64)
     objective.engine.add((theta,), objective.prepare(data).read(keys), ClippingRule.gradient(1e6), out, keys)
     return out

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.gradients import GRADIENT, Gradients
-from quietgrad.objectives.networks.joint import Joint
+from quietgrad.objectives.networks.kernels import TiedGradients
 from tests.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
 from tests.zoo import CASES, Case, LanguageModel, classified, continued
 
@@ -136,6 +136,15 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     return seen
 
 
+def held(piece: Any) -> int:
+    """Bytes of the tensors that per-example vectors keep."""
+    if isinstance(piece, Tensor):
+        return piece.numel() * piece.element_size()
+    if isinstance(piece, list | tuple):
+        return sum(map(held, piece))
+    return held(list(vars(piece).values())) if type(piece).__module__.startswith("quietgrad") else 0
+
+
 def test_tied_weights_without_writing_the_table_out(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Tied(500, 40)
@@ -144,24 +153,23 @@ def test_tied_weights_without_writing_the_table_out(monkeypatch: pytest.MonkeyPa
     engine = check(Case(model, (x,), y, continued))
     seen = watched(monkeypatch)
     summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(CLIP))
-    (joint,) = [piece for piece in seen[-1] if isinstance(piece, Joint)]
+    (joint,) = [piece for piece in seen[-1] if isinstance(piece, TiedGradients)]
     assert joint._tied() is not None
-    assert joint.held() < 6 * 500 * 40 * 4  # less than an example's gradients written out
+    assert held(joint) < 6 * 500 * 40 * 4  # less than an example's gradients written out
 
 
 def test_tied_norms_that_cancel_are_not_below_the_truth() -> None:
     """The parts are 10⁶ times as long as their sum: what is measured is never below it."""
-    from quietgrad.objectives.networks.contributions import Record, TokenSums
-    from quietgrad.objectives.networks.maps import LinearMap
-    from quietgrad.objectives.networks.outer import OuterProducts
+    from quietgrad.objectives.networks.outer_products import LinearLayerMap, OuterProducts
+    from quietgrad.objectives.networks.vectors import LayerCall, TokenSums
 
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(300, (4, 3), generator=generator)
     values = torch.randn(4, 3, 30, generator=generator)
     picked = F.one_hot(words, 300).float()  # b_t = −e_w, a_t = c_s + a little: the sum is that little
     little = 1e-6 * torch.randn(4, 3, 30, generator=generator)
-    joint = Joint(300 * 30)
-    joint.add(OuterProducts.of(LinearMap(300, 30), Record(values + little, -picked), None, GRADIENT))
+    joint = TiedGradients(300 * 30)
+    joint.add(OuterProducts.of(LinearLayerMap(300, 30), LayerCall(values + little, -picked), None, GRADIENT))
     joint.add(TokenSums(words, values[:, :, None], 300))
     assert joint._tied() is not None
     truth = -torch.einsum("etv,etd->evd", picked.double(), ((values + little).double() - values.double()))
@@ -196,7 +204,7 @@ def test_memory_budget_holds_without_kernels(
     groups = grouped(torch.randn(count, 4, 40), torch.zeros(count))
     summed(engine, (start(engine),), groups, ClippingRule.gradient(1.0))
     assert len(seen) > 1
-    assert max(sum(piece.held() for piece in pieces) for pieces in seen) <= budget
+    assert max(sum(map(held, pieces)) for pieces in seen) <= budget
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")

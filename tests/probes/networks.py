@@ -26,10 +26,10 @@ from quietgrad.audit.attacks import steep_table as table
 from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine, clip_weights
+from quietgrad.objectives.networks.gradients import vectors_by_autograd
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import stacked
-from quietgrad.objectives.networks.planning import vectors_by_autograd
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UserLevelObjective
 from tests.probes import found
@@ -296,7 +296,7 @@ def _worst(
 def _sum(
     objective: Any, records: Any, indices: Any, points: Sequence[Tensor], rule: ClippingRule, processes: int
 ) -> Tensor:
-    from quietgrad.torch.processes import share_of
+    from quietgrad.torch.distributed import share_of
 
     out = torch.zeros_like(points[0], dtype=torch.float64)
     batch = Batch(records, indices, _KEY)
@@ -321,7 +321,7 @@ def probe_gradients(name: str, tolerance: float = 1e-3) -> AuditFinding:
     objective = ModuleObjective(MODELS[name](), loss)
     records = objective.prepare(table(6))
     theta, engine = 1.5 * objective.initial(records), objective.engine
-    keys = RecordKeys(_KEY, np.arange(6))
+    keys = RecordSeeds(_KEY, np.arange(6))
     (group,) = records.read(keys)
     program = engine.program_of(group.record)
     leaves = {key: value.clone().requires_grad_() for key, value in engine.unflatten(theta).items()}
@@ -335,7 +335,7 @@ def probe_recorded(name: str, tolerance: float = 1e-4) -> AuditFinding:
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss)
     records = objective.prepare(table(10))
-    theta, keys = objective.initial(records), RecordKeys(_KEY, np.arange(10))
+    theta, keys = objective.initial(records), RecordSeeds(_KEY, np.arange(10))
     wanted = _sum(objective, records, None, (theta,), _RULES[0], 1)
     (group,) = records.read(keys)
     x, y = group.record
@@ -355,7 +355,7 @@ def _compared(layer: str, name: str, made: Tensor, wanted: Tensor, tolerance: fl
 
 def probe_agreement() -> AuditFinding:
     """Whether the digests by which processes compare what they hold tell other orders and weights apart."""
-    from quietgrad.torch.processes import _digests
+    from quietgrad.torch.distributed import _digests
 
     torch.manual_seed(0)
     model: Any = MODELS["layers"]()

@@ -9,15 +9,12 @@ tells how a model is differentiated and what that costs. :func:`clipped_gradient
 from __future__ import annotations
 
 from quietgrad.objectives.networks.records import Multiple, Padding
-from quietgrad.torch.clipping import clipped_difference_sum, clipped_gradient_sum
-from quietgrad.torch.explaining import explain
-from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention
-from quietgrad.torch.loader import BatchMemoryManager
-from quietgrad.torch.losses import causal_lm_loss
-from quietgrad.torch.module_validator import ModuleValidator
+from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum, explain
+from quietgrad.torch.distributed import DifferentiallyPrivateDistributedDataParallel
+from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, ModuleValidator, causal_lm_loss
+from quietgrad.torch.loop_wrappers import BatchMemoryManager
 from quietgrad.torch.opacus import PrivacyEngine, make_private, make_private_with_epsilon
 from quietgrad.torch.private_loop import PrivateLoop
-from quietgrad.torch.processes import DifferentiallyPrivateDistributedDataParallel
 from quietgrad.torch.training import fit, resume
 from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
 

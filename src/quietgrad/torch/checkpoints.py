@@ -30,8 +30,6 @@ from quietgrad.sampling import Poisson
 if TYPE_CHECKING:
     from quietgrad.torch.loops import Loop
 
-__all__ = ["LoopCost", "epsilon_of", "load", "pack", "save", "seal", "unpack", "unsealed"]
-
 FORMAT = 2
 _HEADER = "quietgrad loop"
 
@@ -51,12 +49,12 @@ class LoopCost:
 
     @staticmethod
     def of(loop: Loop) -> LoopCost:
-        """What a loop has cost: the samples it has handed out; all that were planned if it ended early.
+        """What a loop has cost: the samples it has handed out; all that were planned if it ended early or paused.
 
         Of a loop that goes on, what an earlier process released counts too.
         """
         times = int(loop._session.epochs)
-        whole = times > 1 or (loop._spent is not None and loop._spent.data_dependent)
+        whole = times > 1 or loop.paused or (loop._spent is not None and loop._spent.data_dependent)
         made = loop.plan.schedule.releases if whole else max(loop.handed_out, sum(loop._session.made.values()))
         return LoopCost(loop.name, loop.plan, made, loop.is_private, times)
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from quietgrad.objectives.networks.engine import clip_weights
 from quietgrad.objectives.networks.gradients import Gradients
 
-__all__ = ["AdaptiveClip", "ClipRule", "FlatClip", "PerParameterClip", "clip_rule"]
-
 
 @dataclass
 class FlatClip:

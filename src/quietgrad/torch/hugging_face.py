@@ -8,35 +8,29 @@ callbacks and checkpoints are the Trainer's; it sees batches that cannot be read
 from __future__ import annotations
 
 import copy
-import json
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from quietgrad.algorithms.own_loop import OwnLoop
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.files import parse_json, read_bytes, write_atomically
+from quietgrad.files import parse_json, read_bytes
 from quietgrad.objectives.networks.records import Padding, as_padding
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import composed
-from quietgrad.sampling import RandomAllocation
-from quietgrad.torch.checkpoints import LoopCost, epsilon_of, seal, unsealed
+from quietgrad.torch.checkpoints import epsilon_of
+from quietgrad.torch.distributed import is_distributed
 from quietgrad.torch.private_loop import PrivateBatch, PrivateLoop
-from quietgrad.torch.processes import several
 from quietgrad.training.result import Privacy
+from quietgrad.training.runs import forget, is_kept
 
-__all__ = ["DPTrainer"]
-
-_COST = "quietgrad.json"  # beside weights: what they cost; in the output folder: how far its last training has come
-_WEIGHTS = ("*.safetensors", "*.bin")
+_RUN = "private-run-"  # folders of trainings in the output folder
 _PUBLIC = ("epoch", "learning_rate", "step")
 _MINUTE = 60.0
 
@@ -76,23 +70,6 @@ class _Samples:
                 yield next(self._batches)
 
 
-class _EndOfPlan(TrainerCallback):  # type: ignore[misc]
-    """Ends a resumed training with its last sample: some of its plan may be in no checkpoint."""
-
-    def __init__(self, loop: PrivateLoop) -> None:
-        self._loop = loop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._loop.handed_out >= self._loop.total and state.global_step < state.max_steps:
-            warnings.warn(
-                f"DPTrainer: training ends after step {state.global_step} of {state.max_steps}: no further step is "
-                "left of what was promised. Steps that were made before an interruption and are in no checkpoint "
-                "are not given back; save more often to lose fewer (save_steps).",
-                stacklevel=2,
-            )
-            control.should_training_stop = True
-
-
 class DPTrainer(Trainer):  # type: ignore[misc]
     """Trains as a ``Trainer`` does, with secret samples, clipped gradients of single records, and noise.
 
@@ -114,7 +91,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     ``data_collator`` is called with one record; workers of a data loader are not used. What is logged is ``step``,
     ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: losses, memory, tokens
     and operations of secret samples are data. ``train()`` can be called again, and is charged again. Checkpoints
-    are ordinary, and a sealed file in each says what it cost.
+    are ordinary. Each training is a run in a folder ``private-run-…`` of the output folder. After an interruption
+    ``train(resume_from_checkpoint=True)`` goes on from its last checkpoint, and nothing is spent twice.
     """
 
     model: Any
@@ -140,9 +118,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self.args.gradient_accumulation_steps = 1  # a sample is one step of the Trainer's
         self.args.max_grad_norm = 0.0
         self.args.ignore_data_skip = True  # a resumed training draws fresh samples: there is nothing to skip
-        self._loop: PrivateLoop | None = None
-        self._continued: LoopCost | None = None  # the interrupted training that the loop is the rest of
-        self._costs: dict[str, LoopCost] = {}  # of trainings before
+        self._loops: list[PrivateLoop] = []  # of all trainings; the last is the present one
 
     def _refuse(self) -> None:
         if self.model_init is not None:
@@ -157,41 +133,54 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 f"optim={optimizer!r}: it steps during the backward pass, before noise is added; use another, such "
                 "as adamw_torch."
             )
-        if several() or self.args.n_gpu > 1:
+        if is_distributed() or self.args.n_gpu > 1:
             raise ValueError("DPTrainer trains in one process and on one device; use PrivateLoop under torchrun.")
 
     # --- training -------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train privately, or go on from a checkpoint; charged as planned in either case."""
-        folder = resume_from_checkpoint or None
-        if folder is True:
-            folder = get_last_checkpoint(self.args.output_dir)
-        before, settings = self._loop, self._settled()
-        if before is not None:
-            if folder is None:
-                before.close(data_dependent=not self._public_stop)
-            self._costs = {cost.name: cost for cost in self._now()}
-            self._note()
-        self._loop = self._continued = None
-        if folder is not None:
-            settings |= self._resumed(Path(folder), settings)
-        self._loop = loop = PrivateLoop(
+        """Train privately, or go on from the last checkpoint of an interrupted training."""
+        checkpoint = resume_from_checkpoint or None
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        settings = self._settled()
+        if self._loops and checkpoint is not None:
+            self._loops.pop().let_go()  # it goes on below
+        elif self._loops and not self._loop.paused:
+            self._loop.close(data_dependent=not self._public_stop)
+        loop = PrivateLoop(
             self.model, self._loss, self.train_dataset, collate_fn=self._collator(), pad=self._pad,
-            batch_size=self._sample_size, **settings,
+            batch_size=self._sample_size, folder=self._folder(checkpoint), checkpoint_seconds=math.inf, **settings,
         )  # fmt: skip
-        if before is not None:
-            before.close(data_dependent=False)  # what is left of it is charged anew
-        end = _EndOfPlan(loop)
-        self.add_callback(end)
+        self._loops.append(loop)
+        if checkpoint is not None and loop.handed_out != _global_step(Path(checkpoint)):
+            loop.let_go()
+            raise DataError(
+                f"{checkpoint}: the interrupted training was saved after step {loop.handed_out}: resume from the "
+                f"checkpoint of that step. Nothing was spent."
+            )
         try:
-            done: Any = super().train(folder, *args, **kwargs)
-        finally:
-            self.remove_callback(end)
-        if loop.handed_out < loop.plan.schedule.releases:
-            loop.close(data_dependent=not self._public_stop)
-        self._note()
+            done: Any = super().train(checkpoint, *args, **kwargs)
+        except BaseException:
+            loop.let_go()
+            raise
+        loop.close(data_dependent=not self._public_stop)
         return done._replace(training_loss=math.nan, metrics=self._allowed(done.metrics))
+
+    def _folder(self, checkpoint: Any) -> Path:
+        """The folder of a training: a new one, or that of the interrupted one which goes on."""
+        output = Path(self.args.output_dir)
+        known = sorted(output.glob(f"{_RUN}*"))
+        if checkpoint is None:
+            if known and is_kept(known[-1]):
+                forget(known[-1])  # its cost stays in the ledger
+            return output / f"{_RUN}{len(known) + 1:03}"
+        if not known or not is_kept(known[-1]):
+            raise DataError(
+                f"{output}: holds no interrupted private training, so no step is left of one. Load the weights by "
+                "from_pretrained and train anew, which is charged."
+            )
+        return known[-1]
 
     def _settled(self) -> dict[str, Any]:
         """The arguments in the words of a loop."""
@@ -212,50 +201,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             )
         return settings | {"epochs": int(epochs)}
 
-    def _resumed(self, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-        """What is other for a loop that goes on from a checkpoint: its steps and noise. What was spent counts."""
-        costs = {cost.name: cost for cost in _read(folder, _weights(folder))}
-        last = list(costs.values())[-1]
-        planned, budget, noise = last.plan.schedule.releases, settings.get("budget"), last.plan.noise_multiplier
-        stretches = OwnLoop.from_config(last.plan.config).stretches
-        if settings.get("noise_multiplier") not in (None, noise) or {size for _, size, _ in stretches} != {
-            self._sample_size
-        }:
-            raise DataError(
-                f"{folder}: was trained with other noise or other batches than are given; give the same."
-            )
-        if budget is not None and (budget != last.plan.budget or len(stretches) > 1):
-            raise DataError(f"{folder}: was trained for another budget than is given; give the same.")
-        reached = {cost.name: cost for cost in _read_if(Path(self.args.output_dir))}.get(last.name)
-        if reached is None or reached.used < last.used:
-            warnings.warn(
-                f"{self.args.output_dir}/{_COST}: does not say how far the interrupted training came, so all of "
-                "its steps count as made.",
-                stacklevel=3,
-            )
-            reached = replace(last, used=planned)
-        # The rest draws its samples anew. Where some belong together, what was begun of them is paid for whole.
-        (held,) = {slot.sampling for slot in last.plan.schedule.slots}
-        if isinstance(held, RandomAllocation):
-            whole = held.times(reached.used) * held.steps_per_epoch
-            reached = replace(reached, used=min(whole, planned))
-        self._costs |= costs | {last.name: reached}
-        more: dict[str, Any] = {"noise_multiplier": noise, "epochs": None}
-        if budget is None:
-            n = settings.get("n_public") or len(self.train_dataset)
-            total = settings.get("steps") or settings["epochs"] * math.ceil(n / self._sample_size)
-        else:
-            total, self._continued = planned - reached.used + _global_step(folder), self._costs.pop(last.name)
-            more |= {
-                "budget": None,
-                "delta": budget.delta,
-                "relation": budget.relation,
-                "n_public": last.plan.n_public,
-            }
-        more["steps"] = total - _global_step(folder)
-        if more["steps"] < 1:
-            raise BudgetError(f"{folder}: no step is left of what was planned. Use the model as it is.")
-        return more
+    @property
+    def _loop(self) -> PrivateLoop:
+        if not self._loops:
+            raise BudgetError("nothing is trained yet; call train() first.")
+        return self._loops[-1]
 
     def _loss(self, model: nn.Module, record: Any) -> Tensor:
         """The Trainer's loss of one record."""
@@ -276,12 +226,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """The samples of the private loop."""
-        assert self._loop is not None
         return _Samples(self._loop)
 
     def num_examples(self, dataloader: Any) -> int:
         """The public number of records, or of people."""
-        if isinstance(dataloader, _Samples) and self._loop is not None:
+        if isinstance(dataloader, _Samples):
             return self._loop.plan.n_public
         return super().num_examples(dataloader)  # type: ignore[no-any-return]
 
@@ -290,11 +239,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Release the noisy gradient of a sample into the parameters; its loss is not told."""
-        assert self._loop is not None
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self._note()
         self._loop.backward(inputs)
         return torch.zeros((), device=self.args.device)
 
@@ -307,20 +254,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what is public, and the scores of the evaluation data."""
         told = self._allowed(logs)
-        if self._loop is not None and not any(key.startswith("eval_") for key in told):
+        if self._loops and not any(key.startswith("eval_") for key in told):
             told["epsilon"] = self._so_far()
         super().log(told, *args, **kwargs)
 
     def _so_far(self) -> float:
         """An upper bound of ε so far; of one training alone a proved point of its plan, which costs nothing."""
-        assert self._loop is not None
         plan = self._loop.plan
         assert plan.budget is not None
-        return (
-            self.epsilon(plan.budget.delta)
-            if self._costs or self._continued
-            else plan.epsilon_by(self._loop.handed_out)
-        )
+        several = len(self._loops) > 1
+        return self.epsilon(plan.budget.delta) if several else plan.epsilon_by(self._loop.handed_out)
 
     def _allowed(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         told = {key: value for key, value in logs.items() if key in _PUBLIC or key.startswith("eval_")}
@@ -328,71 +271,23 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         runtimes = {key: value for key, value in logs.items() if key.endswith("_runtime")}
         return told | {key: _MINUTE * math.ceil(value / _MINUTE) for key, value in runtimes.items()}
 
-    def _now(self) -> list[LoopCost]:
-        """What every training of this trainer cost, or was resumed from, so far."""
-        known, begun = dict(self._costs), self._continued
-        own = [] if self._loop is None else [LoopCost.of(self._loop)]
-        if begun is not None:
-            own = [replace(begun, used=begun.used + sum(cost.used for cost in own))]
-        return [*known.values(), *own]
-
     def epsilon(self, delta: float) -> float:
-        """What all training has cost so far."""
-        return epsilon_of(self._now(), delta)
+        """What all training of this trainer has cost so far; an account of a ledger knows what others spent."""
+        return epsilon_of([loop.cost for loop in self._loops], delta)
 
     @property
     def privacy(self) -> Privacy:
-        """The statement of all training so far."""
-        if self._loop is None:
-            raise BudgetError("privacy: nothing is trained yet; call train() first.")
-        said, costs = self._loop.privacy, self._now()
-        if (len(costs) == 1 and self._continued is None) or said.delta is None:
+        """The statement of all training of this trainer so far."""
+        said = self._loop.privacy
+        if len(self._loops) == 1 or said.delta is None:
             return said
-        events = [event for event in (cost.event for cost in costs) if event is not None]
-        note = "composed with the earlier trainings of this trainer, or of the checkpoint that it went on from"
-        return replace(
-            said, epsilon=epsilon_of(costs, said.delta), events=composed(events), notes=(*said.notes, note)
-        )
+        events = [event for event in (loop.cost.event for loop in self._loops) if event is not None]
+        note = "composed with the earlier trainings of this trainer"
+        return replace(said, epsilon=self.epsilon(said.delta), events=composed(events), notes=(*said.notes, note))
 
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _note(self) -> None:
-        """How far the training has come, kept before each release: a later one that is resumed counts all of it."""
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _COST, json.dumps(seal(self._now())).encode())
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        super()._save(output_dir, state_dict)
-        if self._loop is not None:
-            folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            name = _COST if folder != Path(self.args.output_dir) else f"model-{_COST}"
-            write_atomically(folder / name, json.dumps(seal(self._now(), _weights(folder))).encode())
-
-
-def _weights(folder: Path) -> Iterator[bytes]:
-    """What a seal in a folder is beside: its weights."""
-    for pattern in _WEIGHTS:
-        for file in sorted(folder.glob(pattern)):
-            if file.name != "training_args.bin":
-                yield file.name.encode()
-                yield file.read_bytes()
-
-
-def _read(folder: Path, beside: Iterator[bytes] | Sequence[bytes] = ()) -> list[LoopCost]:
-    """What the sealed file in a folder says; one that was edited, or put beside other weights, is refused."""
-    try:
-        sealed = parse_json(read_bytes(folder / _COST))
-    except (OSError, ValueError):
-        raise DataError(
-            f"{folder}: has no {_COST} that says what its weights cost. Resume from a checkpoint that DPTrainer "
-            "saved, or load the weights by from_pretrained and train anew."
-        ) from None
-    return unsealed(sealed, beside)
-
-
-def _read_if(folder: Path) -> list[LoopCost]:
-    return _read(folder) if (folder / _COST).exists() else []
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        self._loop.save()
 
 
 def _global_step(folder: Path) -> int:

@@ -1,10 +1,123 @@
-"""Opacus's recurrent layers and attention by name: torch's own, whose gradients are clipped here as they are."""
+"""Opacus' layers, ``ModuleValidator`` and a loss for language models, by their usual names."""
 
 from __future__ import annotations
 
-from torch.nn import GRU as DPGRU
-from torch.nn import LSTM as DPLSTM
-from torch.nn import RNN as DPRNN
-from torch.nn import MultiheadAttention as DPMultiheadAttention
+import copy
 
-__all__ = ["DPGRU", "DPLSTM", "DPRNN", "DPMultiheadAttention"]
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from quietgrad.objectives.networks.usable import mixing_layers, refuse_unusable_modules
+
+DPLSTM = nn.LSTM  # torch's own: their gradients are clipped as they are
+DPGRU = nn.GRU
+DPRNN = nn.RNN
+DPMultiheadAttention = nn.MultiheadAttention
+
+
+def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The mean over examples of each one's mean loss per token of its own, shifted by one as language models are.
+
+    A mean over all tokens of a batch divides by how many there are: a long example would make the others lighter,
+    and padding all of them. Here an example weighs the same in any batch.
+
+    >>> import torch
+    >>> logits = torch.randn(2, 4, 5)
+    >>> labels = torch.tensor([[1, 2, 3, 4], [1, 2, -100, -100]])
+    >>> alone = [causal_lm_loss(logits[k : k + 1], labels[k : k + 1]) for k in range(2)]
+    >>> bool(torch.isclose(causal_lm_loss(logits, labels), torch.stack(alone).mean()))
+    True
+    """
+    wanted = labels[:, 1:]
+    each = cross_entropy(logits[:, :-1].transpose(1, 2), wanted, reduction="none", ignore_index=ignore_index)
+    counted = (wanted != ignore_index).sum(1).clamp(min=1)
+    return (each.sum(1) / counted).mean()
+
+
+class ModuleValidator:
+    """Opacus's checks of a module, by name. Recurrent layers and attention are fine here as they are.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU())
+    >>> ModuleValidator.is_valid(model), ModuleValidator.fix(model)[1].num_groups
+    (False, 24)
+    >>> ModuleValidator.is_valid(ModuleValidator.fix(model))
+    True
+    """
+
+    @staticmethod
+    def validate(module: nn.Module, *, strict: bool = False) -> list[Exception]:
+        """The reasons why the module could not be made private; with ``strict`` the first is raised."""
+        errors: list[Exception] = _training_statistics(module)
+        try:
+            refuse_unusable_modules(module)
+        except ValueError as error:
+            errors.append(error)
+        if strict and errors:
+            raise errors[0]
+        return errors
+
+    @classmethod
+    def is_valid(cls, module: nn.Module) -> bool:
+        """Whether nothing is known that speaks against it."""
+        return not cls.validate(module)
+
+    @staticmethod
+    def fix(module: nn.Module) -> nn.Module:
+        """A copy in which batch normalisation is group normalisation, and instance norms keep no statistics.
+
+        A group norm takes the weight and the bias of the batch norm it is for; its statistics are those of each
+        example. Make the optimizer of the copy's parameters.
+        """
+        fixed = copy.deepcopy(module)
+        if (new := _replacement(fixed)) is not None:
+            return new
+        for parent in list(fixed.modules()):
+            for name, layer in list(parent.named_children()):
+                if (new := _replacement(layer)) is not None:
+                    setattr(parent, name, new)
+        return fixed
+
+    @classmethod
+    def fix_and_validate(cls, module: nn.Module) -> nn.Module:
+        """:meth:`fix`, and raise if that was not enough."""
+        fixed = cls.fix(module)
+        cls.validate(fixed, strict=True)
+        return fixed
+
+
+def _training_statistics(module: nn.Module) -> list[Exception]:
+    """All layers that mix examples in the mode that the module will be trained in."""
+    modes = {layer: layer.training for layer in module.modules()}
+    try:
+        if not module.training:
+            module.train()
+        return list(mixing_layers(module))
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
+
+
+def _replacement(layer: nn.Module) -> nn.Module | None:
+    if isinstance(layer, nn.modules.batchnorm._LazyNormBase):
+        raise ValueError("a lazy norm has no shape yet: run the module once on an example first.")
+    if isinstance(layer, _BatchNorm):
+        channels = layer.num_features
+        new: nn.Module = nn.GroupNorm(_groups(channels), channels, eps=layer.eps, affine=layer.affine)
+        if layer.affine:
+            new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+        found = next(layer.parameters(), None)
+        new.to(device=None if found is None else found.device, dtype=None if found is None else found.dtype)
+        for own, theirs in zip(new.parameters(), layer.parameters(), strict=True):
+            own.requires_grad_(theirs.requires_grad)
+        return new.train(layer.training)
+    if isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+        layer.track_running_stats = False
+        layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+    return None
+
+
+def _groups(channels: int) -> int:
+    """The most groups, at most 32, that divide the channels."""
+    return max(groups for groups in range(1, min(32, channels) + 1) if channels % groups == 0)

@@ -1,7 +1,7 @@
-"""What all private loops share: the plan, the open session, the samples handed out, and the gradient released.
+"""What all private loops share: the plan, the session, the samples handed out, and the gradient released.
 
-A loop draws one sample after the other, each counted when it is handed out. What leaves is the noisy sum of clipped
-contributions of one sample, which becomes the parameters' gradient; what the loop does with that is its own affair.
+A loop draws one sample after the other, each counted when it is handed out. It releases the noisy sum of clipped
+contributions of one sample, which becomes the parameters' gradient. What the loop does with that is free.
 """
 
 from __future__ import annotations
@@ -18,28 +18,111 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad import training
+from quietgrad.algorithms.base import State
 from quietgrad.algorithms.own_loop import LoopSampling, OwnLoop
 from quietgrad.curators.account import Account
-from quietgrad.curators.base import SessionCost
+from quietgrad.curators.base import Session, SessionCost
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.objectives.base import Query
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.plans.counting import PublicCount
-from quietgrad.plans.schedule import Plan
+from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.calibration import calibrate_steps
 from quietgrad.privacy.events import composed
-from quietgrad.torch.affording import affordable
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
 from quietgrad.torch.clip_rules import ClipRule
-from quietgrad.torch.processes import SharedSession, any_of_us, key_for_all, leads, several, told_by_leader
-from quietgrad.torch.shards import Shards
+from quietgrad.torch.distributed import (
+    Shards,
+    SharedSession,
+    any_of_us,
+    broadcast_from_leader,
+    broadcast_loop_key,
+    is_distributed,
+    is_leader,
+)
 from quietgrad.training.result import Privacy, privacy_statement
 from quietgrad.training.runs import Run
 
-__all__ = ["CONDITION", "Loop", "Pace", "Promise", "check_person", "holder"]
+
+def truncate_to_budget(plan: Plan) -> Plan:
+    """The plan, or the part of it that its budget affords."""
+    steps = affordable_steps(plan)
+    return plan if steps is None else replace(plan, schedule=_first(plan.schedule, steps))
+
+
+class TruncatedAlgorithm:
+    """An algorithm that ends after so many steps, decided before the run; all else is as it was.
+
+    >>> from quietgrad import DPSGD
+    >>> TruncatedAlgorithm(DPSGD(steps=100, batch_size=10), 30).schedule(1000).releases
+    30
+    """
+
+    def __init__(self, algorithm: Any, steps: int) -> None:
+        self._algorithm = algorithm
+        self._steps = steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._algorithm, name)
+
+    def schedule(self, n_public: int) -> Schedule:
+        """The first releases of the algorithm's schedule."""
+        return _first(self._algorithm.schedule(n_public), self._steps)
+
+    def step(self, state: State, door: Session) -> State:
+        """The algorithm's step; the last one says that the budget ended the run."""
+        state = self._algorithm.step(state, door)
+        if state.step >= self._steps and not state.done:
+            state.done, state.stopped_by = True, "budget"
+        return state
+
+    def config(self) -> dict[str, Any]:
+        """The algorithm's settings and the step it stops after."""
+        return {**self._algorithm.config(), "stops_after": self._steps}
+
+
+def _first(schedule: Schedule, steps: int) -> Schedule:
+    slots = []
+    for slot in schedule.slots:
+        count = min(slot.count, steps)
+        steps -= count
+        if count:
+            slots.append(replace(slot, count=count))
+    return replace(schedule, slots=tuple(slots))
+
+
+def affordable_steps(plan: Plan) -> int | None:
+    """How many steps a plan of fixed noise may take within its budget; None: all of them."""
+    if plan.budget is None or plan.paper_noise or plan.epsilon() <= plan.budget.epsilon:
+        return None
+    limit = plan.budget.epsilon
+    if plan.schedule.composition != "sequential" or any(slot.law is not None for slot in plan.schedule.slots):
+        raise BudgetError(
+            f"noise_multiplier={plan.noise_multiplier:g}: the run would cost ε = {plan.epsilon():.4g}, above the "
+            f"budget of {limit:g}, and cannot be cut short. Leave the noise to calibration."
+        )
+
+    def cost(steps: int) -> float:
+        counts: dict[str, int] = {}
+        for slot in plan.schedule.slots:
+            counts[slot.name] = min(slot.count, steps)
+            steps -= counts[slot.name]
+        return plan.epsilon_after(counts)
+
+    low, high = 0, plan.schedule.releases  # cost(low) ≤ limit < cost(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= limit else (low, middle)
+    if low == 0:
+        raise BudgetError(
+            f"noise_multiplier={plan.noise_multiplier:g}: one step costs ε = {cost(1):.4g}, above the budget of "
+            f"{limit:g}. Use more noise or a smaller batch."
+        )
+    return low
+
 
 CONDITION = (
     "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
@@ -149,7 +232,7 @@ class Promise:
         """
         if declared is not None or self.noise_multiplier is not None:
             return PublicCount(len(curator.records) if declared is None else declared)
-        found: PublicCount = told_by_leader(lambda: curator.count(self.budget, None, None))
+        found: PublicCount = broadcast_from_leader(lambda: curator.count(self.budget, None, None))
         return replace(found, n=max(found.n, least))
 
     def plan(
@@ -172,7 +255,7 @@ class Promise:
         releases: Any = OwnLoop(stretches, rule.config(), self.sampling)
         plan = training.plan(releases, n=count, budget=budget, noise_multiplier=own, unit=unit)
         if own is not None and self.epsilon is not None:
-            plan = affordable(plan)
+            plan = truncate_to_budget(plan)
         for slot in plan.schedule.slots:
             rule.bound(
                 slot.multiplier(plan.noise_multiplier)
@@ -184,8 +267,8 @@ def holder(reading: Any, data: Any, account: Account, seed: int | None, run: str
     """The holder of the data; of several processes one pays, and all draw the same samples."""
     if seed is not None:
         warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-    payer = account if leads() else Account(account.name)
-    return CentralCurator(reading, data, account=payer, run=run, seed=seed, key=key_for_all())
+    payer = account if is_leader() else Account(account.name)
+    return CentralCurator(reading, data, account=payer, run=run, seed=seed, key=broadcast_loop_key())
 
 
 class Loop:
@@ -206,12 +289,13 @@ class Loop:
         self.account = curator.account.asked or curator.account.name
         self.is_private = not curator.seeded
         self.n_is_declared = True  # else it was taken from the data
+        self.paused = False  # whether it goes on elsewhere
         self.total = plan.schedule.releases  # samples it may have
         self.mean = True  # whether the gradient is divided by the public size of a sample
         self._session: Any
         if kept is not None:
             self._session = kept.open(curator)
-        elif several():
+        elif is_distributed():
             self._session = SharedSession(curator, plan, engine.module, engine.device)
         else:
             self._session = curator.open(plan)
@@ -340,7 +424,7 @@ class Loop:
     def release(self, drawn: PendingRelease, query: Query) -> Tensor:
         """Release the noisy sum of a sample and add it to the parameters' gradients; returns what was added."""
         self._refuse_other_parameters()
-        if several() and any_of_us(self.condition is not None, self.engine.device):
+        if is_distributed() and any_of_us(self.condition is not None, self.engine.device):
             self.rest_on_code()
         multiplier = self.multiplier(drawn.slot)
         total = torch.as_tensor(self._session.release_drawn(drawn, query))
@@ -357,10 +441,15 @@ class Loop:
         for name, value in self.engine.unflatten(total).items():
             gradient = value.clone() if self.shards is None else self.shards.cut(name, value)
             param = params[name]
+            for hook in list((param._backward_hooks or {}).values()):  # register_hook: of what is released
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
             if param.grad is not None:
                 gradient = gradient + param.grad
             param.grad = gradient
             self._released[param] = (gradient, gradient._version)
+            for told in list((param._post_accumulate_grad_hooks or {}).values()):
+                told(param)
         return total
 
     def has_other_gradients(self) -> bool:

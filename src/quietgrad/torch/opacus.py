@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 
 from quietgrad.algorithms.own_loop import LoopSampling
 from quietgrad.errors import DataError, UnprovableError
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.records import as_padding
+from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.person_ids import call_id_function
 from quietgrad.objectives.privacy_units import (
     Combine,
@@ -33,19 +32,21 @@ from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.torch import checkpoints
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
 from quietgrad.torch.clip_rules import clip_rule
-from quietgrad.torch.loader import PrivateLoader, checked_loader
+from quietgrad.torch.distributed import Shards, unwrapped
+from quietgrad.torch.layers import ModuleValidator
+from quietgrad.torch.loop_wrappers import (
+    PrivateLoader,
+    PrivateModule,
+    PrivateOptimizer,
+    check_optimizer,
+    checked_loader,
+    made_private,
+)
 from quietgrad.torch.loops import Pace, Promise, check_person, holder
-from quietgrad.torch.module_validator import ModuleValidator
-from quietgrad.torch.private_module import PrivateModule
-from quietgrad.torch.private_optimizer import PrivateOptimizer, check_optimizer, made_private
-from quietgrad.torch.processes import unwrapped
-from quietgrad.torch.recorded_loop import PrivateCriterion, RecordedLoop, RecordReading
-from quietgrad.torch.shards import Shards
+from quietgrad.torch.recorded_loop import CustomLoop, PrivateCriterion
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
-
-__all__ = ["Accountant", "PrivacyEngine", "make_private", "make_private_with_epsilon"]
 
 _MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
 
@@ -170,13 +171,13 @@ def make_private(
     shards = Shards.of(module)
     module = module if shards is None else shards.twin
     given = checked_loader(data_loader)
-    engine = PerExampleEngine(module, memory_budget=memory_budget)
+    collate = given.collate_fn if transform is None else _then(given.collate_fn, transform)
+    reading: Any = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
+    engine = reading.engine
     rule = clip_rule(clipping, max_grad_norm, len(engine.names), **settings)
     check_person(person is not None, rule)
     promise = Promise.of(target_epsilon, target_delta, relation, noise_multiplier, sampling, poisson_sampling)
     pace = Pace(epochs, None, noise_schedule, batch_schedule, bool(given.drop_last))
-    collate = given.collate_fn if transform is None else _then(given.collate_fn, transform)
-    reading: Any = RecordReading(engine, collate, as_padding(pad))
     data: Any = given.dataset
     people = _people(len(data), person, combine, records_per_person)
     if people is not None:
@@ -189,7 +190,7 @@ def make_private(
             f"batch_size={size}: must be between 1 and the {count.n} {unit.in_words('records')} of the data set."
         )
     plan, lengths = promise.plan(pace, count, size, rule, unit)
-    loop = RecordedLoop(plan, curator, engine, rule, shards, warns=criterion is not None)
+    loop = CustomLoop(plan, curator, engine, rule, shards, warns=criterion is not None)
     loop.mean = loss_reduction != "sum"
     loop.n_is_declared = n_public is not None or noise_multiplier is None
     made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given, loop, lengths)
@@ -216,7 +217,7 @@ class Accountant:
     """What the loops of an engine have cost, as far as they have come, and what was loaded into them."""
 
     def __init__(self) -> None:
-        self.loops: list[RecordedLoop] = []
+        self.loops: list[CustomLoop] = []
         self._loaded: dict[str, LoopCost] = {}
 
     @property
@@ -233,7 +234,7 @@ class Accountant:
         for loop in self.loops:
             self.keep_promise(loop)
 
-    def keep_promise(self, loop: RecordedLoop) -> None:
+    def keep_promise(self, loop: CustomLoop) -> None:
         """Let a loop with a target ε have no more samples than that affords after what was loaded."""
         budget = loop.plan.budget
         assert budget is not None

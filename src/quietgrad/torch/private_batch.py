@@ -17,16 +17,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.one_record import full_precision
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of
+from quietgrad.objectives.networks.vectors import UnitAssignment
 
 if TYPE_CHECKING:
-    from quietgrad.torch.recorded_loop import RecordedLoop
-
-__all__ = ["Call", "Handle", "Part", "Sample", "aligned", "noted", "one_axis", "plain", "reduced", "together",
-           "undone"]  # fmt: skip
+    from quietgrad.torch.recorded_loop import CustomLoop
 
 Rows = npt.NDArray[np.int64]
 
@@ -65,7 +63,7 @@ class Call:
 class Sample:
     """The records in hand: a sample, or a piece of it that holds whole people."""
 
-    def __init__(self, loop: RecordedLoop, keys: RecordKeys, persons: Persons | None) -> None:
+    def __init__(self, loop: CustomLoop, keys: RecordSeeds, persons: UnitAssignment | None) -> None:
         self.loop, self.keys, self.persons = loop, keys, persons
         self.calls: list[Call] = []
         self._next = 0  # the first row of the next piece that the loop cuts itself
@@ -292,7 +290,8 @@ class Loss(Handle):
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _own.backward and len(self._parts[0].values.shape) == 0:
-            return func(self._parts[0].values, *plain(args), **plain(kwargs))  # 1 to each record's own loss
+            with full_precision():
+                return func(self._parts[0].values, *plain(args), **plain(kwargs))  # 1 to each record's own loss
         if func in _REDUCTIONS and self._parts[0].values.dim() and not args and not kwargs:
             return reduced(self._sample, self._parts, _REDUCTIONS[func])
         return super()._answer(func, args, kwargs)
@@ -360,17 +359,21 @@ def _applied(function: Any, *given: Any) -> Tensor:
 
 
 class _Noted(Function):
-    """The identity."""
+    """The identity. If the loop goes back inside autocast, all that is behind it goes back in full precision."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, call: Call) -> Tensor:
-        ctx.call = call
+        ctx.call, ctx.values = call, values
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.call.reached = True
-        return grads[0], None
+        if not torch.is_autocast_enabled(ctx.values.device.type):
+            return grads[0], None
+        with full_precision():
+            torch.autograd.backward(ctx.values, grads[0], retain_graph=True)
+        return None, None
 
 
 class _Undone(Function):

@@ -1,8 +1,13 @@
-"""``PrivateLoop``: a training loop of your own over samples that nobody sees; its ε holds whatever it does."""
+"""``PrivateLoop``: samples and private gradients for a training loop that the user writes.
+
+The loop hands out samples that cannot be read, and writes private gradients into the parameters. With a folder it
+is a run that can be interrupted and continued.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,31 +16,107 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quietgrad.algorithms.own_loop import LoopSampling
+from quietgrad.algorithms.own_loop import LoopSampling, OwnLoop
 from quietgrad.curators.session import PendingRelease
-from quietgrad.errors import BudgetError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import Batch, Gradient, Query
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import Collate
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
-from quietgrad.torch import kept_loops
-from quietgrad.torch.clip_rules import FlatClip, clip_rule
+from quietgrad.privacy.ledger_state import DEFAULT
+from quietgrad.torch.checkpoints import pack, unpack
+from quietgrad.torch.clip_rules import ClipRule, FlatClip, clip_rule
+from quietgrad.torch.distributed import Shards, is_distributed, unwrapped
+from quietgrad.torch.loop_wrappers import check_optimizer
 from quietgrad.torch.loops import Loop, Pace, Promise, check_person, holder
-from quietgrad.torch.private_optimizer import check_optimizer
-from quietgrad.torch.processes import unwrapped
-from quietgrad.torch.shards import Shards
 from quietgrad.training import runs
 from quietgrad.training.callbacks import Callback, Progress, begin, together
 from quietgrad.training.minimizing import counting, result_of
 from quietgrad.training.result import Privacy
-from quietgrad.training.runs import Run
+from quietgrad.training.runs import Run, is_kept, open_run, over
 
 if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Ledger
 
-__all__ = ["PrivateBatch", "PrivateLoop"]
+LOOP = "loop"  # the kind of these runs
+Parameters = Mapping[str, nn.Parameter]
+
+
+def found(folder: str | Path | None, ledger: Any, pace: Pace, seed: int | None, every: float) -> Run | None:
+    """The loop that was interrupted and is kept in ``folder``; ``None`` if a new one begins."""
+    if folder is None:
+        return None
+    if is_distributed():
+        raise ValueError("folder: a loop of several processes is not kept. Leave folder out, or use one process.")
+    if pace.epochs is None and pace.steps is None:
+        raise ValueError("folder: a loop that is kept needs its length beforehand; give epochs or steps.")
+    if over(folder) is not None:
+        raise DataError(
+            f"{folder}: the loop that was kept here is over: quietgrad.load reads its result. For a new loop make "
+            "the same call again."
+        )
+    if not is_kept(folder):
+        return None
+    if seed is not None:
+        raise ValueError("seed: the loop that is kept in this folder is private; leave seed out.")
+    return open_run(folder, kind=LOOP, ledger=ledger, every=every)
+
+
+def settled(params: Parameters, optimizer: Optimizer | None, people: Any, n_is_declared: bool) -> dict[str, Any]:
+    """What the header says besides the plan."""
+    return {
+        "parameters": {name: list(param.shape) for name, param in params.items()},
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "people": people,
+        "n_is_declared": n_is_declared,
+    }
+
+
+def agreed(
+    kept: Run, asked: Mapping[str, Any], pace: Pace, promise: Promise, size: int, rule: ClipRule,
+    n_public: int | None, account: str, cap: Budget | None,
+) -> tuple[int, ...]:  # fmt: skip
+    """The samples of each epoch, if what the call says is what the folder says; else ``DataError``."""
+    plan = kept.plan
+    kept.agree_on_account(None if account == DEFAULT else account, cap)
+    for what in ("parameters", "optimizer", "people"):
+        kept.agree(what, asked[what] or "none", kept.header.settings[what] or "none")
+    stretches, lengths = promise.paced(pace).stretches(plan.n_public, size)
+    said = OwnLoop(stretches, rule.config(), promise.sampling).config()
+    for what in sorted({*said, *plan.config}):
+        kept.agree(what, [said.get(what)], [plan.config.get(what)])
+    assert plan.budget is not None
+    kept.agree("budget", promise.budget.to_json(), plan.budget.to_json())
+    kept.agree("noise_multiplier", promise.noise_multiplier, plan.noise_multiplier)
+    kept.agree("n_public", n_public, plan.n_public)
+    return lengths
+
+
+def stands(params: Parameters, optimizer: Optimizer | None, rule: ClipRule) -> dict[str, Any]:
+    """Where a loop stands between two samples: parameters, gradients that wait for a step, optimizer, clip rule."""
+    content = {
+        "params": {name: param.detach() for name, param in params.items()},
+        "grads": {name: param.grad for name, param in params.items() if param.grad is not None},
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "rule": rule.state(),
+    }
+    tensors: dict[str, Tensor] = {}
+    return {"said": json.dumps(pack(content, "loop", tensors)), "tensors": tensors}
+
+
+def put_back(state: Mapping[str, Any], params: Parameters, optimizer: Optimizer | None, rule: ClipRule) -> None:
+    """Go on from what :func:`stands` said."""
+    content = unpack(json.loads(state["said"]), state["tensors"])
+    with torch.no_grad():
+        for name, param in params.items():
+            param.copy_(content["params"][name])
+            grad = content["grads"].get(name)
+            param.grad = None if grad is None else grad.to(param)
+    if optimizer is not None:
+        optimizer.load_state_dict(content["optimizer"])
+    rule.load_state(content["rule"])
 
 
 class PrivateBatch:
@@ -168,8 +249,8 @@ class PrivateLoop(Loop):
         self._folder = None if folder is None else Path(folder)
         declared = n_public is not None or noise_multiplier is None
         self._trained = {name: param for name, param in given.named_parameters() if param.requires_grad}
-        said = kept_loops.settled(self._trained, optimizer, counting(asked[0]), declared)
-        kept = kept_loops.found(folder, ledger, pace, seed, checkpoint_seconds)
+        said = settled(self._trained, optimizer, counting(asked[0]), declared)
+        kept = found(folder, ledger, pace, seed, checkpoint_seconds)
         try:
             payer = pace.payer(account, ledger, cap, seed) if kept is None else kept.account
             curator = holder(*asked, payer, seed, None if kept is None else kept.name)
@@ -181,27 +262,25 @@ class PrivateLoop(Loop):
                 private=seed is None,
             )
             if kept is not None:
-                self._lengths = kept_loops.agreed(
-                    kept, said, pace, promise, batch_size, rule, n_public, account, cap
-                )
+                self._lengths = agreed(kept, said, pace, promise, batch_size, rule, n_public, account, cap)
                 plan = kept.plan
             else:
                 count = promise.count(curator, n_public, pace.largest(batch_size))
                 plan, self._lengths = promise.plan(pace, count, batch_size, rule, unit)
                 if folder is not None:
-                    state = kept_loops.stands(self._trained, optimizer, rule)
+                    state = stands(self._trained, optimizer, rule)
                     kept = runs.begin(
-                        folder, plan, curator, kind=kept_loops.LOOP, state=state, settings=said,
+                        folder, plan, curator, kind=LOOP, state=state, settings=said,
                         every=checkpoint_seconds,
                     )  # fmt: skip
             super().__init__(plan, curator, objective.engine, rule, shards, kept)
             if kept is not None and kept.resumed:
-                kept_loops.put_back(kept.state, self._trained, optimizer, rule)
+                put_back(kept.state, self._trained, optimizer, rule)
         except Exception:
             if kept is not None:
                 (kept.close if kept.resumed else kept.discard)()
             raise
-        self._kept, self._paused = kept, False
+        self._kept = kept
         self.n_is_declared = declared if kept is None else bool(kept.header.settings["n_is_declared"])
 
     def __len__(self) -> int:
@@ -236,26 +315,32 @@ class PrivateLoop(Loop):
     def _until(self, end: int) -> Iterator[PrivateBatch]:
         while self.handed_out < min(end, self.total):
             if self._kept is not None and self._kept.due:
-                self._save(self._kept)
+                self.save()
             yield PrivateBatch(self, self.draw())
         if self.handed_out >= self.total:  # and what the loop did with the last one is done
-            self._finish("steps")
+            self._finish()
 
-    def _save(self, kept: Run) -> None:
-        kept.save(kept_loops.stands(self._trained, self.optimizer, self.rule), self._session, now=True)
+    def save(self) -> None:
+        """Save where the loop stands between two samples, if it is kept in a folder."""
+        if self._kept is not None and self._folder is not None:
+            self._kept.save(stands(self._trained, self.optimizer, self.rule), self._session, now=True)
 
     def pause(self) -> None:
         """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
         if self._kept is None:
             raise ValueError("loop.pause: the loop is not kept; make it with folder=, and without a seed.")
-        if self._folder is not None:
-            self._save(self._kept)
+        self.save()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the loop's folder, if it is kept: the same call goes on from what was saved last."""
+        if self._kept is not None and self._folder is not None:
             self._kept.close()
-            self._folder, self.total, self._paused = None, self.handed_out, True
+            self._folder, self.total, self.paused = None, self.handed_out, True
 
     def refusal(self) -> str:
         """Why there is no further sample."""
-        return "the loop was paused: make it again with the same folder." if self._paused else super().refusal()
+        return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
 
     def close(self, *, data_dependent: bool = True) -> Privacy:
         """End the loop before its plan does, and say what it costs; one that is kept saves its result.
@@ -263,18 +348,19 @@ class PrivateLoop(Loop):
         The whole plan is charged, unless nothing that was seen, released numbers included, had a part in when it
         ends (``data_dependent=False``): then it costs the samples it has had.
         """
-        if self._paused:  # another process may have gone on, and only that one knows what it released
+        if self.paused:  # another process may have gone on, and only that one knows what it released
             raise BudgetError(self.refusal())
-        super().close(data_dependent=data_dependent)
-        self._finish("closed by the loop")
+        if self.handed_out < self.plan.schedule.releases:
+            super().close(data_dependent=data_dependent)
+        self._finish()
         return self.privacy
 
-    def _finish(self, reason: str) -> None:
+    def _finish(self) -> None:
         """Save the result of a loop with a folder, once."""
         if self._folder is None:
             return
         if self._spent is None:
-            self._spent = self._session.close(reason)
+            self._spent = self._session.close("steps")
         params = self.engine.flatten(self.parameters())
         params = params.float() if params.dtype == torch.bfloat16 else params  # which numpy does not know
         result = result_of(self._session, params, self.privacy, self._spent.reason)
@@ -340,7 +426,7 @@ class _RuledSum:
     def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
         out, engine, rule = torch.as_tensor(out), self._loop.engine, self._loop.rule
         rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-        keys = RecordKeys.of(batch.key, rows)
+        keys = RecordSeeds.of(batch.key, rows)
         for some in keys.passes(self._loop.objective.micro_batch) if len(rows) else ():
             part = keys.rows(some)
             for _, gradients in engine.gradients(self._theta, batch.records.read(part), part):

@@ -23,16 +23,16 @@ from torch.overrides import TorchFunctionMode
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.one_record import each_record
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys, preserved
-from quietgrad.objectives.networks.records import Collate, Examples, Padding, RecordGroup, examples_of
+from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
+from quietgrad.objectives.networks.records import Examples, RecordGroup
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
+from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.plans.schedule import Plan
 from quietgrad.torch.clip_rules import ClipRule
+from quietgrad.torch.distributed import Shards, Summed, process_count
 from quietgrad.torch.loops import Loop
 from quietgrad.torch.private_batch import (
     Call,
@@ -47,33 +47,9 @@ from quietgrad.torch.private_batch import (
     together,
     undone,
 )
-from quietgrad.torch.processes import processes_now
-from quietgrad.torch.shards import Shards
-
-__all__ = ["PrivateCriterion", "RecordReading", "RecordedLoop", "pieces_of"]
 
 
-class RecordReading:
-    """How a loop's records are read: what a curator needs to know of a module that the loop calls itself."""
-
-    silent_batches = False
-
-    def __init__(self, engine: PerExampleEngine, collate: Collate | None, pad: Padding | None) -> None:
-        self.engine, self._collate, self._pad = engine, collate, pad
-        self.regularizer = NoRegularizer()
-
-    def prepare(self, data: Any) -> Examples:
-        """The records, each read, collated and padded by itself."""
-        module = self.engine.module
-        fixed = [param.detach() for param in module.parameters() if not param.requires_grad]
-        return examples_of(data, self.engine.dim, self._collate, self._pad, (*fixed, *module.buffers()))
-
-    def initial(self, records: Any) -> Tensor:
-        """The module's parameters as they are."""
-        return self.engine.flatten(dict(self.engine.module.named_parameters()))
-
-
-class RecordedLoop(Loop):
+class CustomLoop(Loop):
     """A loop whose forward passes are recorded, record by record, until its optimizer steps."""
 
     def __init__(
@@ -110,7 +86,7 @@ class RecordedLoop(Loop):
         """The next sample: whole, or in pieces of whole people with at most ``most`` records."""
         if self._drawn is not None and self._has_gradient:
             self.write_gradients()  # a sample of its own, whose gradient is added to the next one's
-        expected = self.expected_batch / processes_now()
+        expected = self.expected_batch / process_count()
         self._drawn = self.draw()
         self._sum = None
         sample = self._sample(self._drawn)
@@ -125,17 +101,17 @@ class RecordedLoop(Loop):
         _, indices, key = self._session.batch(drawn)
         if self._people is None:
             everyone = np.arange(len(self._examples)) if indices is None else indices
-            return Sample(self, RecordKeys.of(key, everyone), None)
+            return Sample(self, RecordSeeds.of(key, everyone), None)
         groups = self._people.groups(indices, key)
         rows, starts = groups.flat()
         owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-        return Sample(self, RecordKeys.of(key, rows), Persons.numbered(owners, mean=groups.mean))
+        return Sample(self, RecordSeeds.of(key, rows), UnitAssignment.numbered(owners, mean=groups.mean))
 
     def _groups(self, sample: Sample) -> list[RecordGroup]:
         if len(sample):
             groups = self._examples.read(sample.keys)
         else:  # of somebody else's record nothing but its form is left
-            found = self._examples.read(RecordKeys(sample.keys.key, np.array([0])))
+            found = self._examples.read(RecordSeeds(sample.keys.key, np.array([0])))
             groups = [RecordGroup(np.arange(0), mapped(found[0].record, lambda tensor: tensor[:0]))]
         device = self.engine.device
         return [RecordGroup(rows, mapped(record, lambda t: t.to(device))) for rows, record in groups]
@@ -199,7 +175,7 @@ class RecordedLoop(Loop):
     def _of_nobody(self, group: RecordGroup, call: Call) -> list[tuple[Any, Any]]:
         """The outputs of an empty sample: those of a made-up record, without it."""
         record = mapped(group.record, lambda t: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device))
-        keys = RecordKeys(call.sample.keys.key, np.array([0]))
+        keys = RecordSeeds(call.sample.keys.key, np.array([0]))
         (_, outputs), *_ = self.engine.record([RecordGroup(np.array([0]), record)], keys).parts
         call.sample.calls.append(call)
 
@@ -274,7 +250,7 @@ class RecordedLoop(Loop):
         drawn, total = self._drawn, self._sum
         self._drawn = self._sum = self.sample = None
         self._waiting = True
-        self.release(drawn, _Summed(total, self.rule.bound(self.multiplier(drawn.slot))))
+        self.release(drawn, Summed(total, self.rule.bound(self.multiplier(drawn.slot))))
         return True
 
     def has_stepped(self) -> None:
@@ -282,20 +258,6 @@ class RecordedLoop(Loop):
         self._waiting = False
         if self.shards is not None:
             self.shards.gather()
-
-
-class _Summed:
-    """A query whose sum was formed while the loop went back through its own graph."""
-
-    def __init__(self, total: Tensor, bound: float) -> None:
-        self._total, self.bound = total, bound
-
-    def dim(self, records: Any) -> int:
-        return len(self._total)
-
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
-        out = torch.as_tensor(out)  # of an array: its own memory
-        out += self._total.to(out.device)
 
 
 def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
@@ -352,7 +314,7 @@ def _outside() -> int:
 class PrivateCriterion(nn.Module):
     """The loop's criterion: of batches and outputs as they were handed out it is made record by record."""
 
-    def __init__(self, criterion: Any, loop: RecordedLoop, reduction: str) -> None:
+    def __init__(self, criterion: Any, loop: CustomLoop, reduction: str) -> None:
         super().__init__()
         self.criterion, self._loop, self.reduction = criterion, loop, reduction
 
@@ -371,7 +333,7 @@ class PrivateCriterion(nn.Module):
             parts.append(Part(rows, self._losses(record, sample.keys.rows(rows))))
         return reduced(sample, parts, self.reduction)
 
-    def _losses(self, record: Any, keys: RecordKeys) -> Tensor:
+    def _losses(self, record: Any, keys: RecordSeeds) -> Tensor:
         if not len(keys.indices):  # an empty sample's: none, of the graph that its outputs are of
             return torch.stack([t.flatten()[:0].float() for t in tensors_of(record) if t.requires_grad]).sum(0)
 

@@ -15,22 +15,19 @@ from quietgrad import training
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.networks.engine import LossFunction
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
+from quietgrad.objectives.networks.usable import LossFunction
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
-from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.torch.affording import Shortened, affordable, affordable_steps
-from quietgrad.torch.processes import one_leader
+from quietgrad.torch.distributed import run_on_leader
+from quietgrad.torch.loops import TruncatedAlgorithm, affordable_steps
 from quietgrad.training.callbacks import Callback, Progress, together
 from quietgrad.training.minimizing import check_people, progress_bar
 from quietgrad.training.result import Result
 from quietgrad.training.runs import look
 
 log = logging.getLogger("quietgrad")
-
-__all__ = ["fit", "resume"]
 
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 Stop = Callable[[Progress], bool]
@@ -118,33 +115,24 @@ def fit(
     >>> bool((result.params[:4].view(2, 2) == model.weight).all())
     True
     """
-    objective = ModuleObjective(
-        model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn, pad=pad, views=views,
+    run = _Training(
+        model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
+        evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress, regularizer=regularizer,
+        micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
-    watch = _Watch(objective, evaluate, every, callbacks, stop)
-    asked = with_privacy_unit(objective, train_set, person, combine, records_per_person)
-    check_people(algorithm, asked[0])
-    unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
 
-    def lead(shared: Any, examples: Any) -> Result:
+    def lead(shared: Any, examples: Any, tell: Callback) -> Result:
         within: Any = algorithm
         if noise_multiplier is not None and n_public is not None:  # the steps that the budget affords
-            plan = training.plan(
-                algorithm, n=n_public, budget=budget, noise_multiplier=noise_multiplier, unit=unit,
-                records_public=records_public,
-            )  # fmt: skip
-            within, _ = _within_budget(algorithm, plan)
-        _log_fallbacks(objective)
-        with progress_bar(quiet=not progress) as bar:
-            return training.minimize(
-                shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap,
-                n_public=n_public, records_public=records_public, seed=seed, folder=folder,
-                checkpoint_seconds=checkpoint_seconds, callback=together([watch, bar]),
-                noise_multiplier=noise_multiplier,
-            )  # fmt: skip
+            within = run.within_budget(n_public, budget, noise_multiplier, records_public)
+        _log_fallbacks(run.objective)
+        return training.minimize(
+            shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap, n_public=n_public,
+            records_public=records_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
+            callback=tell, noise_multiplier=noise_multiplier,
+        )  # fmt: skip
 
-    return _train(objective, *asked, lead, watch)
+    return run.train(lead)
 
 
 def resume(
@@ -154,39 +142,22 @@ def resume(
     algorithm: Algorithm,
     *,
     folder: str | Path,
-    person: Any = None,
-    combine: Combine = "mean",
-    records_per_person: int | None = None,
-    views: int = 1,
-    regularizer: Regularizer | None = None,
-    evaluate: Evaluate | None = None,
-    every: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    stop: Stop | None = None,
-    progress: bool = True,
     ledger: Any = None,
     account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
-    micro_batch: int | None = None,
-    memory_budget: float = 256e6,
-    collate_fn: Collate | None = None,
-    pad: int | Multiple | Padding | None = None,
+    **settings: Any,
 ) -> Result:
     """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
 
-    In an unchanged environment the model is bit for bit that of an undisturbed run and nothing is spent twice.
+    ``settings`` are those of :func:`fit` that the folder does not hold: ``person``, ``combine``,
+    ``records_per_person``, ``views``, ``regularizer``, ``evaluate``, ``every``, ``callbacks``, ``stop``,
+    ``progress``, ``micro_batch``, ``memory_budget``, ``collate_fn`` and ``pad``. In an unchanged environment the
+    model is bit for bit that of an undisturbed run and nothing is spent twice.
     """
-    objective = ModuleObjective(
-        model, loss_fn, regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn, pad=pad, views=views,
-    )  # fmt: skip
-    watch = _Watch(objective, evaluate, every, callbacks, stop)
-    asked = with_privacy_unit(objective, train_set, person, combine, records_per_person)
-    check_people(algorithm, asked[0])
-    unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
+    run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
-    def lead(shared: Any, examples: Any) -> Result:
+    def lead(shared: Any, examples: Any, tell: Callback) -> Result:
         header, state = look(folder)
         if len(state.params) != examples.dim:
             raise DataError(
@@ -194,37 +165,63 @@ def resume(
                 f"{examples.dim}. Resume with the model it was written for."
             )
         kept = header.plan
-        plan = training.plan(
-            algorithm, n=kept.n_public, budget=kept.budget, noise_multiplier=kept.noise_multiplier, unit=unit,
-            records_public=kept.records_public,
+        within = run.within_budget(kept.n_public, kept.budget, kept.noise_multiplier, kept.records_public)
+        return training.resume(
+            shared, examples, within, folder=folder, ledger=ledger, account=account, cap=cap,
+            checkpoint_seconds=checkpoint_seconds, callback=tell,
         )  # fmt: skip
-        within, plan = _within_budget(algorithm, plan)
-        with progress_bar(quiet=not progress) as bar:
-            return training.resume(
-                shared, examples, within, folder=folder, ledger=ledger, account=account, cap=cap,
-                checkpoint_seconds=checkpoint_seconds, callback=together([watch, bar]),
-            )  # fmt: skip
 
-    return _train(objective, *asked, lead, watch)
+    return run.train(lead)
 
 
-def _train(
-    objective: ModuleObjective, asked: Any, data: Any, lead: Callable[[Any, Any], Result], watch: _Watch
-) -> Result:
-    module = objective.module
-    modes = {layer: layer.training for layer in module.modules()}
-    if not module.training:
-        module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
-    try:
-        result = one_leader(asked, data, lead)
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
-    objective.write_back(result.params)
-    if watch.scores:
-        metrics = {**watch.scores, "private": False, "computed_by": "evaluate, without noise"}
-        result = dataclasses.replace(result, metrics=metrics)
-    return result
+class _Training:
+    """What :func:`fit` and :func:`resume` share: the model as an objective, its data, and what watches the run."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, train_set: Any, algorithm: Algorithm, *, person: Any = None,
+        combine: Combine = "mean", records_per_person: int | None = None, evaluate: Evaluate | None = None,
+        every: int | None = None, callbacks: Sequence[Callback] = (), stop: Stop | None = None,
+        progress: bool = True, **settings: Any,
+    ) -> None:  # fmt: skip
+        self.objective = ModuleObjective(model, loss_fn, **settings)
+        self.algorithm, self.progress = algorithm, progress
+        self.watch = _Watch(self.objective, evaluate, every, callbacks, stop)
+        self.asked = with_privacy_unit(self.objective, train_set, person, combine, records_per_person)
+        check_people(algorithm, self.asked[0])
+        self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
+
+    def within_budget(
+        self, n: int, budget: Budget | None, noise_multiplier: float, records_public: int | None
+    ) -> Any:
+        """The algorithm, cut short if the noise is fixed and the budget does not last for all of it."""
+        plan = training.plan(
+            self.algorithm, n=n, budget=budget, noise_multiplier=noise_multiplier, unit=self.unit,
+            records_public=records_public,
+        )  # fmt: skip
+        steps = affordable_steps(plan)
+        return self.algorithm if steps is None else TruncatedAlgorithm(self.algorithm, steps)
+
+    def train(self, lead: Callable[[Any, Any, Callback], Result]) -> Result:
+        """Run ``lead(objective, examples, callback)`` and leave the parameters in the model."""
+        module = self.objective.module
+        modes = {layer: layer.training for layer in module.modules()}
+        if not module.training:
+            module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
+
+        def watched(shared: Any, examples: Any) -> Result:
+            with progress_bar(quiet=not self.progress) as bar:
+                return lead(shared, examples, together([self.watch, bar]))
+
+        try:
+            result = run_on_leader(*self.asked, watched)
+        finally:
+            for layer, mode in modes.items():
+                layer.training = mode
+        self.objective.write_back(result.params)
+        if self.watch.scores:
+            metrics = {**self.watch.scores, "private": False, "computed_by": "evaluate, without noise"}
+            result = dataclasses.replace(result, metrics=metrics)
+        return result
 
 
 def _log_fallbacks(objective: ModuleObjective) -> None:
@@ -235,12 +232,6 @@ def _log_fallbacks(objective: ModuleObjective) -> None:
         log.warning(
             "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", found[0], more
         )
-
-
-def _within_budget(algorithm: Algorithm, plan: Plan) -> tuple[Any, Plan]:
-    """The algorithm, cut short if the noise was fixed and the budget does not last for all of it."""
-    steps = affordable_steps(plan)
-    return (algorithm, plan) if steps is None else (Shortened(algorithm, steps), affordable(plan))
 
 
 class _Watch:

@@ -162,7 +162,7 @@ def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any],
     if exact is not None:
         return partial(exact, records, params)
     if type(objective).__module__ == "quietgrad.objectives.networks.module":  # torch is not imported to know
-        from quietgrad.objectives.networks import curvature as module_curvature
+        from quietgrad.objectives.networks import module as module_curvature
 
         return partial(module_curvature.hessian_product, objective, records, params)
     from quietgrad.objectives.tables import full_batch

@@ -22,18 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.contributions import Combination, Workspace, squares_of
-from quietgrad.objectives.networks.gradients import GRADIENT, Collector, Gradients, OtherPath, recorded
-from quietgrad.objectives.networks.losses import LossFunction, RecordLoss
+from quietgrad.objectives.networks.gradients import (
+    GRADIENT,
+    Collector,
+    Gradients,
+    Known,
+    OtherPath,
+    recorded,
+    vectors_by_autograd,
+)
 from quietgrad.objectives.networks.one_record import Pass, RecordProgram, full_precision
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.planning import Known, vectors_by_autograd
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped
-from quietgrad.objectives.networks.usable import refuse_mixing_layers, refuse_unusable_modules
-
-__all__ = ["LossFunction", "PerExampleEngine", "Recording", "clip_weights", "positive"]
+from quietgrad.objectives.networks.usable import (
+    LossFunction,
+    RecordLoss,
+    refuse_mixing_layers,
+    refuse_unusable_modules,
+)
+from quietgrad.objectives.networks.vectors import GradientTerms, UnitAssignment, Workspace, squares_of
 
 Rows = npt.NDArray[np.int64]
 
@@ -67,14 +75,7 @@ class Recording:
 
     @property
     def parts(self) -> list[tuple[Rows, Any]]:
-        found = []
-        for each in self.passes:
-            if each.valid is None:
-                found.append((each.rows, each.outputs))
-            else:
-                where = each.valid
-                found.append((each.rows[where.numpy()], _select(each.outputs, np.flatnonzero(where.numpy()))))
-        return found
+        return [(each.rows, each.outputs) for each in self.passes]
 
 
 class PerExampleEngine:
@@ -97,7 +98,7 @@ class PerExampleEngine:
     >>> theta, out = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     >>> x = torch.tensor([[3.0, 4.0], [0.1, 0.0]], dtype=torch.float64)
     >>> group = RecordGroup(np.arange(2), (x[:, None], torch.ones(2, 1, dtype=torch.float64)))
-    >>> engine.add((theta,), [group], ClippingRule.gradient(1.0), out)[:, 0]
+    >>> engine.add((theta,), [group], Rule.gradient(1.0), out)[:, 0]
     tensor([5.0000, 0.1000], dtype=torch.float64)
     >>> out
     tensor([-0.7000, -0.8000], dtype=torch.float64)
@@ -177,8 +178,8 @@ class PerExampleEngine:
         groups: Sequence[RecordGroup],
         rule: ClippingRule,
         out: Tensor,
-        keys: RecordKeys | None = None,
-        persons: Persons | None = None,
+        keys: RecordSeeds | None = None,
+        persons: UnitAssignment | None = None,
     ) -> Tensor:
         """out += Σ of what the rule makes of each record's gradients; returns their norms, (records, families).
 
@@ -189,7 +190,7 @@ class PerExampleEngine:
         self._check(theta, previous, out)
         mix = _mixing(rule)
         count = sum(len(group.rows) for group in groups)
-        keys = keys or RecordKeys.of(None, np.arange(count))
+        keys = keys or RecordSeeds.of(None, np.arange(count))
         weigh = _weighing(rule, mix, self.dtype)
         if persons is not None and not persons.single:
             return self._add_people(theta, previous, groups, mix, weigh, out, keys, persons)
@@ -199,7 +200,7 @@ class PerExampleEngine:
         return norms
 
     def gradients(
-        self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordKeys
+        self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordSeeds
     ) -> Iterator[tuple[Rows, Gradients]]:
         """Gradients of all records pass by pass, with their rows; those that are not finite are left out."""
         with torch.no_grad(), full_precision():
@@ -223,8 +224,8 @@ class PerExampleEngine:
         return norms
 
     def _each_pass(
-        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], keys: RecordKeys,
-        mix: Combination,
+        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], keys: RecordSeeds,
+        mix: GradientTerms,
     ) -> Iterator[tuple[Rows, _Found]]:  # fmt: skip
         """Rows of a pass, and what makes their gradients: of all of them, or of those in a mask."""
         for group in groups:
@@ -234,60 +235,53 @@ class PerExampleEngine:
             known = self._known(record)
             mine = keys if len(groups) == 1 else keys.rows(group.rows)
             most = self._pass_size(known, mix) or len(group.rows)
-            for rows in mine.passes(most):
-                left = rows
+            for left in mine.passes(most):
                 while len(left):
-                    part = record if len(left) == len(group.rows) else _select(record, left)
-                    own = mine if len(left) == len(group.rows) else mine.rows(left)
-                    some = np.arange(len(left))
-                    made = self._pass(known.program, theta, previous, part, own, mix)
+                    rows = left
+                    made = self._pass(known.program, theta, previous, *self._of(record, mine, rows), mix)
                     while isinstance(made, np.ndarray):  # only these, and fewer each time, go the same way
-                        some, part, own = some[made], _select(part, made), own.rows(made)
-                        made = self._pass(known.program, theta, previous, part, own, mix)
-                    these, found = some[made[0]], made[1]
-                    yield group.rows[left[these]], found
-                    left = np.delete(left, these)
+                        rows = rows[made]
+                        made = self._pass(known.program, theta, previous, *self._of(record, mine, rows), mix)
+                    yield group.rows[rows], made
+                    left = np.setdiff1d(left, rows)
+
+    @staticmethod
+    def _of(record: Any, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
+        """Some of the records, and their seeds."""
+        return (record, keys) if len(rows) == len(keys.indices) else (_select(record, rows), keys.rows(rows))
 
     def _pass(
-        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordKeys,
-        mix: Combination,
-    ) -> tuple[Rows, _Found] | Rows:  # fmt: skip
-        """Which records' gradients were made, and they; or which of them can be made together."""
-        count = len(keys.indices)
+        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordSeeds,
+        mix: GradientTerms,
+    ) -> _Found | Rows:  # fmt: skip
+        """What makes these records' gradients, of all or of those in a mask; or which can be made together."""
         made = self._together(program, theta, previous, record, keys, mix)
         if isinstance(made, np.ndarray):
             return made
-        if made.kept is not None:
-            these = made.kept.numpy()
-            record, keys, count = _select(record, these), keys.rows(these), len(these)
-        else:
-            these = np.arange(count)
-        first: list[Gradients | None] = [made]
+        first: list[Gradients] = [made]
 
         def found(kept: Tensor | None) -> Gradients:
-            if kept is None and first[0] is not None:
-                ready, first[0] = first[0], None
-                return ready
-            rows = np.arange(count) if kept is None else np.flatnonzero(kept.numpy())
-            part, own = (record, keys) if len(rows) == count else (_select(record, rows), keys.rows(rows))
+            if kept is None and first:
+                return first.pop()
+            rows = np.arange(len(keys.indices)) if kept is None else np.flatnonzero(kept.numpy())
+            part, own = self._of(record, keys, rows)
             again = self._together(program, theta, previous, part, own, mix)
-            if isinstance(again, np.ndarray) or again.kept is not None:
+            if isinstance(again, np.ndarray):
                 # Fewer records may answer otherwise, by a rounding, or in ways few enough for a pass.
                 points = [theta] if previous is None else [previous, theta]
                 again = self._one_by_one(program, points, part, own, mix, whole=True)
                 assert isinstance(again, Gradients)
             return again
 
-        return these, found
+        return found
 
     def _together(
-        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordKeys,
-        mix: Combination,
+        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordSeeds,
+        mix: GradientTerms,
     ) -> Gradients | Rows:  # fmt: skip
         rows = np.arange(len(keys.indices))
         collector = Collector(mix, self.space, list(self.slices.values()), len(rows))
         points = [theta] if previous is None else [previous, theta]
-        kept: Tensor | None = None
         try:
             for number, point in enumerate(points):
                 done = program.together(self.loss_of, self._leaves(point), record, keys, rows, collector.arrived)
@@ -295,25 +289,17 @@ class PerExampleEngine:
                     return self._one_by_one(program, points, record, keys, mix)
                 if isinstance(done, np.ndarray):
                     return done
-                if done.valid is not None and previous is not None:
-                    return np.flatnonzero(done.valid.numpy())
                 collector.begin(done.sites, first=number < len(points) - 1)
-                losses, kept = done.outputs, done.valid
-                if losses.requires_grad:
+                if done.outputs.requires_grad:
                     with torch.enable_grad():
-                        torch.autograd.backward((losses if kept is None else losses[kept.to(losses.device)]).sum())
+                        torch.autograd.backward(done.outputs.sum())
                 collector.end(done.sites)
         except OtherPath:
             return self._one_by_one(program, points, record, keys, mix)
-        made = collector.gradients()
-        if kept is not None:
-            if not bool(made.all_norms()[~kept].isfinite().all()):
-                return np.flatnonzero(kept.numpy())  # 0 · inf: they are run without the others
-            made.kept = kept.nonzero().flatten()
-        return made
+        return collector.gradients()
 
     def _one_by_one(
-        self, program: RecordProgram, points: list[Tensor], record: Any, keys: RecordKeys, mix: Combination,
+        self, program: RecordProgram, points: list[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
         whole: bool = False,
     ) -> Gradients | Rows:  # fmt: skip
         """Each record by plain autograd; a few at a time, so that what is written out fits, or the ``whole``."""
@@ -335,8 +321,8 @@ class PerExampleEngine:
     # --- people ----------------------------------------------------------------------------------------------
 
     def _add_people(
-        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], mix: Combination,
-        weigh: Callable[[Tensor], Tensor], out: Tensor, keys: RecordKeys, persons: Persons,
+        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], mix: GradientTerms,
+        weigh: Callable[[Tensor], Tensor], out: Tensor, keys: RecordSeeds, persons: UnitAssignment,
     ) -> Tensor:  # fmt: skip
         """What the rule makes of each person's combined gradients.
 
@@ -354,7 +340,7 @@ class PerExampleEngine:
             mask = np.isin(owners, whole)
             if mask.any():
                 numbers = np.searchsorted(whole, owners[mask])
-                mine = Persons(numbers.astype(np.int64), persons.factors[whole])
+                mine = UnitAssignment(numbers.astype(np.int64), persons.factors[whole])
                 part = found(None if mask.all() else torch.from_numpy(mask)).together(mine)
                 values = part.all_norms()
                 finite = values.isfinite().all(1)
@@ -365,7 +351,9 @@ class PerExampleEngine:
                 elif bool(finite.any()):
                     good = whole[finite.cpu().numpy()]
                     kept = np.isin(owners, good)
-                    again = Persons(np.searchsorted(good, owners[kept]).astype(np.int64), persons.factors[good])
+                    again = UnitAssignment(
+                        np.searchsorted(good, owners[kept]).astype(np.int64), persons.factors[good]
+                    )
                     part = found(torch.from_numpy(kept)).together(again)
                     part.add_weighted(weigh(part.all_norms()), out)
             for person in np.setdiff1d(people, whole).tolist():
@@ -389,7 +377,7 @@ class PerExampleEngine:
 
     # --- loops of the user's own -----------------------------------------------------------------------------
 
-    def record(self, calls: Sequence[RecordGroup], keys: RecordKeys) -> Recording:
+    def record(self, calls: Sequence[RecordGroup], keys: RecordSeeds) -> Recording:
         """The module's outputs at its own parameters, one record at a time; each record is ``(args, kwargs)``.
 
         ``rows`` of the calls are positions among ``keys``. The graph of the outputs ends at taps, which keep what
@@ -422,18 +410,17 @@ class PerExampleEngine:
     # --- programs --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def losses(self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordKeys | None = None) -> Tensor:
+    def losses(self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordSeeds | None = None) -> Tensor:
         """The loss of each record at θ, in whatever mode (train or eval) the module is."""
         count = sum(len(group.rows) for group in groups)
-        keys = keys or RecordKeys.of(None, np.arange(count))
+        keys = keys or RecordSeeds.of(None, np.arange(count))
         found = theta.new_zeros(count)
         for group in groups:
             record = self.on_device(group.record)
             program, mine = self._known(record).program, keys.rows(group.rows)
             for made in program.passes(self.loss_of, self._leaves(theta), record, mine):
-                valid = np.ones(len(made.rows), bool) if made.valid is None else made.valid.numpy()
-                where = torch.from_numpy(group.rows[made.rows[valid]]).to(found.device)
-                found[where] = made.outputs.detach()[torch.from_numpy(valid)].to(found)
+                where = torch.from_numpy(group.rows[made.rows]).to(found.device)
+                found[where] = made.outputs.detach().to(found)
         return found
 
     def _call(self, record: Any) -> Any:
@@ -470,7 +457,7 @@ class PerExampleEngine:
         """How records of this shape are run."""
         return self._known(self.on_device(record)).program
 
-    def pass_of(self, theta: Tensor, record: Any, keys: RecordKeys) -> Pass | None:
+    def pass_of(self, theta: Tensor, record: Any, keys: RecordSeeds) -> Pass | None:
         """One pass there and back, for who wants to look at its sites; ``None`` if records are run apart."""
         program = self.program_of(record)
         rows = np.arange(len(keys.indices))
@@ -491,7 +478,7 @@ class PerExampleEngine:
             known.try_out(self._call if calls else self.loss_of, leaves, record)
         return self.programs[key]
 
-    def _pass_size(self, known: Known, mix: Combination) -> int | None:
+    def _pass_size(self, known: Known, mix: GradientTerms) -> int | None:
         numbers = (mix.families + 1) * known.copied
         if numbers == 0 or known.program.alone is not None:
             return self.micro_batch
@@ -520,9 +507,9 @@ def _is_half(value: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _mixing(rule: ClippingRule) -> Combination:
+def _mixing(rule: ClippingRule) -> GradientTerms:
     """The families of vectors that a rule clips."""
-    return Combination(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
+    return GradientTerms(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
 
 
 def positive(rule: ClippingRule) -> ClippingRule:
@@ -532,7 +519,7 @@ def positive(rule: ClippingRule) -> ClippingRule:
     return rule
 
 
-def _weighing(rule: ClippingRule, mix: Combination, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _weighing(rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The weights of each record's vectors, by their norms."""
 
     def weigh(norms: Tensor) -> Tensor:

@@ -1,37 +1,40 @@
-"""Per-record gradients of a pass, or of several, in the form that their sites left them in.
+"""Per-example gradients of a pass, or of several, and what is found out about a program before it sees records.
 
-Norms and weighted sums are taken of the same vectors; see :mod:`quietgrad.objectives.networks.contributions`. A
-:class:`Collector` gathers what every site of a pass contributes, at one point or at two: of the previous point it
-keeps, site by site as its gradients arrive, per-record vectors where there is room, or what the kernel needs.
+A :class:`Collector` gathers what every site of a pass contributes, at one point or at two. Of the previous point it
+keeps, as gradients arrive, stored vectors where there is room, or what the kernel needs. :class:`Known` runs a
+program on synthetic records: whether many can be run at once, how much is written out for each, and whether the
+kernels agree with plain autograd. Cross-example dependence needs no trial: other records are not in reach.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quietgrad.objectives.networks.contributions import (
-    Combination,
-    Contribution,
-    Record,
-    Stored,
-    Workspace,
-    Written,
-)
-from quietgrad.objectives.networks.joint import Joint, written
-from quietgrad.objectives.networks.one_record import Pass, full_precision
-from quietgrad.objectives.networks.persons import Persons
+from quietgrad.errors import QuietgradError
+from quietgrad.objectives.networks.kernels import TiedGradients, written
+from quietgrad.objectives.networks.one_record import Pass, Program, RecordProgram, full_precision
+from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.taps import Site, Vectors
+from quietgrad.objectives.networks.trees import mapped, tensors_of
+from quietgrad.objectives.networks.vectors import (
+    GradientTerms,
+    LayerCall,
+    PerExampleVectors,
+    Stored,
+    StoredGradients,
+    UnitAssignment,
+    Workspace,
+)
 
-__all__ = ["GRADIENT", "Collector", "Gradients", "OtherPath", "recorded"]
-
-Piece = tuple[slice, Contribution]
-Content = Record | Vectors
-GRADIENT = Combination(gradient=True, change=False)
+Piece = tuple[slice, PerExampleVectors]
+Content = LayerCall | Vectors
+GRADIENT = GradientTerms(gradient=True, change=False)
 
 
 class OtherPath(Exception):
@@ -50,9 +53,8 @@ class Gradients:
         self.families = families
         self.slices = slices
         self.factors: Tensor | None = None  # of people
-        self.kept: Tensor | None = None  # positions of the records that count; the others are of another pass
 
-    def together(self, persons: Persons) -> Gradients:
+    def together(self, persons: UnitAssignment) -> Gradients:
         """Those of the people whose records these are."""
         if persons.single:
             return self
@@ -68,8 +70,6 @@ class Gradients:
         for _, piece in self.pieces:
             squares = squares.to(found := piece.squared_norms()) + found
         norms = squares.sqrt()
-        if self.kept is not None:
-            norms = norms[self.kept.to(norms.device)]
         return norms if self.factors is None else norms * self.factors.to(norms.device)[:, None]
 
     def norms(self) -> Tensor:
@@ -92,9 +92,6 @@ class Gradients:
         weights = (weights[:, None] if weights.dim() == 1 else weights).double()
         if self.factors is not None:
             weights = weights * self.factors.to(weights.device)[:, None]
-        if self.kept is not None:
-            some, weights = weights, weights.new_zeros((self.count, weights.shape[1]))
-            weights[self.kept.to(weights.device)] = some
         total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
         while self.pieces:
             where, piece = self.pieces.pop()
@@ -119,7 +116,7 @@ class Gradients:
 class Collector:
     """Gathers the contributions of a pass at one point, or of the passes at two."""
 
-    def __init__(self, mix: Combination, space: Workspace, slices: Sequence[slice], count: int) -> None:
+    def __init__(self, mix: GradientTerms, space: Workspace, slices: Sequence[slice], count: int) -> None:
         self.mix = mix
         self.space = space
         self.slices = slices
@@ -127,7 +124,7 @@ class Collector:
         self._nothing = Workspace(0.0, torch.empty(0, dtype=space.dtype))
         self._order: dict[int, int] = {}  # number of a site in its pass
         self._keys: list[Any] = []
-        self._before: dict[int, Record | Written | Vectors | None] = {}
+        self._before: dict[int, LayerCall | StoredGradients | Vectors | None] = {}
         self._first: bool = False
         self._clusters: list[_Cluster] = []
         self._pieces: list[Piece] = []
@@ -163,7 +160,7 @@ class Collector:
         site.grad = None
         if self._first:
             kept: Any = content
-            if isinstance(content, Record) and site.kernel is not None and not site.reads_batch:
+            if isinstance(content, LayerCall) and site.kernel is not None and not site.reads_batch:
                 kept = site.kernel.remember(content, self.mix, self._space(site), site.slots)
             self._before[number] = kept
             return
@@ -174,14 +171,14 @@ class Collector:
         """One site's content at the point, and at the previous one."""
         if now is None and before is None:
             return
-        if isinstance(now, Record) and (
-            isinstance(before, Record | Written) or (before is None and not self.mix.change)
+        if isinstance(now, LayerCall) and (
+            isinstance(before, LayerCall | StoredGradients) or (before is None and not self.mix.change)
         ):
             assert site.kernel is not None
             for role, piece in site.kernel.contributions(now, before, self.mix, self._space(site), site.slots):
                 self._put(site.slots[role], piece)
             return
-        if isinstance(now, Record) or isinstance(before, Record | Written):
+        if isinstance(now, LayerCall) or isinstance(before, LayerCall | StoredGradients):
             raise OtherPath  # a gradient arrived at one point alone
         now = now or [(slot, torch.zeros_like(values)) for slot, values in before]
         before = before or [None] * len(now)
@@ -191,7 +188,7 @@ class Collector:
                 change = values if old is None else torch.sub(values, old[1], alpha=self.mix.scale)
             self._put(slot, self.mix.stored(values, change))
 
-    def _put(self, slot: slice, piece: Contribution) -> None:
+    def _put(self, slot: slice, piece: PerExampleVectors) -> None:
         cluster = self._cluster(slot)
         if cluster is None or cluster.uses == 1:
             self._pieces.append((slot, piece))
@@ -228,7 +225,7 @@ class _Cluster:
         self.same = True
         self.parts: list[Piece] = []
 
-    def add(self, slot: slice, piece: Contribution) -> None:
+    def add(self, slot: slice, piece: PerExampleVectors) -> None:
         self.parts.append((slot, piece))
 
     def piece(self) -> Piece | None:
@@ -239,7 +236,7 @@ class _Cluster:
             return self.parts[0]
         where = slice(self.start, self.stop)
         if self.same:
-            joint = Joint(self.stop - self.start)
+            joint = TiedGradients(self.stop - self.start)
             for _, part in self.parts:
                 joint.add(part)
             return where, joint
@@ -287,18 +284,118 @@ def recorded(
 
 def _placed(content: Content, made: Pass, count: int, rows: Tensor | None) -> Content:
     """What a pass left, with a row for every record: zero for those that it did not see."""
-    valid = np.arange(len(made.rows)) if made.valid is None else np.flatnonzero(made.valid.numpy())
-    whole = len(valid) == count and bool((made.rows[valid] == np.arange(count)).all())
+    whole = np.array_equal(made.rows, np.arange(count))
 
     def place(values: Tensor) -> Tensor:
         if not whole:
             full = values.new_zeros((count, *values.shape[1:]))
-            full[torch.from_numpy(made.rows[valid]).to(values.device)] = values[
-                torch.from_numpy(valid).to(values.device)
-            ]
+            full[torch.from_numpy(made.rows).to(values.device)] = values
             values = full
         return values if rows is None else values[rows.to(values.device)]
 
-    if isinstance(content, Record):
-        return Record(place(content.input), place(content.output_grad))
+    if isinstance(content, LayerCall):
+        return LayerCall(place(content.input), place(content.output_grad))
     return [(slot, place(values)) for slot, values in content]
+
+
+_TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}  # between kernels and autograd
+_RECORDS = 3
+
+
+class Known:
+    """What is known of a program in one mode of a module's layers."""
+
+    def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: Any = None) -> None:
+        self.program = RecordProgram(module, slices, loss)
+        self.slices = slices
+        self.sites: list[tuple[str, tuple[str, ...], int, bool]] = []  # operation, names, numbers copied, kernel
+        self.copied = 0  # numbers that are written out for each record
+        self.failed: QuietgradError | None = None  # on every made-up record
+
+    def try_out(self, program: Program, params: Mapping[str, Tensor], record: Any) -> None:
+        """One pass of a few made-up records, compared with plain autograd."""
+        runner, keys = self.program, RecordSeeds(bytes(32), np.arange(_RECORDS))
+        alone, runner.made_up = runner.alone, True
+        with preserved(), torch.no_grad():
+            for numbers in ("few", "ones", "zeros"):
+                try:
+                    self._compare(program, params, _made_up(record, numbers), keys)
+                except QuietgradError as error:  # numbers that the model does not take, or its own fault
+                    self.failed = self.failed or error
+                    runner.alone = alone
+                else:
+                    self.failed = None
+                    break
+        runner.made_up = False
+
+    def _compare(self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds) -> None:
+        runner = self.program
+        done = runner.together(program, params, record, keys, np.arange(_RECORDS))
+        while isinstance(done, np.ndarray):  # those that go one way
+            record, keys = mapped(record, itemgetter(torch.from_numpy(done))), keys.rows(done)
+            done = runner.together(program, params, record, keys, np.arange(len(done)))
+        if not isinstance(done, Pass):
+            runner.by_itself(program, params, record, keys, 0)  # raises if it cannot be run at all
+            return
+        self.sites = [(site.operation, site.names, site.copied, site.kernel is not None) for site in done.sites]
+        self.copied = sum(site.copied for site in done.sites)
+        _go_back(done.outputs)
+        first = next(iter(params.values()))
+        like = torch.empty(0, dtype=_widest(params), device=first.device)
+        fast = recorded([done], len(done.rows), Workspace(0.0, like), list(self.slices.values()))
+        slow = vectors_by_autograd(runner, program, params, record, keys, like.dtype).double()
+        norms, size = fast.norms().to(slow), slow.norm(dim=1)
+        if not (bool(slow.isfinite().all()) and bool(norms.isfinite().all())):
+            return  # nothing to compare
+        weights = torch.linspace(1.0, 2.0, len(slow), dtype=torch.float64, device=slow.device)
+        total, right, most = torch.zeros_like(slow[0]), weights @ slow, size.max()
+        fast.add_weighted(weights, total)
+        tolerance = _TOLERANCE[like.dtype]
+        off = bool(((norms - size).abs() > tolerance * (size + most)).any())
+        if off or bool((total - right).norm() > tolerance * (right.norm() + most)):
+            runner.alone = "a rule of torch's does not agree with autograd on this model"
+
+
+def vectors_by_autograd(
+    runner: RecordProgram, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The gradient of each record by plain autograd, one after the other: (records, numbers)."""
+    first, count = next(iter(params.values())), len(keys.indices)
+    dim = max(slot.stop for slot in runner.slices.values())
+    vectors = torch.zeros((count, dim), dtype=dtype, device=first.device)
+    for row in range(count):
+        own = runner.by_itself(program, params, record, keys, row)
+        _go_back(own.outputs)
+        for site in own.sites:
+            for slot, values in site.content(dtype) or ():
+                vectors[row, slot] = values[0]
+    return vectors
+
+
+def _go_back(outputs: Any) -> None:
+    """The way back from every output, each number with a weight of its own, so that nothing cancels by symmetry."""
+    with torch.enable_grad():
+        floats = [t.reshape(len(t), -1) for t in tensors_of(outputs) if t.requires_grad]
+        values = [(t * torch.linspace(1.0, 1.5, t.shape[1]).to(t)).sum() for t in floats]
+        if values:
+            torch.autograd.backward(values)
+
+
+def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
+    return torch.float64 if any(p.dtype == torch.float64 for p in params.values()) else torch.float32
+
+
+def _made_up(record: Any, numbers: str) -> Any:
+    """A few records of the same shape: floats uniform in [0, 1), whole numbers 0 and 1, all 1, or all 0."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(tensor: Tensor) -> Tensor:
+        shape = (_RECORDS, *tensor.shape[1:])
+        if tensor.is_floating_point() or tensor.is_complex():
+            return torch.rand(shape, generator=generator).to(tensor)
+        if numbers == "few":
+            return torch.randint(0, 2, shape, generator=generator).to(tensor)
+        return (torch.ones(shape) if numbers == "ones" else torch.zeros(shape)).to(tensor)
+
+    return mapped(record, made)

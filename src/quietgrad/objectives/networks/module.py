@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,14 +18,14 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.objectives.base import Batch as ReleaseBatch
-from quietgrad.objectives.networks import passes
-from quietgrad.objectives.networks.engine import LossFunction, PerExampleEngine
-from quietgrad.objectives.networks.persons import Persons
-from quietgrad.objectives.networks.randomness import RecordKeys, preserved
+from quietgrad.objectives.networks import compiled_sums
+from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
+from quietgrad.objectives.networks.trees import Places, mapped, tensors_of
+from quietgrad.objectives.networks.usable import LossFunction
+from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
-
-__all__ = ["ModuleObjective"]
 
 _MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
 
@@ -40,7 +41,7 @@ class ModuleObjective(BaseObjective):
 
     Args:
         module: any torch module; it is called with one record at a time.
-        loss: loss(output, target), or loss(model, *record), of a batch of one.
+        loss: loss(output, target), or loss(model, *record), of a batch of one; ``None`` if a loop calls the module.
         regularizer: a public term r.
         micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
         memory_budget: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
@@ -60,7 +61,7 @@ class ModuleObjective(BaseObjective):
     def __init__(
         self,
         module: nn.Module,
-        loss: LossFunction,
+        loss: LossFunction | None,
         *,
         regularizer: Regularizer | None = None,
         micro_batch: int | None = None,
@@ -100,9 +101,10 @@ class ModuleObjective(BaseObjective):
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
         examples = examples_of(data, self.engine.dim, self.collate_fn, self.pad, (*fixed, *module.buffers()))
-        with preserved():
-            (first,) = examples.read(RecordKeys(bytes(32), np.array([0])))
-        self.engine.try_out(first.record)
+        if self.engine.loss is not None:
+            with preserved():
+                (first,) = examples.read(RecordSeeds(bytes(32), np.array([0])))
+            self.engine.try_out(first.record)
         return examples
 
     def initial(self, records: Examples) -> Tensor:
@@ -123,44 +125,34 @@ class ModuleObjective(BaseObjective):
         ``out`` in float64 one record moves the sum by its own contribution and by what it changes in the roundings
         of one pass, however many passes there are.
         """
-        if rule.bound == 0.0:
-            return
-        if self.views > 1:  # a record is to its views what a person is to their records
-            rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-            alone = GroupIndex(None, np.asarray(rows, np.int64), np.arange(len(rows) + 1), mean=True)
-            self.add_people(batch, alone, points, rule, out)
-            return
-        keys = RecordKeys.of(batch.key, np.arange(len(batch.records)) if batch.indices is None else batch.indices)
-        broken, total = 0, CompensatedSum(out)
-        for rows in keys.passes(self.micro_batch) if len(keys.indices) else ():
-            part = keys.rows(rows)
-            with total.term() as term:
-                norms = self.engine.add(points, batch.records.read(part), rule, term, part)
-            broken += int((~norms.isfinite()).any(1).sum())
-        total.finish()
-        if broken:
-            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
+        rows = _rows(batch)
+        units = None if self.views == 1 else UnitAssignment.numbered(np.arange(len(rows)), mean=True)
+        self._add(batch, rows, units, points, rule, out)
 
     def add_people(
         self, batch: ReleaseBatch, groups: GroupIndex, points: Sequence[Tensor], rule: ClippingRule, out: Tensor
     ) -> None:
-        """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
-
-        People are taken some at a time, each with all their records. A record's gradient is a mean over its views.
-        """
+        """out += Σ over units of what the rule makes of the mean or sum of their records' gradients."""
         rows, starts = groups.flat()
+        owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        units = UnitAssignment.numbered(owners, mean=groups.mean) if len(rows) else None
+        self._add(batch, rows, units, points, rule, out)
+
+    def _add(
+        self, batch: ReleaseBatch, rows: Indices, units: UnitAssignment | None, points: Sequence[Tensor],
+        rule: ClippingRule, out: Tensor,
+    ) -> None:  # fmt: skip
+        """Units are taken some at a time, each with all its records; a record is to its views what a unit is."""
         if rule.bound == 0.0 or not len(rows):
             return
-        total, keys = CompensatedSum(out), RecordKeys.of(batch.key, rows)
-        persons = Persons.numbered(np.repeat(np.arange(len(starts) - 1), np.diff(starts)), mean=groups.mean)
-        if self.views > 1:
-            keys = keys.views(self.views)
-            persons = Persons(np.repeat(persons.owners, self.views), persons.factors / self.views)
-
-        broken = 0
-        for people in persons.passes(keys, self.micro_batch):
-            some, whose = persons.some(people)
-            part = keys.rows(some)
+        seeds, total, broken = RecordSeeds.of(batch.key, rows), CompensatedSum(out), 0
+        if units is not None and self.views > 1:
+            seeds = seeds.views(self.views)
+            units = UnitAssignment(np.repeat(units.owners, self.views), units.factors / self.views)
+        most = self.micro_batch
+        for some in seeds.passes(most) if units is None else units.passes(seeds, most):
+            mine, whose = (some, None) if units is None else units.some(some)
+            part = seeds.rows(mine)
             with total.term() as term:
                 norms = self.engine.add(points, batch.records.read(part), rule, term, part, whose)
             broken += int((~norms.isfinite()).any(1).sum())
@@ -170,17 +162,15 @@ class ModuleObjective(BaseObjective):
 
     def row_losses(self, batch: ReleaseBatch, params: Tensor) -> npt.NDArray[np.float64]:
         """fᵢ(θ) of each record of the batch, in its order."""
-        rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-        losses, keys = np.empty(len(rows)), RecordKeys.of(batch.key, rows)
-        for some in keys.passes(self.micro_batch) if len(rows) else ():
-            part = keys.rows(some)
-            losses[some] = self.engine.losses(params, batch.records.read(part), part).double().cpu().numpy()
+        losses = np.empty(len(_rows(batch)))
+        for some, found in self._losses(batch, params):
+            losses[some] = found.double().cpu().numpy()
         return losses
 
     def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         total = 0.0
-        for losses in self._losses(batch.records, batch.indices, params, batch.key):
+        for _, losses in self._losses(batch, params):
             total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
         return total
 
@@ -191,7 +181,8 @@ class ModuleObjective(BaseObjective):
     def risk(self, records: Examples, params: Tensor) -> float:
         """F(θ) in evaluation mode, with the regulariser: not private."""
         with evaluating(self.module):
-            total = sum(float(losses.double().sum()) for losses in self._losses(records, None, params))
+            found = self._losses(ReleaseBatch(records, None, bytes(32)), params)
+            total = sum(float(losses.double().sum()) for _, losses in found)
         return total / len(records) + self.regularizer.value(params)
 
     def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
@@ -203,13 +194,16 @@ class ModuleObjective(BaseObjective):
         total += self.regularizer.gradient(params)
         return total
 
-    def _losses(
-        self, records: Examples, indices: Indices | None, params: Tensor, key: bytes | None = bytes(32)
-    ) -> Iterator[Tensor]:
-        keys = RecordKeys.of(key, np.arange(len(records)) if indices is None else indices)
-        for rows in keys.passes(self.micro_batch) if len(keys.indices) else ():
-            part = keys.rows(rows)
-            yield self.engine.losses(params, records.read(part), part)
+    def _losses(self, batch: ReleaseBatch, params: Tensor) -> Iterator[tuple[Indices, Tensor]]:
+        rows = _rows(batch)
+        seeds = RecordSeeds.of(batch.key, rows)
+        for some in seeds.passes(self.micro_batch) if len(rows) else ():
+            part = seeds.rows(some)
+            yield some, self.engine.losses(params, batch.records.read(part), part)
+
+
+def _rows(batch: ReleaseBatch) -> Indices:
+    return np.arange(len(batch.records)) if batch.indices is None else batch.indices
 
 
 @contextmanager
@@ -261,8 +255,8 @@ class CompensatedSum:
         self._begun = True
         if self._low is None:
             self._low = torch.zeros_like(self._high)
-        if passes.takes(term) and passes.takes(self._high):
-            passes.add_compensated(self._high, self._low, term)
+        if compiled_sums.takes(term) and compiled_sums.takes(self._high):
+            compiled_sums.add_compensated(self._high, self._low, term)
             return
         total = self._high + term
         part = total - self._high
@@ -275,3 +269,41 @@ class CompensatedSum:
             self._high += self._low
         if self._high is not self._out:
             self._out += self._high
+
+
+def hessian_product(objective: ModuleObjective, records: Examples, params: Tensor, vector: Tensor) -> Tensor:
+    """∇²F(θ)·v in evaluation mode, with the regulariser: v·∇ of the gradient, record by record.
+
+    >>> from torch import nn
+    >>> module = nn.Linear(2, 1, bias=False)
+    >>> loss = ModuleObjective(module, lambda out, y: 0.5 * (out[:, 0] - y) ** 2)
+    >>> records = loss.prepare((torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2)))
+    >>> hessian_product(loss, records, torch.zeros(2), torch.ones(2))
+    tensor([0.5000, 2.0000])
+    """
+    engine = objective.engine
+    total = torch.zeros_like(params)
+    theta = params.detach().clone().requires_grad_()
+    with torch.enable_grad(), evaluating(objective.module):
+        places = Places(objective.module)
+        keys = RecordSeeds(bytes(32), np.arange(len(records)))
+        for rows in keys.passes(objective.micro_batch):
+            for group in records.read(keys.rows(rows)):
+                for k in range(len(tensors_of(group.record)[0])):
+                    record = mapped(engine.on_device(group.record), itemgetter(k))
+                    with places.holding(engine.unflatten(theta)):
+                        total += _along(engine.loss_of(record), theta, vector)
+        total /= len(records)
+        slope = objective.regularizer.gradient(theta)
+        if slope.requires_grad:
+            (bend,) = torch.autograd.grad(slope @ vector, theta)
+            total += bend
+    return total
+
+
+def _along(loss: Tensor, theta: Tensor, vector: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, theta, create_graph=True)
+    if not gradient.requires_grad:
+        return torch.zeros_like(theta)  # a loss linear in θ
+    (product,) = torch.autograd.grad(gradient @ vector, theta)
+    return product

@@ -28,15 +28,13 @@ import quietgrad.objectives.networks.operations  # noqa: F401  # fills the table
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.networks.randomness import (
     OwnGenerators,
-    RecordDraws,
-    RecordKeys,
+    PerRecordRNG,
+    RecordSeeds,
     UnplannedDraw,
     preserved,
 )
 from quietgrad.objectives.networks.taps import Apart, EachItsOwn, NotTogether, Site, Taps, Vectors, functorch
 from quietgrad.objectives.networks.trees import Places, mapped, refilled, tensors_of
-
-__all__ = ["Pass", "Program", "RecordProgram", "each_record", "full_precision", "stacked"]
 
 Rows = npt.NDArray[np.int64]
 Program = Callable[[Any], Any]
@@ -46,14 +44,12 @@ Program = Callable[[Any], Any]
 class Pass:
     """What became of some records: their outputs, (n, …), and the sites where parameters met them.
 
-    ``rows`` are positions among the records that were asked for; ``valid`` those of the pass whose answers it
-    followed (None: all). The others are in another pass.
+    ``rows`` are positions among the records that were asked for.
     """
 
     rows: Rows
     outputs: Any
     sites: list[Site]
-    valid: Tensor | None = None
     alone: bool = False
 
 
@@ -73,7 +69,6 @@ class RecordProgram:
         self.draws = False  # by operations that only the dispatcher sees
         self.factories = False
         self.alone: str | None = None  # why each record is run by itself
-        self.sites = 0  # of a pass, about
         if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
             self.alone = "a layer has a backward hook, which may change gradients"
         self.made_up = False  # whether records are made up, so that errors may be told as they are
@@ -83,7 +78,7 @@ class RecordProgram:
         program: Program,
         params: Mapping[str, Tensor],
         record: Any,
-        keys: RecordKeys,
+        keys: RecordSeeds,
         arrived: Callable[[Site], None] | None = None,
     ) -> Iterator[Pass]:
         """All records of a stacked structure, (n, …) each, in as few passes as there are answers.
@@ -102,7 +97,7 @@ class RecordProgram:
                 left = np.setdiff1d(left, rows)
                 continue
             # Before it is handed out: whoever gets it may number its rows otherwise.
-            left = np.setdiff1d(left, found.rows if found.valid is None else found.rows[found.valid.numpy()])
+            left = np.setdiff1d(left, found.rows)
             yield found
 
     def together(
@@ -110,7 +105,7 @@ class RecordProgram:
         program: Program,
         params: Mapping[str, Tensor],
         record: Any,
-        keys: RecordKeys,
+        keys: RecordSeeds,
         rows: Rows,
         arrived: Callable[[Site], None] | None = None,
     ) -> Pass | Rows | None:
@@ -141,7 +136,7 @@ class RecordProgram:
         return None
 
     def _vmapped(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordKeys, rows: Rows,
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, rows: Rows,
         arrived: Callable[[Site], None] | None,
     ) -> Pass:  # fmt: skip
         device = _device(params, record)
@@ -151,8 +146,8 @@ class RecordProgram:
         if not whole:
             where = torch.from_numpy(rows).to(device)
             tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
-        taps = Taps(params, self.slices, len(rows), self.factories, self.sites // 4)
-        taps.draws = RecordDraws(mine.draws, True, device)
+        taps = Taps(params, self.slices, len(rows), self.factories)
+        taps.draws = PerRecordRNG(mine.draws, True, device)
         kept: list[Any] = [None]
 
         def one(*own: Tensor) -> list[Tensor]:
@@ -172,12 +167,10 @@ class RecordProgram:
         sites = taps.done()
         for site in sites:
             site.arrived = arrived
-        self.sites = max(self.sites, len(sites))
-        valid = taps.valid if taps.valid is not None and not bool(taps.valid.all()) else None
-        return Pass(rows, refilled(kept[0], iter(outputs)), sites, valid)
+        return Pass(rows, refilled(kept[0], iter(outputs)), sites)
 
     def by_itself(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordKeys, row: int,
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, row: int,
         arrived: Callable[[Site], None] | None = None,
     ) -> Pass:  # fmt: skip
         """A pass of one record, by plain autograd: each parameter is one site."""
@@ -189,12 +182,13 @@ class RecordProgram:
             slot = self.slices[name]
             site = Site("alone", (name,), vectors=_vector_of(slot), covers=[slot], copied=param.numel())
             leaf = param.detach().clone().requires_grad_()
-            leaf.register_hook(_telling(site))  # type: ignore[no-untyped-call]
+            # Told by backward() alone, not by a gradient that the program itself takes.
+            leaf.register_post_accumulate_grad_hook(_telling(site))  # type: ignore[no-untyped-call]
             site.arrived = arrived
             own[name] = leaf
             sites.append(site)
         part = mapped(record, lambda tensor: tensor[row])
-        draws = RecordDraws(mine.draws, False, device) if self.draws else None
+        draws = PerRecordRNG(mine.draws, False, device) if self.draws else None
         before = torch.default_generator.get_state()
         with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
             try:
@@ -211,7 +205,9 @@ class RecordProgram:
         return Pass(np.array([row]), outputs, sites, alone=True)
 
     @contextmanager
-    def _context(self, params: Mapping[str, Tensor], keys: RecordKeys, draws: RecordDraws | None) -> Iterator[None]:
+    def _context(
+        self, params: Mapping[str, Tensor], keys: RecordSeeds, draws: PerRecordRNG | None
+    ) -> Iterator[None]:
         """The module with these parameters and copies of its buffers; generators of the release; full precision."""
         with ExitStack() as stack:
             stack.enter_context(preserved())
@@ -237,8 +233,10 @@ def _vector_of(slot: slice) -> Callable[[Site, Tensor], Vectors]:
 
 
 def _telling(site: Site) -> Callable[[Tensor], None]:
-    def tell(grad: Tensor) -> None:
-        site.receive(grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
+    def tell(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
+        leaf.grad = None
 
     return tell
 
@@ -317,7 +315,7 @@ def _device(params: Mapping[str, Tensor], record: Any) -> torch.device:
     return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
 
 
-def each_record(function: Program, record: Any, keys: RecordKeys | None = None, beside: Any = None) -> Any:
+def each_record(function: Program, record: Any, keys: RecordSeeds | None = None, beside: Any = None) -> Any:
     """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
 
     What it keeps in the module or object ``beside`` is forgotten.
@@ -327,21 +325,17 @@ def each_record(function: Program, record: Any, keys: RecordKeys | None = None, 
             [6.]])
     """
     count = len(tensors_of(record)[0])
-    keys = keys or RecordKeys.of(None, np.arange(count))
+    keys = keys or RecordSeeds.of(None, np.arange(count))
     parts = list(RecordProgram(beside=beside).passes(function, {}, record, keys))
     return stacked(parts, count)
 
 
 def stacked(parts: Sequence[Pass], count: int) -> Any:
     """The outputs of passes that together have every record, in the order of the records."""
-    if len(parts) == 1 and parts[0].valid is None:
+    if len(parts) == 1:
         return parts[0].outputs
-    rows = np.concatenate([p.rows if p.valid is None else p.rows[p.valid.numpy()] for p in parts])
-    columns = []
-    for part in parts:
-        kept = tensors_of(part.outputs)
-        columns.append(kept if part.valid is None else [tensor[part.valid.to(tensor.device)] for tensor in kept])
-    order = torch.from_numpy(np.argsort(rows, kind="stable"))
+    columns = [tensors_of(part.outputs) for part in parts]
+    order = torch.from_numpy(np.argsort(np.concatenate([part.rows for part in parts]), kind="stable"))
     try:
         joined = [torch.cat(column)[order.to(column[0].device)] for column in zip(*columns, strict=True)]
     except (RuntimeError, ValueError):

@@ -17,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quietgrad.objectives.networks.arranged import matrix_form, matrix_kernel
-from quietgrad.objectives.networks.kernels import convolution_kernel, embedding_kernel, linear_kernel
+from quietgrad.objectives.networks import compiled_sums
+from quietgrad.objectives.networks.kernels import (
+    convolution_kernel,
+    embedding_kernel,
+    linear_kernel,
+    matrix_form,
+    matrix_kernel,
+)
 from quietgrad.objectives.networks.recurrent import RECURRENT
 from quietgrad.objectives.networks.taps import OPERATIONS, Site, Taps
-
-__all__ = ["Operation"]
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,29 @@ def _convolution(spatial: int) -> Callable[..., Any]:
         return taps.logical(out)
 
     return run
+
+
+def _max_pool2d(
+    taps: Taps, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+    ceil_mode: bool = False, return_indices: bool = False,
+) -> Any:  # fmt: skip
+    stride = _pair(kernel_size if stride is None or stride == [] else stride)
+    form = _pair(kernel_size), _pair(padding), _pair(dilation)
+    if form != ((2, 2), (0, 0), (1, 1)) or ceil_mode or return_indices or input.dim() != 4:
+        return NotImplemented
+    if not taps.is_records(input) or min(input.shape[2:]) < 2:
+        return NotImplemented
+    rows = taps.rows(input)
+    with taps.outside():
+        images = rows.flatten(0, 1).contiguous()
+        if not compiled_sums.takes(images.detach()):
+            return NotImplemented
+        out = torch.unflatten(compiled_sums.max_pool(images, stride), 0, (-1, rows.shape[1]))
+    return taps.logical(out)
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (int(value),) * 2 if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
 def _embedding(
@@ -532,6 +559,8 @@ OPERATIONS |= {
     torch.conv1d: Operation(_convolution(1), always=True),
     torch.conv2d: Operation(_convolution(2), always=True),
     torch.conv3d: Operation(_convolution(3), always=True),
+    F.max_pool2d: Operation(_max_pool2d, always=True),
+    torch.max_pool2d: Operation(_max_pool2d, always=True),
     F.embedding: Operation(_embedding, always=True),
     F.embedding_bag: Operation(_embedding_bag, always=True),
     F.layer_norm: Operation(_layer_norm, always=True),

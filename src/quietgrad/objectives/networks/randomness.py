@@ -30,9 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quietgrad.errors import DataError
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
-__all__ = ["OwnGenerators", "RecordDraws", "RecordKeys", "UnplannedDraw", "preserved", "refuse_own_generator",
-           "seed_generators"]  # fmt: skip
-
 Words = npt.NDArray[np.uint64]
 
 _DRAW, _READ, _PASS, _SHARE, _RELEASE = range(5)  # blocks of a release's stream: one per purpose
@@ -41,10 +38,10 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 @dataclass(frozen=True)
-class RecordKeys:
+class RecordSeeds:
     """The secrets of some records in one release: record ``indices[k]`` belongs to row k.
 
-    >>> keys = RecordKeys(bytes(32), np.array([7, 3, 5]))
+    >>> keys = RecordSeeds(bytes(32), np.array([7, 3, 5]))
     >>> bool((keys.rows(np.array([2])).draws == keys.draws[2:]).all())
     True
     """
@@ -55,9 +52,9 @@ class RecordKeys:
     """What words are drawn for, where that is not the record itself but one of its views."""
 
     @staticmethod
-    def of(key: bytes | None, indices: npt.NDArray[np.integer[Any]]) -> RecordKeys:
+    def of(key: bytes | None, indices: npt.NDArray[np.integer[Any]]) -> RecordSeeds:
         """Keys of a release; without one (an evaluation, your own sums) of a fresh secret."""
-        return RecordKeys(fresh_key() if key is None else key, indices)
+        return RecordSeeds(fresh_key() if key is None else key, indices)
 
     @cached_property
     def draws(self) -> Words:
@@ -74,21 +71,21 @@ class RecordKeys:
         """One word of the release, for what all its records share."""
         return int(SecureStream(self.key, "records").at(_RELEASE, np.zeros(1, np.int64))[0])
 
-    def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordKeys:
+    def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordSeeds:
         """Those of some rows."""
-        return RecordKeys(self.key, self.indices[where], None if self.numbers is None else self.numbers[where])
+        return RecordSeeds(self.key, self.indices[where], None if self.numbers is None else self.numbers[where])
 
-    def views(self, count: int) -> RecordKeys:
+    def views(self, count: int) -> RecordSeeds:
         """Every record ``count`` times, one after the other, each time with a word of its own.
 
         The word is a function of the key, the record's number and the view's, and of nobody else's record.
 
-        >>> keys = RecordKeys(bytes(32), np.array([7, 3])).views(2)
+        >>> keys = RecordSeeds(bytes(32), np.array([7, 3])).views(2)
         >>> keys.indices.tolist(), len(set(keys.reads.tolist()))
         ([7, 7, 3, 3], 4)
         """
         indices = np.repeat(np.asarray(self.indices, np.int64), count)
-        return RecordKeys(self.key, indices, count * indices + np.tile(np.arange(count), len(self.indices)))
+        return RecordSeeds(self.key, indices, count * indices + np.tile(np.arange(count), len(self.indices)))
 
     def passes(
         self, most: int, sizes: npt.NDArray[np.integer[Any]] | None = None
@@ -138,7 +135,7 @@ class UnplannedDraw(RuntimeError):
     """A draw that cannot be given to the records of a batch one by one."""
 
 
-class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Draws random numbers for each record of a batch from that record's own stream.
 
     Args:
@@ -191,7 +188,7 @@ class RecordDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Source:
     """The uniform numbers of one draw."""
 
-    draws: RecordDraws
+    draws: PerRecordRNG
     number: int
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -19,10 +19,8 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.networks.randomness import RecordKeys, preserved, seed_generators
+from quietgrad.objectives.networks.randomness import RecordSeeds, preserved, seed_generators
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of
-
-__all__ = ["Collate", "Examples", "Multiple", "Padding", "RecordGroup", "as_padding", "bytes_of", "examples_of"]
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
@@ -130,7 +128,7 @@ class Examples:
     ``fixed`` are the module's frozen parameters and buffers: gradients depend on them as they do on the records.
     """
 
-    read: Callable[[RecordKeys], list[RecordGroup]]
+    read: Callable[[RecordSeeds], list[RecordGroup]]
     length: int
     dim: int
     fixed: tuple[Tensor, ...] = ()
@@ -147,7 +145,7 @@ class Examples:
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The records as bytes, whatever a module makes of them."""
         for start in range(0, self.length, _READ):
-            part = RecordKeys(_PUBLIC, np.arange(start, min(start + _READ, self.length)))
+            part = RecordSeeds(_PUBLIC, np.arange(start, min(start + _READ, self.length)))
             groups = self.read(part)
             if len(groups) == 1:
                 for tensor in tensors_of(groups[0].record):
@@ -169,7 +167,7 @@ def examples_of(
     """``data`` made ready: (X, y) of tensors or arrays, a ``TensorDataset``, or any map-style data set.
 
     >>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])), dim=4)
-    >>> [group.record[1].tolist() for group in examples.read(RecordKeys(bytes(32), np.array([0, 2])))]
+    >>> [group.record[1].tolist() for group in examples.read(RecordSeeds(bytes(32), np.array([0, 2])))]
     [[[0], [1]]]
     """
     if isinstance(data, Examples):
@@ -198,7 +196,7 @@ def examples_of(
     else:
         read = _reader(data, collate or default_collate, pad)
     examples = Examples(read, len(data), dim, fixed)
-    examples.read(RecordKeys(_PUBLIC, np.array([0])))  # whether one can be read at all
+    examples.read(RecordSeeds(_PUBLIC, np.array([0])))  # whether one can be read at all
     return examples
 
 
@@ -248,10 +246,10 @@ def _finite(tensors: Sequence[Tensor]) -> None:
             raise DataError("the data hold a number that is not finite; clean them first. Nothing was reserved.")
 
 
-def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordKeys], list[RecordGroup]]:
+def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordSeeds], list[RecordGroup]]:
     """Rows of tensors in memory: what the default collate function makes of each, all at once."""
 
-    def read(keys: RecordKeys) -> list[RecordGroup]:
+    def read(keys: RecordSeeds) -> list[RecordGroup]:
         indices = keys.indices
         if len(indices) and indices[-1] - indices[0] == len(indices) - 1 and bool((np.diff(indices) == 1).all()):
             where: slice | Tensor = slice(int(indices[0]), int(indices[-1]) + 1)
@@ -262,8 +260,8 @@ def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordKeys], list[RecordGro
     return read
 
 
-def _reader(data: Any, collate: Collate, pad: Padding | None) -> Callable[[RecordKeys], list[RecordGroup]]:
-    def read(keys: RecordKeys) -> list[RecordGroup]:
+def _reader(data: Any, collate: Collate, pad: Padding | None) -> Callable[[RecordSeeds], list[RecordGroup]]:
+    def read(keys: RecordSeeds) -> list[RecordGroup]:
         groups: dict[Any, tuple[list[int], list[list[Tensor]], Any]] = {}
         with preserved():
             for row, (index, word) in enumerate(zip(keys.indices.tolist(), keys.reads.tolist(), strict=True)):

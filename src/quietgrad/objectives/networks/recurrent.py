@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["RECURRENT"]
-
 
 class _Steps(NamedTuple):
     """A cell: what it does at one time, and the way back."""

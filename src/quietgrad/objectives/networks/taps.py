@@ -10,8 +10,8 @@ plain autograd goes back through the program, and no gradient by a parameter is 
     derived     a tensor made of parameters alone (a transpose, a slice, weight_norm): as good as a parameter
     spread      a parameter in an operation without a kernel is copied for each record: right for any operation
 
-Questions of the program to a tensor (``if mask.all()``, ``.item()``) are each record's own: the pass goes on with
-the answer of most records, and those that answer otherwise are not valid in it; they are run in another pass.
+Questions of the program to a tensor (``if mask.all()``, ``.item()``) are each record's own. Where records answer
+differently the pass ends, and begins again with those that answer as most do; the others get a pass of their own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quietgrad.objectives.networks.contributions import Record
-from quietgrad.objectives.networks.joint import kernel_vectors
-from quietgrad.objectives.networks.kernels import Kernel, embedding_kernel
-from quietgrad.objectives.networks.randomness import RecordDraws, refuse_own_generator
-
-__all__ = ["OPERATIONS", "Apart", "EachItsOwn", "NotTogether", "Site", "Taps", "Vectors"]
+from quietgrad.objectives.networks.kernels import Kernel, embedding_kernel, kernel_vectors
+from quietgrad.objectives.networks.randomness import PerRecordRNG, refuse_own_generator
+from quietgrad.objectives.networks.vectors import LayerCall
 
 functorch = torch._C._functorch
 Vectors = list[tuple[slice, Tensor]]  # parts of the flat vector, and the records' vectors there, (n, size)
@@ -48,7 +45,7 @@ class EachItsOwn(NotTogether):
 
 
 class Apart(NotTogether):
-    """Records answer a question in several ways, early in the program: ``most`` are those of one answer."""
+    """Records answer a question in several ways: ``most`` are those of the commonest answer."""
 
     def __init__(self, most: Tensor) -> None:
         super().__init__("records branch apart")
@@ -102,14 +99,14 @@ class Site:
         if self.arrived is not None:
             self.arrived(self)
 
-    def content(self, dtype: torch.dtype) -> Record | Vectors | None:
+    def content(self, dtype: torch.dtype) -> LayerCall | Vectors | None:
         """What came of it, in the precision given; ``None`` if no gradient arrived."""
         if self.grad is None:
             return None
         if self.kernel is not None:
             assert self.given is not None
             given = self.given.to(dtype) if self.given.is_floating_point() else self.given
-            return Record(given, self.grad.to(dtype))
+            return LayerCall(given, self.grad.to(dtype))
         assert self.vectors is not None
         return [(slot, values.to(dtype)) for slot, values in self.vectors(self, self.grad)]
 
@@ -152,7 +149,6 @@ class Taps(TorchFunctionMode):
         count: how many records there are.
         factories: whether tensors that the program makes (``torch.zeros``) are made for each record, so that it may
             write records into them.
-        early: at how many sites of a pass it is still cheaper to begin again with the records that answer alike.
     """
 
     def __init__(
@@ -161,17 +157,14 @@ class Taps(TorchFunctionMode):
         slices: Mapping[str, slice],
         count: int,
         factories: bool = False,
-        early: int = 0,
     ) -> None:
         super().__init__()
         self.count = count
-        self.early = early
         self.factories = factories
         self.sites: list[Site] = []
         self.level = -1
         self.anchor = torch.zeros((), requires_grad=True)
-        self.valid: Tensor | None = None  # which records answer as the pass goes; None: all
-        self.draws: RecordDraws | None = None  # what each record draws
+        self.draws: PerRecordRNG | None = None  # what each record draws
         self._params = dict(params)
         self._names = {id(p): name for name, p in params.items()}
         self._slots = {id(p): slices[name] for name, p in params.items()}
@@ -225,7 +218,8 @@ class Taps(TorchFunctionMode):
             if isinstance(leaf, Tensor) and leaf.requires_grad and id(leaf) not in self._known:
                 self._known[id(leaf)] = leaf
                 base = leaf._base
-                if base is not None and id(base) in self._names and leaf.is_contiguous() and base.is_contiguous():
+                same = base is not None and id(base) in self._names and base.dtype == leaf.dtype
+                if base is not None and same and leaf.is_contiguous() and base.is_contiguous():
                     start = self._slots[id(base)].start + leaf.storage_offset() - base.storage_offset()
                     self._slots[id(leaf)] = slice(start, start + leaf.numel())
         if func is torch.nn.functional.embedding:
@@ -308,7 +302,7 @@ class Taps(TorchFunctionMode):
 
         def vectors(site: Site, grad: Tensor) -> Vectors:
             assert site.given is not None
-            made = kernel_vectors(kernel, Record(site.given, grad), wanted)
+            made = kernel_vectors(kernel, LayerCall(site.given, grad), wanted)
             return [part for role, each in made.items() for part in self._pulled_back(wanted[role], each)]
 
         return self._vector_site(operation, list(wanted.values()), vectors, given)
@@ -417,27 +411,19 @@ class Taps(TorchFunctionMode):
         if not self.is_records(value):
             raise NotTogether("it asks a tensor of another transform for its value")
         rows = self.rows(value).detach()
+        self._go_apart(rows.reshape(self.count, -1))
         with self.outside():
-            return func(rows[self._most(rows)], *args[1:], **kwargs)
+            return func(rows[0], *args[1:], **kwargs)
 
-    def _most(self, rows: Tensor) -> int:
-        """A record that answers as most do; the others are not valid in this pass."""
-        flat = rows.reshape(self.count, -1)
-        valid = torch.ones(self.count, dtype=torch.bool) if self.valid is None else self.valid
-        first = int(valid.nonzero()[0])
-        same = ((flat == flat[first]) | ((flat != flat) & (flat[first] != flat[first]))).all(1).to("cpu")
-        if bool(same[valid].all()):
-            return first
-        _, group, sizes = torch.unique(flat[valid.to(flat.device)].cpu(), dim=0, return_inverse=True,
-                                       return_counts=True)  # fmt: skip
+    def _go_apart(self, answers: Tensor) -> None:
+        """End the pass unless all records answer alike."""
+        first = answers[0]
+        if bool(((answers == first) | ((answers != answers) & (first != first))).all()):
+            return
+        _, group, sizes = torch.unique(answers.cpu(), dim=0, return_inverse=True, return_counts=True)
         if len(sizes) > _ANSWERS:
             raise EachItsOwn("it asks each record for a number of its own (.item(), a branch)")
-        where = valid.nonzero().flatten()[group == int(sizes.argmax())]
-        if not self.sites or (len(self.sites) < self.early and 10 * len(where) < 9 * self.count):
-            raise Apart(where)
-        self.valid = torch.zeros_like(valid)
-        self.valid[where] = True
-        return int(where[0])
+        raise Apart((group == int(sizes.argmax())).nonzero().flatten())
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

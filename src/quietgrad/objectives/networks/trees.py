@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Places", "mapped", "refilled", "tensors_of", "with_parameters"]
-
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, in order."""

@@ -1,16 +1,19 @@
 """Several processes inside one institution: one sample, shared out by secret words; one noise.
 
-Every process holds the same data and model and runs the same program (``torchrun`` with the gloo or nccl
-backend). Each sums the clipped contributions of its share of a sample, the shares are added, and the leading
-process alone adds the noise, holds the ledger and the checkpoints. A sum is the same whoever computed its
-terms, up to the order of additions. What is shared out is what a sampler draws: where records are people's,
-each person with all theirs goes to one process, so the bound on a person is that of one process.
+Every process holds the same data and model and runs the same program (``torchrun`` with the gloo or nccl backend).
+Each sums the clipped contributions of its share of a sample, the shares are added, and the leader alone adds the
+noise and holds the ledger and the checkpoints. What is shared out is what a sampler draws: each privacy unit goes
+to one process with all its records, so the bound on a unit is that of one process.
+
+With FSDP2 a whole twin of the module computes: per-example norms need whole layers, and a release is one vector of
+all parameters. The released gradient and the optimizer's averages are cut into shards.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,16 +27,12 @@ from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, Query, Regularizer
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordKeys
+from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import Examples
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.training.result import Result
-
-__all__ = ["DifferentiallyPrivateDistributedDataParallel", "SharedSession", "any_of_us", "key_for_all", "leads",
-           "one_leader", "processes_now",
-           "several", "share_of", "told_by_leader", "unwrapped"]  # fmt: skip
 
 _LEADER = 0
 _AGREED = "the processes do not agree on {}: every process must be given the same."
@@ -41,29 +40,29 @@ _AGREED = "the processes do not agree on {}: every process must be given the sam
 Asked = ModuleObjective | UserLevelObjective
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     """Whether this is one of several processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def processes_now() -> int:
+def process_count() -> int:
     """How many processes there are."""
-    return dist.get_world_size() if several() else 1
+    return dist.get_world_size() if is_distributed() else 1
 
 
-def leads() -> bool:
+def is_leader() -> bool:
     """Whether this process adds noise and holds the ledger."""
-    return not several() or dist.get_rank() == _LEADER
+    return not is_distributed() or dist.get_rank() == _LEADER
 
 
-def key_for_all() -> bytes | None:
+def broadcast_loop_key() -> bytes | None:
     """A key of samples that all processes share; alone a curator makes its own."""
-    return _told(fresh_key()) if several() else None
+    return _told(fresh_key()) if is_distributed() else None
 
 
-def told_by_leader(make: Callable[[], Any]) -> Any:
+def broadcast_from_leader(make: Callable[[], Any]) -> Any:
     """What the leading process makes, on all of them."""
-    return _told(make() if leads() else None) if several() else make()
+    return _told(make() if is_leader() else None) if is_distributed() else make()
 
 
 def any_of_us(here: bool, device: torch.device) -> bool:
@@ -79,7 +78,7 @@ def share_of(batch: Batch, rank: int, world: int) -> Batch:
     By secret words, as passes are: cut by position, every later record would change places when one leaves.
     """
     everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-    return batch._replace(indices=everyone[RecordKeys.of(batch.key, everyone).share(rank, world)])
+    return batch._replace(indices=everyone[RecordSeeds.of(batch.key, everyone).share(rank, world)])
 
 
 def _mine(batch: Batch) -> Batch:
@@ -138,12 +137,12 @@ def _modes(module: nn.Module) -> str:
 # --- fits: one process leads, the others answer -----------------------------------------------------------------
 
 
-def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) -> Result:
+def run_on_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) -> Result:
     """Prepare ``data`` and ``lead(objective, examples)``, on the leading process if there are several.
 
     All processes return its result. They must agree first on all that a sum depends on.
     """
-    if not several():
+    if not is_distributed():
         return lead(objective, objective.prepare(data))
     held: list[Any] = []
 
@@ -152,9 +151,13 @@ def one_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result]) 
         return _digests(objective, held[0], key)
 
     _refuse_others(prepared, "another process refused its model or its data")
-    if not leads():
+    if not is_leader():
         return _serve(objective, held[0])
-    shared = _SharedPeople.of(objective) if isinstance(objective, UserLevelObjective) else _Shared(objective)
+    shared = (
+        _DistributedUnits.of(objective)
+        if isinstance(objective, UserLevelObjective)
+        else _DistributedObjective(objective)
+    )
     try:
         result = lead(shared, held[0])
     except BaseException as error:
@@ -174,7 +177,7 @@ def _digests(objective: Asked, examples: Any, key: bytes) -> dict[str, str]:
     }
 
 
-class _Shared(BaseObjective):
+class _DistributedObjective(BaseObjective):
     """A :class:`ModuleObjective` whose sums are computed by all processes together."""
 
     def __init__(self, objective: ModuleObjective) -> None:
@@ -206,12 +209,12 @@ class _Shared(BaseObjective):
         return self._objective.risk_gradient(records, params)
 
 
-class _SharedPeople(UserLevelObjective):
+class _DistributedUnits(UserLevelObjective):
     """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
 
     @staticmethod
-    def of(asked: UserLevelObjective) -> _SharedPeople:
-        return _SharedPeople(asked.loss, asked.combine, asked.records_per_person)
+    def of(asked: UserLevelObjective) -> _DistributedUnits:
+        return _DistributedUnits(asked.loss, asked.combine, asked.records_per_person)
 
     def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
         out += _sum(self.around(self.loss), batch, points, rule)
@@ -264,7 +267,7 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        if several():
+        if is_distributed():
             for value in (*module.parameters(), *module.buffers()):
                 dist.broadcast(value.detach(), _LEADER)
 
@@ -343,9 +346,9 @@ class SharedSession:
                 "another process failed in its share of this step; nothing was released."
             )
         answer = torch.zeros(dim + 1, dtype=torch.float64, device=self._device)
-        if leads():
+        if is_leader():
             try:
-                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, _Summed(query, sums)))
+                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, Summed(sums, query.bound)))
             except BaseException as error:
                 failed = error
                 answer.zero_()[-1] = 1.0
@@ -366,19 +369,86 @@ class SharedSession:
         return before + drawn.number
 
 
-class _Summed:
-    """A query whose sum was formed by all processes."""
+class Summed:
+    """A query whose sum was formed beforehand."""
 
-    def __init__(self, query: Query, total: Tensor) -> None:
-        self._query, self._total = query, total
-
-    @property
-    def bound(self) -> float:
-        return self._query.bound
+    def __init__(self, total: Tensor, bound: float) -> None:
+        self._total, self.bound = total, bound
 
     def dim(self, records: Any) -> int:
-        return self._query.dim(records)
+        return len(self._total)
 
     def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
-        out = torch.as_tensor(out)
+        out = torch.as_tensor(out)  # of an array: its own memory
         out += self._total.to(out.device)
+
+
+class Shards:
+    """A module that ``fully_shard`` has cut, and its twin."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.params = dict(module.named_parameters())
+        self.twin = _twin(module, {}, {})
+
+    @staticmethod
+    def of(module: nn.Module) -> Shards | None:
+        """The shards of a module, if it has any."""
+        return Shards(module) if any(_sharded(param) for param in module.parameters()) else None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the twin to where the shards are; every process takes part."""
+        for name, param in self.twin.named_parameters():
+            param.copy_(_whole(self.params[name]))
+
+    @torch.no_grad()
+    def scatter(self) -> None:
+        """Bring the shards to where the twin is."""
+        for name, param in self.twin.named_parameters():
+            self.params[name].copy_(self.cut(name, param.detach()))
+
+    def cut(self, name: str, value: Tensor) -> Tensor:
+        """This process's shard of a tensor that all have whole."""
+        from torch.distributed.tensor import distribute_tensor
+
+        like: Any = self.params[name]
+        # Everybody has the same numbers: each cuts its own out, and nothing is sent.
+        return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _sharded(param: Tensor) -> bool:
+    return hasattr(param, "full_tensor")
+
+
+def _whole(param: Any) -> Tensor:
+    whole: Tensor = param.full_tensor() if _sharded(param) else param
+    return whole.detach()
+
+
+def _twin(module: nn.Module, made: dict[int, nn.Module], params: dict[int, nn.Parameter]) -> nn.Module:
+    """The module without shards and without the hooks that gather them; shared layers and weights stay shared."""
+    if id(module) in made:
+        return made[id(module)]
+    kind = type(module)
+    if kind.__name__.startswith("FSDP") and len(kind.__bases__) == 2:  # made by fully_shard of the second
+        kind = kind.__bases__[1]
+    twin = made[id(module)] = kind.__new__(kind)
+    twin.__dict__.update(module.__dict__)
+    for name, held in module.__dict__.items():
+        if isinstance(held, OrderedDict) and name.endswith("_hooks"):
+            kept = {key: hook for key, hook in held.items() if not _of_fsdp(hook)}
+            twin.__dict__[name] = OrderedDict(kept)
+    twin._buffers = dict(module._buffers)
+    twin._modules = {
+        name: None if child is None else _twin(child, made, params) for name, child in module._modules.items()
+    }
+    twin._parameters = {}
+    for name, param in module._parameters.items():
+        if param is not None and id(param) not in params:
+            params[id(param)] = nn.Parameter(_whole(param).clone(), requires_grad=param.requires_grad)
+        twin._parameters[name] = None if param is None else params[id(param)]
+    return twin
+
+
+def _of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

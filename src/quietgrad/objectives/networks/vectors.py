@@ -1,50 +1,175 @@
-"""What one batch adds to one parameter: per-example vectors, kept whole or as factors.
+"""Per-example gradients of one parameter, stored or factored, of records or of privacy units.
 
-Every private step needs two things of the per-example gradients g_i: their norms, and a weighted sum
-Σ_i c_i g_i once the norms have decided the weights. A `Contribution` gives both for one parameter. Steps
-that compare two points θ and θ′ (SPIDER, DP-SRM) ask for several *families* of vectors at once, so norms
-and weights have shape (examples, families):
+Every private step needs two things of the per-example gradients g_i: their norms, and a weighted sum Σ_i c_i g_i
+once the norms have decided the weights. `PerExampleVectors` gives both for one parameter. Steps that compare two
+points θ and θ′ (SPIDER, DP-SRM) ask for several *families* of vectors at once, so norms and weights have shape
+(examples, families):
 
     gradient   v_i = g_i(θ)
     change     v_i = g_i(θ) − s·g_i(θ′)        s = 1: the difference; s = 1 − γ: joint momentum
 
-The change is never computed by subtracting two large vectors or two large norms. For layers whose gradient
-is Σ_t b_t ⊗ a_t it is split as  (a − a′) ⊗ b + a′ ⊗ (b − s·b′), which loses no digits when θ′ → θ.
-Where gradient and change are both written out, the change is the difference of two written-out vectors: its
-norm is that of the very vector that is summed, and its rounding is that of the forward pass.
+The change is never computed by subtracting two large norms. For layers whose gradient is Σ_t b_t ⊗ a_t it is split
+as (a − a′) ⊗ b + a′ ⊗ (b − s·b′), which loses no digits when θ′ → θ. Where both families are stored, the change is
+the difference of two stored vectors: its norm is that of the very vector that is summed.
+
+A unit with several records has v_p = s_p Σ_{i∈p} g_i, with s_p = 1 or one over its number of records. That is the
+gradient of one example with all positions of all its records, so the same products serve, of longer sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quietgrad.objectives.networks import passes
-from quietgrad.objectives.networks.persons import Alike, Persons
+from quietgrad.objectives.networks import compiled_sums
+from quietgrad.objectives.networks.randomness import RecordSeeds
 
-__all__ = [
-    "Combination",
-    "Contribution",
-    "PersonGroups",
-    "Record",
-    "Stored",
-    "TokenSums",
-    "Workspace",
-    "Written",
-    "squares_of",
-]
+_Numbers = npt.NDArray[np.int64]
+
+
+class SizeBucket(NamedTuple):
+    """People with about as many records, to be worked on as one batch: their records side by side."""
+
+    people: Tensor  # (some,)
+    rows: Tensor  # (some, most): rows of the batch; behind a person's last record the last one again …
+    blank: Tensor | None  # … where this is True; None: nowhere
+    run: slice | None  # the rows as a range, if they are one
+
+    def of(self, values: Tensor, blank: bool = True) -> Tensor:
+        """The rows as (some, most, …), zero where they are nobody's.
+
+        Zero by assignment: a product with zero would keep what is not finite.
+        """
+        if self.run is not None:
+            return values[self.run].view(*self.rows.shape, *values.shape[1:])
+        taken = values.index_select(0, self.rows.flatten()).view(*self.rows.shape, *values.shape[1:])
+        if blank and self.blank is not None:
+            taken.masked_fill_(self.blank.view(*self.blank.shape, *[1] * (taken.dim() - 2)), 0.0)
+        return taken
+
+
+@dataclass(frozen=True, eq=False)
+class UnitAssignment:
+    """The person of each row of a batch, 0 … count − 1, and the factor s_p of each.
+
+    >>> persons = UnitAssignment.of([7, 3, 7], mean=True)
+    >>> persons.owners.tolist(), persons.factors.tolist()
+    ([1, 0, 1], [1.0, 0.5])
+    """
+
+    owners: _Numbers
+    factors: npt.NDArray[np.float64]
+
+    @staticmethod
+    def of(ids: Any, *, mean: bool) -> UnitAssignment:
+        """By any ids, one for each row."""
+        _, owners = np.unique(np.asarray(ids), return_inverse=True)
+        return UnitAssignment.numbered(owners.astype(np.int64).reshape(-1), mean=mean)
+
+    @staticmethod
+    def numbered(owners: _Numbers, *, mean: bool) -> UnitAssignment:
+        """By numbers 0 … count − 1, each of which occurs."""
+        sizes = np.bincount(owners)
+        return UnitAssignment(owners, 1.0 / sizes if mean else np.ones(len(sizes)))
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    @cached_property
+    def sizes(self) -> _Numbers:
+        """How many rows each has."""
+        return np.bincount(self.owners, minlength=len(self))
+
+    @property
+    def single(self) -> bool:
+        """Whether everyone has one row, in order, that counts in full: then there is nothing to add up."""
+        alone = len(self.owners) == len(self) and bool((self.factors == 1.0).all())
+        return alone and bool((np.diff(self.owners) == 1).all())
+
+    def some(self, people: _Numbers) -> tuple[_Numbers, UnitAssignment]:
+        """Rows of some people, person by person, and whose they are among these; of everybody, as they are."""
+        if len(people) == len(self):
+            return np.arange(len(self.owners)), self
+        order, starts = self._sorted
+        sizes = self.sizes[people]
+        before = np.cumsum(sizes) - sizes
+        rows = order[np.arange(sizes.sum()) + np.repeat(starts[people] - before, sizes)]
+        return rows, UnitAssignment(np.repeat(np.arange(len(people)), sizes), self.factors[people])
+
+    def passes(self, keys: RecordSeeds, most: int) -> Iterator[_Numbers]:
+        """People in passes of at most ``most`` records, each person in one; who has more than that is alone.
+
+        By the secret word of each one's first record, as :meth:`RecordSeeds.passes` cuts records.
+        """
+        first = np.full(len(self), len(self.owners))
+        np.minimum.at(first, self.owners, np.arange(len(self.owners)))
+        return keys.rows(first).passes(most, self.sizes)
+
+    def alike(self, device: torch.device) -> list[SizeBucket]:
+        """Everyone, in groups of about as many records: two groups to a doubling."""
+        if device not in self._alike:
+            self._alike[device] = list(self._groups(device))
+        return self._alike[device]
+
+    @cached_property
+    def _alike(self) -> dict[torch.device, list[SizeBucket]]:
+        return {}
+
+    @cached_property
+    def _sorted(self) -> tuple[_Numbers, _Numbers]:
+        """Rows person by person, and where each one's begin among these."""
+        return np.argsort(self.owners, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)])
+
+    def _groups(self, device: torch.device) -> Iterator[SizeBucket]:
+        order, starts = self._sorted
+        steps = np.ceil(2 * np.log2(self.sizes))
+        for step in np.unique(steps):
+            people = np.flatnonzero(steps == step)
+            sizes = self.sizes[people, None]
+            place = np.arange(sizes.max())
+            rows, blank = order[starts[people, None] + np.minimum(place, sizes - 1)], place >= sizes
+            yield SizeBucket(
+                torch.from_numpy(people).to(device),
+                torch.from_numpy(rows).to(device),
+                torch.from_numpy(blank).to(device) if blank.any() else None,
+                None if blank.any() else _run(rows.reshape(-1)),
+            )
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """The person of each row, on a device."""
+        return torch.from_numpy(self.owners).to(device)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """(families, rows, size) added up to (families, people, size), in float64 and rounded once.
+
+        Never as a product with a matrix of zeros and ones: it would carry one record's NaN to everybody.
+        """
+        if compiled_sums.takes(values):
+            return torch.stack([compiled_sums.sum_rows(family, *self._sorted) for family in values])
+        total = values.new_zeros((len(values), len(self), values.shape[2]), dtype=torch.float64)
+        return total.index_add_(1, self.numbers(values.device), values.double()).to(values.dtype)
+
+
+def _run(rows: _Numbers) -> slice | None:
+    """Row numbers as a range, if they are one."""
+    first = int(rows[0])
+    return slice(first, first + len(rows)) if np.array_equal(rows, first + np.arange(len(rows))) else None
+
 
 _CACHED = 1 << 17  # numbers of float64 that stay in a core's cache
 _SLAB = 1 << 22  # numbers per piece of workspace; untouched pages cost nothing
 
 
 @dataclass(frozen=True)
-class Combination:
+class GradientTerms:
     """Which families of per-example vectors a query needs."""
 
     gradient: bool
@@ -67,14 +192,14 @@ class Combination:
         return Stored(self.join(now[None], None if change is None else change[None], 0))
 
 
-class Record(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer: its input and the gradient of the summed loss by its output."""
 
     input: Tensor
     output_grad: Tensor
 
 
-class Written(NamedTuple):
+class StoredGradients(NamedTuple):
     """The previous point of a layer, reduced to its per-example vectors: the tape behind them is free.
 
     `vectors` by parameter: (examples, size), or for outer-product weights room for both families,
@@ -84,7 +209,7 @@ class Written(NamedTuple):
     vectors: dict[str, Tensor]
 
 
-class Contribution(Protocol):
+class PerExampleVectors(Protocol):
     """Per-example vectors of one parameter; after :meth:`together` per person."""
 
     def squared_norms(self) -> Tensor:
@@ -98,15 +223,11 @@ class Contribution(Protocol):
         """
         ...
 
-    def together(self, persons: Persons) -> Contribution:
+    def together(self, persons: UnitAssignment) -> PerExampleVectors:
         """The vectors Σ_{i∈p} v_i of people whose records these examples are; norms and weights are then theirs.
 
         What is measured of a person is what is summed, as for an example.
         """
-        ...
-
-    def held(self) -> int:
-        """Bytes of memory that it keeps."""
         ...
 
 
@@ -158,10 +279,6 @@ class Stored:
         self.values = self.values + other.values  # not in place: the values may be views of the tape
         self._squares = None
 
-    def held(self) -> int:
-        """Bytes."""
-        return self.values.numel() * self.values.element_size()
-
     def squared_norms(self) -> Tensor:
         """Sums of squares."""
         return squares_of(self.values).T if self._squares is None else self._squares
@@ -169,8 +286,8 @@ class Stored:
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """A matrix–vector product in float64, some rows at a time so that the wider copy stays in the cache."""
         rows, weights = self.values.flatten(0, 1), weights.T.flatten().double()
-        if passes.takes(rows) and out.is_contiguous():
-            passes.add_rows(rows, weights, out)
+        if compiled_sums.takes(rows) and out.is_contiguous():
+            compiled_sums.add_rows(rows, weights, out)
             return
         if rows.dtype == torch.float64:
             out.addmv_(rows.T, weights)
@@ -179,7 +296,7 @@ class Stored:
         for start in range(0, len(rows), size):
             out.addmv_(rows[start : start + size].double().T, weights[start : start + size])
 
-    def together(self, persons: Persons) -> Stored:
+    def together(self, persons: UnitAssignment) -> Stored:
         """Sums of written-out vectors, which have norms of their own."""
         return Stored(persons.summed(self.values))
 
@@ -187,15 +304,11 @@ class Stored:
 class TokenSums:
     """Embedding rows: each example touches a few rows of the table, each with a sum of output gradients."""
 
-    def __init__(self, tokens: Tensor, values: Tensor, rows: int, persons: Persons | None = None) -> None:
+    def __init__(self, tokens: Tensor, values: Tensor, rows: int, persons: UnitAssignment | None = None) -> None:
         self.tokens = tokens  # (examples, positions)
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
         self._persons = persons
-
-    def held(self) -> int:
-        """Bytes."""
-        return self.values.numel() * self.values.element_size()
 
     def squared_norms(self) -> Tensor:
         """A token that occurs twice in an example, or in a person's records, adds up before it is squared.
@@ -226,11 +339,11 @@ class TokenSums:
         size = max(1, _CACHED // max(1, prod(shape)))
         return [slice(start, start + size) for start in range(0, examples, size)]
 
-    def together(self, persons: Persons) -> TokenSums:
+    def together(self, persons: UnitAssignment) -> TokenSums:
         """The same rows, looked at person by person."""
         return TokenSums(self.tokens, self.values, self.rows, persons)
 
-    def of(self, group: Alike) -> TokenSums:
+    def of(self, group: SizeBucket) -> TokenSums:
         """Those of a group of people: somebody's tokens are those of all their records."""
         tokens, values = group.of(self.tokens, blank=False), group.of(self.values)
         return TokenSums(tokens.flatten(1, 2), values.flatten(1, 2), self.rows)
@@ -252,7 +365,7 @@ class TokenSums:
         return Stored(values.flatten(2))
 
 
-class PersonGroups:
+class UnitVectors:
     """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
 
     Args:
@@ -263,21 +376,17 @@ class PersonGroups:
 
     def __init__(
         self,
-        persons: Persons,
-        groups: Sequence[Alike],
-        examples: Contribution,
-        make: Callable[[Alike], Contribution],
-        from_factors: Callable[[Alike], bool] = lambda group: False,
+        persons: UnitAssignment,
+        groups: Sequence[SizeBucket],
+        examples: PerExampleVectors,
+        make: Callable[[SizeBucket], PerExampleVectors],
+        from_factors: Callable[[SizeBucket], bool] = lambda group: False,
     ) -> None:
         self.persons = persons
         self.groups = groups
         self.examples = examples
         self.make = make
         self.from_factors = from_factors
-
-    def held(self) -> int:
-        """Bytes."""
-        return self.examples.held()
 
     def squared_norms(self) -> Tensor:
         """Everyone's, from their group."""
@@ -300,7 +409,7 @@ class PersonGroups:
         for group in apart:
             self.make(group).add_weighted(weights[group.people], out)
 
-    def together(self, persons: Persons) -> Contribution:
+    def together(self, persons: UnitAssignment) -> PerExampleVectors:
         """These are people already."""
         raise TypeError("people are not made of people.")
 
@@ -312,8 +421,8 @@ def squares_of(vectors: Tensor) -> Tensor:
     """
     rows = vectors.reshape(-1, vectors.shape[-1])
     count, width = rows.shape
-    if passes.takes(rows):
-        return passes.row_squares(rows).view(vectors.shape[:-1])
+    if compiled_sums.takes(rows):
+        return compiled_sums.row_squares(rows).view(vectors.shape[:-1])
     squares = rows.new_zeros(count, dtype=torch.float64)
     size = max(1, _CACHED // max(1, width))
     for start in range(0, count, size):

@@ -1,0 +1,255 @@
+"""Clipped sums without noise, the two sums that every private method is made of, and how a model computes them.
+
+`clipped_gradient_sum` is DP-SGD's, `clipped_difference_sum` SPIDER's and DP-SRM's. Neither is private by itself:
+`quietgrad.torch.fit` adds noise and accounting. `explain` says how each parameter's gradients are computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.errors import DataError, QuietgradError
+from quietgrad.objectives.base import ClippingRule
+from quietgrad.objectives.networks.engine import PerExampleEngine, positive
+from quietgrad.objectives.networks.gradients import GRADIENT, Collector
+from quietgrad.objectives.networks.one_record import Pass
+from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.objectives.networks.records import RecordGroup
+from quietgrad.objectives.networks.trees import mapped, tensors_of
+from quietgrad.objectives.networks.usable import LossFunction
+from quietgrad.objectives.networks.vectors import UnitAssignment
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.objectives.privacy_units import Combine, check_combination
+
+_ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, PerExampleEngine]] = WeakKeyDictionary()
+
+
+def clipped_gradient_sum(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: tuple[Any, Any],
+    clip: float,
+    *,
+    person: Any = None,
+    combine: Combine = "mean",
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ_i clip_C(g_i) by parameter name, and the norms ‖g_i‖ before clipping.
+
+    g_i is the gradient of the loss of record i, a batch of one, by all trainable parameters together, and
+    clip_C(g) = g·min(1, C/‖g‖). A record whose norm is not finite counts as zero. With ``person`` what is clipped
+    is each person's mean, or sum, of the g_i; a person with a norm that is not finite counts as zero.
+
+    Args:
+        model: any module; it is called with one record at a time.
+        loss_fn: loss_fn(output, y), or loss_fn(model, x, y), of a batch of one: one number.
+        batch: (x, y); x may be a tuple of tensors for a model with several inputs.
+        clip: the bound C > 0.
+        person: the id of the person that each record is about; the norms are then those of people, in the order
+            of their first records. All records of a person must be in the batch.
+        combine: ``"mean"`` if everybody counts once, ``"sum"`` if records count.
+
+    How the model is run is found out in the first call and kept with the model.
+
+    >>> from torch import nn
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> x, y = torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2)
+    >>> sums, norms = clipped_gradient_sum(model, lambda output, y: output.squeeze(1), (x, y), clip=1.0)
+    >>> norms, sums["weight"]
+    (tensor([5.0000, 0.5000], dtype=torch.float64), tensor([[0.9000, 1.2000]]))
+    >>> clipped_gradient_sum(model, lambda output, y: output.squeeze(1), (x, y), 1.0, person=["ann", "ann"])
+    ({'weight': tensor([[0.6000, 0.8000]])}, tensor([2.7500], dtype=torch.float64))
+    """
+    engine = _engine(model, loss_fn)
+    theta = engine.flatten(dict(model.named_parameters()))
+    return _sum(engine, (theta,), batch, positive(ClippingRule.gradient(clip)), person, combine)
+
+
+def clipped_difference_sum(
+    model: nn.Module,
+    previous_params: Mapping[str, Tensor],
+    loss_fn: LossFunction,
+    batch: tuple[Any, Any],
+    clip: float,
+    *,
+    person: Any = None,
+    combine: Combine = "mean",
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
+
+    `previous_params` maps the trainable parameters' names to their values at the previous iterate. Both points see
+    the same dropout masks. ``person`` and ``combine`` as in :func:`clipped_gradient_sum`.
+
+    >>> from torch import nn
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> previous = {"weight": model.weight.detach() - 0.1}
+    >>> x, y = torch.tensor([[1.0], [2.0]]), torch.zeros(2)
+    >>> square = lambda output, y: (output.squeeze(1) - y).square() / 2
+    >>> sums, norms = clipped_difference_sum(model, previous, square, (x, y), clip=10.0)
+    >>> norms, sums["weight"]
+    (tensor([0.1000, 0.4000], dtype=torch.float64), tensor([[0.5000]]))
+    """
+    engine = _engine(model, loss_fn)
+    points = engine.flatten(dict(model.named_parameters())), engine.flatten(previous_params)
+    return _sum(engine, points, batch, positive(ClippingRule.difference(clip)), person, combine)
+
+
+def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
+    """The engine of a model and a loss: made once, and again if other parameters are trained."""
+    trained = tuple(id(p) for p in model.parameters() if p.requires_grad)
+    hooked = tuple(bool(m._backward_hooks or m._backward_pre_hooks) for m in model.modules())
+    known = _ENGINES.get(model)
+    if known is None or known[0] != (trained, hooked) or known[1].loss is not loss_fn:
+        known = (trained, hooked), PerExampleEngine(model, loss_fn)
+        _ENGINES[model] = known
+    return known[1]
+
+
+def _sum(
+    engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[Any, Any], rule: ClippingRule, person: Any,
+    combine: Combine,
+) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
+    check_combination(combine, None)
+    group = batch_group(batch)
+    persons = None
+    if person is not None:
+        codes, _ = factorize_ids(person, len(group.rows))
+        persons = UnitAssignment.numbered(codes, mean=combine == "mean")
+    out = torch.zeros_like(points[0])
+    norms = engine.add(points, [group] if len(group.rows) else [], rule, out, persons=persons)
+    return engine.views(out), norms[:, 0]
+
+
+def batch_group(batch: tuple[Any, Any]) -> RecordGroup:
+    """A batch of tensors with records first as records, each a batch of one."""
+    lengths = {len(tensor) for tensor in tensors_of(batch)}
+    if len(lengths) != 1:
+        raise DataError(f"the tensors of a batch have lengths {sorted(lengths)}: they must be equal.")
+    return RecordGroup(np.arange(lengths.pop()), mapped(tuple(batch), lambda tensor: tensor.unsqueeze(1)))
+
+
+_ALONE = "one record at a time"
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operation on parameters: how its records' gradients are made, and at what price.
+
+    ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``time`` is a share of the
+    whole, ``memory`` numbers that are written out for each record.
+    """
+
+    name: str
+    kind: str
+    how: str
+    why: str
+    parameters: int
+    time: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found; printed, it is a table."""
+
+    parts: tuple[Part, ...]
+    passes: float  # share of the time that the forward and backward pass themselves take
+    examples: int
+
+    @property
+    def fallbacks(self) -> tuple[Part, ...]:
+        """Parts without a kernel that are large enough to matter."""
+        return tuple(part for part in self.parts if part.how in ("copied", _ALONE))
+
+    @property
+    def refused(self) -> tuple[Part, ...]:
+        """Parts with which the model cannot be trained privately."""
+        return tuple(part for part in self.parts if part.how == "refused")
+
+    def __str__(self) -> str:
+        if self.refused:
+            return "\n".join(f"refused: {part.why}" for part in self.refused)
+        if self.parts and self.parts[0].how == _ALONE:
+            return f"{_ALONE}, by plain autograd: {self.parts[0].why}"
+        rows = [("parameters", "operation", "how", "numbers", "time")]
+        rows += [(p.name, p.kind, p.how, f"{p.parameters:,}", f"{100 * p.time:.0f} %") for p in self.parts]
+        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        return "\n".join([*lines, f"forward and backward pass: {100 * self.passes:.0f} % of the time"])
+
+
+def explain(
+    model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, *, memory_budget: float = 256e6
+) -> Explanation:
+    """How each parameter's records' gradients are computed, on a batch (x, y) of a few records.
+
+    Args:
+        batch: (x, y), records first; x may be a tuple of tensors.
+        loss_fn: as in :func:`quietgrad.torch.fit`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = explain(model, (torch.randn(6, 4), torch.zeros(6, dtype=torch.long)), nn.CrossEntropyLoss())
+    >>> [(part.name, part.how) for part in found.parts]
+    [('0.weight, 0.bias', 'kernel'), ('2.weight, 2.bias', 'kernel')]
+    """
+    group = batch_group(batch)
+    count = len(group.rows)
+    try:
+        engine = PerExampleEngine(model, loss_fn, memory_budget=memory_budget)
+        engine.try_out(group.record)
+    except (QuietgradError, ValueError) as error:
+        return Explanation((Part("", type(model).__name__, "refused", str(error), 0, 0.0, 0),), 0.0, count)
+    program = engine.program_of(group.record)
+    keys = RecordSeeds.of(None, np.arange(count))
+    theta = engine.flatten(dict(model.named_parameters()))
+    done, began = None, time.perf_counter()
+    if program.alone is None:
+        done = engine.pass_of(theta, group.record, keys)
+        passes = time.perf_counter() - began
+    if not isinstance(done, Pass):
+        why = program.alone or "records answer its questions (.item(), a branch) in their own ways"
+        return Explanation((Part("", type(model).__name__, _ALONE, why, engine.dim, 1.0, engine.dim),), 0.0, count)
+    return _timed(engine, done, passes, count)
+
+
+@torch.no_grad()
+def _timed(engine: PerExampleEngine, done: Pass, passes: float, count: int) -> Explanation:
+    found: dict[tuple[str, str, str], list[Any]] = {}
+    slices = list(engine.slices.values())
+    sizes: Mapping[str, int] = {name: slot.stop - slot.start for name, slot in engine.slices.items()}
+    counted: set[str] = set()
+    whole = passes
+    for site in done.sites:
+        began = time.perf_counter()
+        collector = Collector(GRADIENT, engine.space, slices, count)
+        collector.begin([site])
+        collector.end([site])
+        part = collector.gradients()
+        part.add_weighted(part.norms().isfinite().double(), torch.zeros(engine.dim, dtype=torch.float64))
+        spent = time.perf_counter() - began
+        whole += spent
+        how = "kernel" if site.kernel is not None or site.copied <= 4096 else "copied"
+        row = found.setdefault((", ".join(site.names), site.operation, how), [0, 0.0, 0])
+        row[0] += sum(sizes[name] for name in site.names if name not in counted)
+        counted |= set(site.names)
+        row[1] += spent
+        row[2] += site.copied
+    parts = []
+    for (name, kind, how), (parameters, spent, copied) in found.items():
+        why = f"{kind} has no kernel: its parameters are copied for each record" if how == "copied" else ""
+        parts.append(Part(name, kind, how, why, parameters, spent / whole, copied))
+    missing = [name for name in engine.names if name not in counted]
+    if missing:
+        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        size = sum(sizes[name] for name in missing)
+        parts.append(Part(names, "not used", "kernel", "these records do not use it", size, 0.0, 0))
+    return Explanation(tuple(parts), passes / whole, count)
