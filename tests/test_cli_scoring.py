@@ -73,7 +73,7 @@ def test_people_who_were_trained_on_are_known_again(tmp_path: Path) -> None:
     assert were_trained_on(tmp_path, whole.X, whole.y, None)
     assert were_trained_on(tmp_path, whole.X[1:], whole.y[1:], None)
     assert were_trained_on(tmp_path, whole.X[:1], whole.y[:1], None)
-    mixed = np.vstack([whole.X[:200], table(800, 1).X])
+    mixed = np.vstack([np.asarray(whole.X)[:200], np.asarray(table(800, 1).X)])
     assert were_trained_on(tmp_path, mixed, np.concatenate([whole.y[:200], table(800, 1).y]), None)
     new = table(2000, 2)
     assert not were_trained_on(tmp_path, new.X, new.y, None)
