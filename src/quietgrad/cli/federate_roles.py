@@ -311,4 +311,8 @@ def remember_reading(file: PlanFile, out: Path) -> None:
     """Leave what `quietgrad predict` needs to read other files like the parties'."""
     from quietgrad.cli.run_spec import RunSpec
 
-    RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}).save(out)
+    budget = file.budget
+    promise: dict[str, Any] = {"non_private": True}
+    if budget is not None:
+        promise = {"epsilon": budget.epsilon, "delta": budget.delta, "relation": str(budget.relation)}
+    RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}, **promise).save(out)

@@ -152,7 +152,7 @@ class RunSpec:
         from quietgrad.files import write_atomically
 
         folder.mkdir(parents=True, exist_ok=True)
-        if (schema := self.reading.get("schema")) is not None:  # a run keeps what its model's features mean
+        if isinstance(schema := self.reading.get("schema"), str):  # a run keeps what its model's features mean
             path = Path(schema)
             write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
         values = dataclasses.asdict(self)
