@@ -95,9 +95,8 @@ def test_a_damaged_gz_is_one_error_however_it_is_damaged(
             file.write_bytes(content)
             assert main(["train", str(file), "--epsilon", "1", "--out", str(tmp_path / "run")]) == 1
             error = capsys.readouterr().err
-            assert error == f"quietgrad train: {file}: the compressed file is cut short or damaged. " + (
-                "Fetch or copy it again.\n"
-            )
+            assert error.startswith(f"quietgrad train: {file}: the compressed file is cut short or damaged. ")
+            assert error.endswith("[QG-DATA]\n")
 
 
 @pytest.mark.parametrize(
