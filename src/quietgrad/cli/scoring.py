@@ -93,11 +93,20 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
 
 
 def remember_trained(folder: Path, data: Dataset) -> None:
-    """Keep keyed digests of the training records in the run's folder, readable by its owner alone."""
-    key = secrets.token_bytes(32)
-    marks = np.sort(_digests(data.X, data.y, data.person, key))
+    """Keep keyed digests of the training records in the run's folder, readable by its owner alone.
+
+    The key is this user's own and not in the folder: who gets a copy of the folder can test no guess of a record.
+    """
+    salt = secrets.token_bytes(32)
+    marks = np.sort(_digests(data.X, data.y, data.person, _own_key(salt)))
     kind = b"p" if data.person is not None else b"r"
-    write_atomically(folder / _TRAINED, kind + key + marks.tobytes(), private=True)
+    write_atomically(folder / _TRAINED, kind + salt + marks.tobytes(), private=True)
+
+
+def _own_key(salt: bytes) -> bytes:
+    from quietgrad.privacy.ledger_state import fingerprint
+
+    return bytes.fromhex(fingerprint([b"trained", salt]))
 
 
 def were_trained_on(folder: Path, X: Any, y: Any, ids: Any) -> bool:
@@ -110,7 +119,7 @@ def were_trained_on(folder: Path, X: Any, y: Any, ids: Any) -> bool:
     if not path.exists():
         return False
     content = read_bytes(path)
-    kind, key, known = content[:1], content[1:33], np.frombuffer(content[33:], np.uint64)
+    kind, key, known = content[:1], _own_key(content[1:33]), np.frombuffer(content[33:], np.uint64)
     by_id = kind == b"p"
     if by_id and ids is None:
         return False
