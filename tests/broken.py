@@ -310,7 +310,7 @@ class AllocatesTwice(CentralSession):
         found, sampling = super()._batch(drawn), self._slots[drawn.slot].sampling
         if not isinstance(sampling, RandomAllocation) or drawn.number % sampling.steps_per_epoch > 1:
             return found
-        return found._replace(indices=np.union1d(found.indices, [5]))
+        return found._replace(indices=np.union1d(np.asarray(found.indices), [5]))
 
 
 class ReplaysByName(CentralSession):

@@ -65,6 +65,7 @@ def test_numbers_are_right_within_their_errors() -> None:
 
 def test_one_budget_pays_for_all_of_it(tmp_path: Path) -> None:
     told = describe(people(4000), SCHEMA, epsilon=0.5, ledger=tmp_path / "ledger.jsonl", account="people")
+    assert told.privacy.epsilon is not None
     assert 0.49 < told.privacy.epsilon <= 0.5
     book = qg.Ledger(tmp_path / "ledger.jsonl")
     assert book.spent("people", delta=1e-6, relation="add-remove").epsilon == pytest.approx(0.5, abs=0.02)

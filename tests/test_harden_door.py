@@ -159,7 +159,7 @@ def test_a_frame_that_is_only_announced_takes_no_memory() -> None:
         mock.patch.object(tls_connection, "bytearray", Counted, create=True),
         pytest.raises(ConnectionResetError),
     ):
-        receive(ours, most=LARGEST, deadline=None)  # type: ignore[arg-type]
+        receive(ours, most=LARGEST, deadline=None)
     assert max(sizes) <= 1 << 20
 
 

@@ -245,7 +245,7 @@ class TwoSteps:
 
     def batch(self, i: int) -> Any:
         step = i % self.steps
-        return np.unique(np.append(self.good.batch(i), [7] if step == 0 else []).astype(np.int64))
+        return np.unique(np.append(np.asarray(self.good.batch(i)), [7] if step == 0 else []).astype(np.int64))
 
 
 class ByPosition:

@@ -640,6 +640,7 @@ def test_a_published_norm_is_a_declaration() -> None:
     X, y = table(600)
     norms = [{"centre": 0.0, "spread": 1.0}] * 6
     model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], feature_bounds=norms).fit(X, y)
+    assert model.feature_range_ is not None
     assert model.feature_range_[0].tolist() == [-3.0] * 6
     assert model.score(X, y) > 0.75
     with pytest.raises(ValueError, match="norm"):
