@@ -8,6 +8,10 @@ broken record.
 All in one file: numba's cache is renewed when a function's own file changes, not when one it calls does. A loss's
 residual is therefore not called by name: it is compiled by itself, remembered beside the file that declares it, and
 reached by its address. One compiled kernel serves every loss, and none can be run with another's formula.
+
+A cache entry names the class of a named tuple that a kernel takes
+(:class:`~quietgrad.objectives.privacy_units.GroupIndex`) and is found by the kernel's line. When such a class
+moves, the lines of this file must move too: an older entry could not be read.
 """
 
 from __future__ import annotations
