@@ -193,8 +193,8 @@ def times() -> list[dict[str, Any]]:
 
 
 GRID = {
-    "learning_rate": (0.5, 1.0, 2.0, 4.0, 8.0),
-    "clip": (0.5, 1.0, 2.0),
+    "learning_rate": (1.0, 2.0, 4.0, 8.0),
+    "clip": (1.0, 2.0),
     "batch_size": (256, 1024),
     "epochs": (4, 10),
     "decay": ("", "linear:"),

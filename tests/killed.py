@@ -24,7 +24,7 @@ PARTY = {
     "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),
     "its ledger is closed and its journal does not say so": ("quietgrad.curators.account:Charge.close", "after"),
     "nobody heard that it closed": ("quietgrad.federation.journal:Approval.close", "after"),
-    "it has the model and has not saved it": ("quietgrad.federation.approved:save_parting", "before"),
+    "it has the model and has not saved it": ("quietgrad.federation.approved:save_model", "before"),
 }
 
 
