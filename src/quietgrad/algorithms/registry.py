@@ -109,7 +109,6 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, learning_rate="inverse-sqrt:3", returns="average", **_SGD),
         _row(0.50, steps=100, batch_size=200, learning_rate="linear:0.5", momentum=0.9, momentum_steps=20),
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
-        _row(0.48, learning_rate=1.0, steps=60, batch_size=200, sampling="random-allocation"),
         _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
         _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
         _row(0.48, learning_rate=1.0, **_SGD, **_BANDS),
