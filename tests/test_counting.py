@@ -14,7 +14,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad import estimators
-from quietgrad.certificates import Document, check, issue
+from quietgrad.certificates import PrivacyCertificate, check, issue
 from quietgrad.cli import main
 from quietgrad.curators.account import Account
 from quietgrad.curators.counting import public_count
@@ -96,11 +96,11 @@ def test_a_run_states_its_count_and_its_budget(method: Any, tmp_path: Path) -> N
     result.save(tmp_path / "run")
     assert not qg.load(tmp_path / "run").privacy.refuted
     body = issue(tmp_path / "run", ledger=path).body
-    assert check(Document(body)).ok
+    assert check(PrivacyCertificate(body)).ok
     for edit in (None, {"noise_multiplier": 1e9, "gaussian": True}):
         cheaper = copy.deepcopy(body)
         cheaper["plan"]["counted"] = edit
-        assert "plan" in [finding.what for finding in check(Document(cheaper)).findings if finding.ok is False]
+        assert "plan" in [finding.what for finding in check(PrivacyCertificate(cheaper)).findings if finding.ok is False]
 
 
 def test_noise_that_is_fixed_needs_a_declared_number() -> None:
