@@ -100,7 +100,8 @@ def test_a_run_states_its_count_and_its_budget(method: Any, tmp_path: Path) -> N
     for edit in (None, {"noise_multiplier": 1e9, "gaussian": True}):
         cheaper = copy.deepcopy(body)
         cheaper["plan"]["counted"] = edit
-        assert "plan" in [finding.what for finding in check(PrivacyCertificate(cheaper)).findings if finding.ok is False]
+        findings = check(PrivacyCertificate(cheaper)).findings
+        assert "plan" in [finding.what for finding in findings if finding.ok is False]
 
 
 def test_noise_that_is_fixed_needs_a_declared_number() -> None:

@@ -38,6 +38,8 @@ def test_named_layer_catches_the_bug(bug: str) -> None:
     assert (found.layer, found.verdict) == (layer, "violation"), f"{bug}: {found}"
 
 
-@pytest.mark.parametrize("probe", dict.fromkeys(entry[2] for entry in TABLE.values()), ids=lambda probe: probe.__name__)
+@pytest.mark.parametrize(
+    "probe", dict.fromkeys(entry[2] for entry in TABLE.values()), ids=lambda probe: probe.__name__
+)
 def test_the_sound_twin_is_spared(probe: Callable[[], Any]) -> None:
     assert probe().verdict == "pass"
