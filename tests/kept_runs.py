@@ -23,6 +23,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import CentralSession
+from quietgrad.curators.transcript import plan_key
 from quietgrad.errors import QuietgradError
 from quietgrad.objectives import Logistic
 from quietgrad.privacy.accounting import account
@@ -205,8 +206,9 @@ class TableRun(World):
 
     def undisturbed(self, key: bytes) -> Any:
         """The model of a run with this key that nobody kills."""
-        curator = CentralCurator(Logistic(), rows(0), key=key)
-        return run(self.method, curator.open(qg.plan(self.method, n=60, budget=BUDGET)), curator.initial()).params
+        plan = qg.plan(self.method, n=60, budget=BUDGET)
+        curator = CentralCurator(Logistic(), rows(0), key=plan_key(key, plan.digest))
+        return run(self.method, curator.open(plan), curator.initial()).params
 
 
 class SampledRun(TableRun):
@@ -263,7 +265,8 @@ class LoopRun(NetworkRun):
         """The model of a loop with this key that nobody kills."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("QUIETGRAD_STATE", str(self.home / "elsewhere"))
-            patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: key)
+            plan = self._loop(0).plan
+            patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: plan_key(key, plan.digest))
             loop = self._loop(0)
             for batch in loop:
                 loop.step(batch)

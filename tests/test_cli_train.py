@@ -265,14 +265,16 @@ def undisturbed(out: Path, key: bytes) -> Any:
     """The parameters of a run that nobody disturbs, by the options in a folder and another run's key."""
     from quietgrad.cli.run_spec import RunSpec, objective_from
     from quietgrad.curators.central import CentralCurator
+    from quietgrad.curators.transcript import plan_key
     from quietgrad.training import plan, run
 
     spec = RunSpec.load(out)
     data = spec.load_data()
     method = spec.make_algorithm(data, 600)
-    curator = CentralCurator(objective_from(spec.describe_objective(data)), (data.X, data.y), key=key)
-    session = curator.open(plan(method, n=data.n, budget=spec.budget()))
-    return run(method, session, curator.initial()).params
+    planned = plan(method, n=data.n, budget=spec.budget())
+    bound = plan_key(key, planned.digest)
+    curator = CentralCurator(objective_from(spec.describe_objective(data)), (data.X, data.y), key=bound)
+    return run(method, curator.open(planned), curator.initial()).params
 
 
 @pytest.mark.slow

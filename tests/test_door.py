@@ -70,7 +70,7 @@ def test_an_altered_cache_makes_nothing_dearer() -> None:
     )
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon <= 1.0
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0, n_public=len(y))
     search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=2.0, account="poisoned").fit(X, y)
     assert search.privacy_epsilon_ <= 2.0
     z = qg.calibrate(epsilon=1.0, delta=1e-5, n=1000, batch_size=100, steps=200)
@@ -429,7 +429,7 @@ def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_the_chosen_model_of_a_search_pays_for_its_later_fits(tmp_path: Path) -> None:
     X, y = problem(2000)
     ledger = tmp_path / "ledger.jsonl"
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0, n_public=len(y))
     search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=2.0, ledger=ledger).fit(X, y)
     assert entries(tmp_path) == 1
     search.best_estimator_.fit(X, y)

@@ -35,6 +35,7 @@ from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
 _LINES = 0.4  # of the steps, and of the budget that trains
+_LINES_PREFIX = "lines-"  # of the first descent's slots
 _SHAPES, _PAIRS = 0.12, 0.08  # of what the looks leave
 _LEAST_SIGNAL = 300.0  # nμ below which shapes of ten columns or fewer cannot be told: lines alone
 _MOST_CELLS = 64
@@ -90,16 +91,29 @@ class AdditiveGD(Algorithm):
         )
 
     def schedule(self, n_public: int) -> Schedule:
-        looks = {**self.look.shares(), **({"cells": self.cell_share} if self.cell_share else {})}
-        left = 1.0 - sum(looks.values())
+        looks, asked, left = self._shares()
         slots = [Slot(name, FullBatch(), noise=share**-0.5) for name, share in looks.items()]
         if self.rest is None:
-            return Schedule((*slots, *_within(self.lines, n_public, "lines-", left)))
-        asked = {"shapes": _SHAPES * left, **({"pairs": _PAIRS * left} if self.pairs is None else {})}
-        left -= sum(asked.values())
-        slots += _within(self.lines, n_public, "lines-", _LINES * left)
+            return Schedule((*slots, *_within(self.lines, n_public, _LINES_PREFIX, left)))
+        slots += _within(self.lines, n_public, _LINES_PREFIX, _LINES * left)
         slots += [Slot(name, FullBatch(), noise=share**-0.5) for name, share in asked.items()]
         return Schedule((*slots, *_within(self.rest, n_public, "", (1.0 - _LINES) * left)))
+
+    def last_descent(self) -> tuple[WhitenedGD, str, float]:
+        """The last descent, what its slots' names begin with in the plan, and its share of μ²."""
+        _, _, left = self._shares()
+        if self.rest is None:
+            return self.lines, _LINES_PREFIX, left
+        return self.rest, "", (1.0 - _LINES) * left
+
+    def _shares(self) -> tuple[dict[str, float], dict[str, float], float]:
+        """Shares of μ² for ranges and bins, for shapes and pairs, and for both descents together."""
+        looks = {**self.look.shares(), **({"cells": self.cell_share} if self.cell_share else {})}
+        left = 1.0 - sum(looks.values())
+        if self.rest is None:
+            return looks, {}, left
+        asked = {"shapes": _SHAPES * left, **({"pairs": _PAIRS * left} if self.pairs is None else {})}
+        return looks, asked, left - sum(asked.values())
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
@@ -113,7 +127,7 @@ class AdditiveGD(Algorithm):
         assert frame is not None
         cut = Shapes(self._cut(found, frame, door, relation))
         shapes = Shapes(tuple(replace(feature, weight=0.0) for feature in cut.features))
-        last = self._descend(self.lines, door, "lines-", Expanded(shapes, frame), np.zeros(0))
+        last = self._descend(self.lines, door, _LINES_PREFIX, Expanded(shapes, frame), np.zeros(0))
         if self.rest is not None:
             kept = self._bent(door, cut, shapes, frame, last.params)
             pairs = self.pairs if self.pairs is not None else self._acting(door, cut, shapes, frame, last.params)

@@ -131,6 +131,25 @@ _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little 
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
+def _tempered(velocity: Any, far: float, at: Any, door: Session, whitening: Whitening) -> Any:
+    """(I + far·H)⁻¹v: the velocity v, shortened where the regulariser is steep; H is its Hessian at ``at``.
+
+    Whitening stretches features that vary little, and the penalty on them with it. Plain steps of the length that
+    suits the data would leap over its minimum, further each time. With ``far`` the longest way that momentum goes,
+    no direction is leapt over, whatever the strength. H is public, and applied without being written out.
+    """
+    bend = np.maximum(door.regularizer.curvature(whitening.to_raw(at)), 0.0)
+    if not bend.any():
+        return velocity
+    size = len(velocity)
+    system = LinearOperator(
+        (size, size),
+        matvec=lambda v: v + far * whitening.pull_back(bend * whitening.to_raw(v)),
+        dtype=np.float64,
+    )
+    return cg(system, velocity, rtol=1e-8, maxiter=100)[0]
+
+
 @dataclass(frozen=True)
 class WhitenedGD(Algorithm):
     """DP-GD in coordinates whitened by private first and second moments.
@@ -254,7 +273,8 @@ class WhitenedGD(Algorithm):
         gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["inner"])))
         extra["velocity"] = extra["momentum"] * extra["velocity"] + gradient
         rate = self.learning_rate * extra["rate"] / curvature
-        extra["inner"] = extra["inner"] - rate * self._tempered(state, door, whitening, rate)
+        far = rate / (1.0 - extra["momentum"])
+        extra["inner"] = extra["inner"] - rate * _tempered(extra["velocity"], far, extra["inner"], door, whitening)
         state.estimate.value = gradient
         state.step += 1
         if 2 * state.step > self.steps:  # average the second half
@@ -267,27 +287,6 @@ class WhitenedGD(Algorithm):
             state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
             self._tell(state, door, whitening)
         return state
-
-    def _tempered(self, state: State, door: Session, whitening: Whitening, rate: float) -> Any:
-        """(I + cH)⁻¹v: the velocity v, shortened where the regulariser is steep; H is its Hessian, here and now.
-
-        Whitening stretches features that vary little, and the penalty on them with it: plain steps of the length
-        that suits the data would leap over its minimum, further each time. With c the longest way that momentum
-        goes, no direction is leapt over, whatever the strength. H is public, and applied without being written out.
-        """
-        extra = state.extra
-        velocity = extra["velocity"]
-        bend = np.maximum(door.regularizer.curvature(whitening.to_raw(extra["inner"])), 0.0)
-        if not bend.any():
-            return velocity
-        far = rate / (1.0 - extra["momentum"])
-        size = len(velocity)
-        system = LinearOperator(
-            (size, size),
-            matvec=lambda v: v + far * whitening.pull_back(bend * whitening.to_raw(v)),
-            dtype=np.float64,
-        )
-        return cg(system, velocity, rtol=1e-8, maxiter=100)[0]
 
     def _tell(self, state: State, door: Session, whitening: Whitening) -> None:
         """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
@@ -350,7 +349,9 @@ class WhitenedGD(Algorithm):
                 query = WhitenedGradient(extra["mean_inner"], extra["clip"], whitening)
                 gradient = door.release(slot, self._seen(query, state)) / door.expected_batch(slot)
                 gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["mean_inner"])))
-                extra["mean_inner"] = extra["mean_inner"] - gradient / _pace_of(door.objective)
+                rate = 1.0 / _pace_of(door.objective)
+                step = _tempered(gradient, rate, extra["mean_inner"], door, whitening)
+                extra["mean_inner"] = extra["mean_inner"] - rate * step
             return
         found = newton_step(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
         extra["refused_inference"] = found.refused

@@ -96,7 +96,7 @@ def sensitivity_again(mechanism: BufferedToeplitzNoise) -> float | None:
     releases that one record may be in moves S·sums by more than the columns 0, b, 2b, … do together. ``None`` if
     the coefficients do rise, or are too many to be added up here.
 
-    >>> mechanism = Correlated.made(64, 4, 16)
+    >>> mechanism = BufferedToeplitzNoise.made(64, 4, 16)
     >>> abs(sensitivity_again(mechanism) - mechanism.sensitivity()) < 1e-9
     True
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -142,6 +143,7 @@ def audit_folder(
     """
     from dataclasses import replace
 
+    from quietgrad.algorithms.additive_gd import AdditiveGD
     from quietgrad.audit.attacks import with_people
     from quietgrad.audit.running import affordable_runs, enough_runs, run
     from quietgrad.errors import DataError
@@ -164,19 +166,19 @@ def audit_folder(
         look = config["look"]
         numbers = look.get("target") or look.get("target_share")
         config["look"] = {**look, "features": None, "target": (-2.0, 2.0) if numbers else None}
-    algorithm = rebuild(result.algorithm, config)
+    algorithm, prefix, noise = rebuild(result.algorithm, config), "", privacy.noise_multiplier
+    if isinstance(algorithm, AdditiveGD):  # its last descent is attacked, with the noise that it has in the plan
+        algorithm, prefix, share = algorithm.last_descent()
+        noise = None if noise is None else noise / math.sqrt(share)
     # A fit's stability scales as 1/n: a few records stand for any number, and thousands of copies of them fit.
-    n = 4 if result.algorithm in ("output-perturbation", "whitened-gd") else result.n_public
+    n = 4 if result.algorithm in ("output-perturbation", "whitened-gd", AdditiveGD.name) else result.n_public
     budget = Budget(privacy.epsilon, privacy.delta, privacy.relation)
-    claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=privacy.noise_multiplier)
+    claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=noise)
     if runs is None:
         wanted = min(_MANY, enough_runs(claimed) or _MANY, affordable_runs(algorithm, claimed, _SECONDS))
         runs = max(_FEW, round(wanted))
-    report = run(
-        algorithm, budget=budget, n=n, runs=runs, noise_multiplier=privacy.noise_multiplier, progress=progress
-    )
-    attacked = {slot.name for slot in claimed.schedule.slots}
-    # An additive model finds its ranges before the algorithm runs, by a plan that its settings do not hold.
+    report = run(algorithm, budget=budget, n=n, runs=runs, noise_multiplier=noise, progress=progress)
+    attacked = {prefix + slot.name for slot in claimed.schedule.slots}
     if left := [slot["name"] for slot in result.details.get("slots", ()) if slot["name"] not in attacked]:
         why = f"not attacked: {', '.join(left)}, with which the run claims ε={privacy.epsilon:.4g}"
         report = replace(report, notes=(*report.notes, why))
@@ -195,9 +197,10 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     >>> rebuild("dp-gd", {"steps": 5, "learning_rate": {"schedule": "Linear", "start": 1.0, "end": 0.1}})
     DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last')
     """
+    from quietgrad.algorithms.additive_gd import AdditiveGD
     from quietgrad.algorithms.registry import entry
 
-    return entry(name).make(config)
+    return AdditiveGD.from_config(config) if name == AdditiveGD.name else entry(name).make(config)
 
 
 def _line(report: AuditReport) -> str:

@@ -138,7 +138,7 @@ def expected_error(n: float, budget: Budget, *, classes: int) -> float:
 
     >>> from quietgrad.privacy.budget import Budget
     >>> round(expected_error(10_000, Budget(0.3, 1e-6), classes=2), 3)
-    0.009
+    0.008
     """
     from quietgrad.privacy.accounting import sensitivity_factor
     from quietgrad.privacy.closed_form_accountants import gaussian_mu

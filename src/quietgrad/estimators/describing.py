@@ -187,7 +187,7 @@ def describe(
 
     >>> ages = np.random.default_rng(0).normal(40.0, 10.0, 5000)
     >>> told = describe({"age": ages}, {"age": {"kind": "number", "bounds": [0, 100]}}, epsilon=1.0)
-    >>> abs(told.rows[0]["mean"] - 40.0) < 2.0, round(told.privacy.epsilon, 2)
+    >>> bool(abs(told.rows[0]["mean"] - 40.0) < 2.0), round(told.privacy.epsilon, 2)
     (True, 1.0)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))

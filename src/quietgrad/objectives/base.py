@@ -89,7 +89,9 @@ class ClippingRule:
 
     >>> ClippingRule.momentum(0.25, 1.0, 0.5).bound
     0.625
-    # no difference is left: one point is enough
+
+    With γ = 0 no difference is left, and one point is enough.
+
     >>> ClippingRule.momentum(0.25, 1.0, 0.0) == ClippingRule(0.25, 0.0, 1.0)
     True
     """

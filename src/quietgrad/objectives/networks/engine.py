@@ -98,7 +98,7 @@ class PerExampleEngine:
     >>> theta, out = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     >>> x = torch.tensor([[3.0, 4.0], [0.1, 0.0]], dtype=torch.float64)
     >>> group = RecordGroup(np.arange(2), (x[:, None], torch.ones(2, 1, dtype=torch.float64)))
-    >>> engine.add((theta,), [group], Rule.gradient(1.0), out)[:, 0]
+    >>> engine.add((theta,), [group], ClippingRule.gradient(1.0), out)[:, 0]
     tensor([5.0000, 0.1000], dtype=torch.float64)
     >>> out
     tensor([-0.7000, -0.8000], dtype=torch.float64)
