@@ -56,8 +56,9 @@ def test_a_raw_file_of_800_rows(tmp_path: Path) -> None:
     hot = PublicOneHot(WORDS).set_output(transform="pandas")
     linear = make_pipeline(hot, PrivateLogisticRegression(**settings, feature_bounds=BOUNDS))
     assert linear.fit(table[:600], y[:600]).score(table[600:], y[600:]) > majority + 0.1
+    # Nothing is found at this ε: in 300 of 300 fits.
     with pytest.warns(TooNoisyWarning, match="declare what is public"):
-        PrivateAdditiveClassifier(**{**settings, "epsilon": 0.2}, categories=WORDS).fit(table, y)
+        PrivateAdditiveClassifier(**{**settings, "epsilon": 0.02}, categories=WORDS).fit(table, y)
     assert "accuracy" in str(private_score(shaped, table[600:], y[600:], epsilon=1.0))
 
 
