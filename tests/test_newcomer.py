@@ -215,7 +215,9 @@ def test_a_newcomer_gets_a_model_to_answer_for(
         assert "always the most frequent class" in out
         assert accuracy > majority - 3 * result["metrics"]["test_accuracy_error"]
     if name == "rare":
-        assert result["metrics"]["test_auc"] > 0.7
+        auc, error = result["metrics"]["test_auc"], result["metrics"]["test_auc_error"]
+        assert auc > 0.7 - 4 * error  # a few dozen positives, and noise
+        assert error < 0.2
     if name == "money":
         assert result["metrics"]["test_r2"] > 0.5
     # Predictions keep ids; the file may lack its labels.
