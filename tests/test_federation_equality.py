@@ -66,7 +66,7 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the central curator sample by record id, as parties with a shared key do."""
 
     def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedPoissonSampler:
-        return self.keyed_sampler(np.arange(n_records), stream)
+        return self.by_id(np.arange(n_records), stream)
 
     def single(self: SinglePass, n_records: int, stream: SecureStream) -> SlotSampler:
         return SlotSampler(hashed_slots(np.arange(n_records), self.n, stream), self.n, self.batch_size)

@@ -113,7 +113,7 @@ def test_fixed_batches_cost_what_the_most_sampled_party_pays() -> None:
     budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
     algorithm = qg.DPSGD(steps=ROUNDS, batch_size=2, sampling="fixed-size", clip=0.5)
     session, plan = open_session(algorithm, sizes=(30, 20, 4), budget=budget)
-    assert plan.batch_sizes(2) == (1, 1, 0)
+    assert plan.schedule.slots[0].sampling.local_batches(plan.sizes) == (1, 1, 0)
     once = [events.fixed_size_gaussian(n, 1, 1.7, ROUNDS) for n in (30, 20)]
     assert plan.event == events.MaxOverParties(tuple(once))
     assert plan.epsilon() == pytest.approx(

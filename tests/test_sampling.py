@@ -201,15 +201,15 @@ def test_huge_batches_are_drawn_one_by_one() -> None:
 )
 def test_keyed_sampling_does_not_see_the_split(ids: list[int], parties: int, rate: float, i: int) -> None:
     sampling = Poisson(rate)
-    whole = {ids[k] for k in sampling.keyed_sampler(ids, stream()).batch(i)}
+    whole = {ids[k] for k in sampling.by_id(ids, stream()).batch(i)}
     parts = [ids[p::parties] for p in range(parties)]
-    union = {part[k] for part in parts for k in sampling.keyed_sampler(part, stream()).batch(i)}
+    union = {part[k] for part in parts for k in sampling.by_id(part, stream()).batch(i)}
     assert union == whole
 
 
 def test_keyed_sampling_has_the_rate_and_is_independent() -> None:
     n, draws = 1000, 300
-    sampler = Poisson(0.2).keyed_sampler(np.arange(5, 5 + n), stream(5))
+    sampler = Poisson(0.2).by_id(np.arange(5, 5 + n), stream(5))
     member = np.zeros((draws, n), bool)
     for i in range(draws):
         member[i, sampler.batch(i)] = True
@@ -227,11 +227,11 @@ def test_keyed_sampling_has_the_rate_and_is_independent() -> None:
 
 def test_keyed_sampling_refuses_bad_ids() -> None:
     with pytest.raises(ValueError, match="same id"):
-        Poisson(0.5).keyed_sampler([1, 2, 1], stream())
+        Poisson(0.5).by_id([1, 2, 1], stream())
     with pytest.raises(ValueError, match="list of integers"):
-        Poisson(0.5).keyed_sampler([0.5], stream())
+        Poisson(0.5).by_id([0.5], stream())
     with pytest.raises(ValueError, match="≥ 0"):
-        Poisson(0.5).keyed_sampler([-1], stream())
+        Poisson(0.5).by_id([-1], stream())
 
 
 @pytest.mark.parametrize("relation", list(Relation))
@@ -309,7 +309,7 @@ def test_each_scheme_knows_its_event_its_divisor_and_its_json(
 def test_all_records_means_none() -> None:
     assert FullBatch().sampler(10, stream()).batch(3) is None
     assert Poisson(1.0).sampler(10, stream()).batch(3) is None
-    assert Poisson(1.0).keyed_sampler([4, 5], stream()).batch(3).tolist() == [0, 1]
+    assert Poisson(1.0).by_id([4, 5], stream()).batch(3).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the central curator sample by record id, as parties with a shared key do."""
 
     def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedPoissonSampler:
-        return self.keyed_sampler(np.arange(n_records), stream)
+        return self.by_id(np.arange(n_records), stream)
 
     monkeypatch.setattr(Poisson, "sampler", poisson)
 
@@ -211,7 +211,7 @@ def test_released_sum_minus_its_noise_is_the_sum_of_rounded_vectors(run: Any, ta
     draws = dict.fromkeys((slot.name for slot in schedule.slots), 0)
     for t, release in enumerate(federation.released):
         stream = SecureStream(seed_key(SEED), f"sample/{release.slot}")
-        sampler = schedule[release.slot].sampling.keyed_sampler(np.arange(n), stream)
+        sampler = schedule[release.slot].sampling.by_id(np.arange(n), stream)
         sampled = np.zeros(n, bool)
         sampled[sampler.batch(draws[release.slot])] = True
         draws[release.slot] += 1

@@ -20,7 +20,6 @@ from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
-from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, zeros_like
 
 Output = Literal["last", "average", "ema", "random"]
@@ -179,10 +178,7 @@ class FirstOrder(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The releases of a run on ``n_public`` records."""
-        slots = self.oracle().slots(n_public, self._most_steps)
-        fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
-        apart = fresh and not any(slot.mechanism.together for slot in slots)
-        return Schedule(slots, "parallel" if apart else "sequential")
+        return Schedule.of(self.oracle().slots(n_public, self._most_steps))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What the oracle asks."""

@@ -32,7 +32,6 @@ from quietgrad.oracles.base import Estimate, Oracle, constant_of, plan_preview, 
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
-from quietgrad.sampling import SinglePass
 from quietgrad.vectors import Vector, copy, norm
 
 
@@ -164,9 +163,7 @@ class PerturbedSGD(Algorithm):
 
     def schedule(self, n_public: int) -> Schedule:
         """The oracle's slots: in parallel on fresh records, else one after another on the same people."""
-        slots = self.oracle.slots(n_public, self.steps)
-        fresh = all(isinstance(slot.sampling, SinglePass) for slot in slots)
-        return Schedule(slots, "parallel" if fresh else "sequential", adaptive=True)
+        return Schedule.of(self.oracle.slots(n_public, self.steps), adaptive=True)
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse a start outside the domain, or settings that mean nothing, before anything is paid for."""

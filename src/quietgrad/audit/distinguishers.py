@@ -38,7 +38,6 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.mechanisms import GaussianNoise
-from quietgrad.sampling import FixedSize, Poisson, RandomAllocation, Sampling, SinglePass
 
 Floats = npt.NDArray[np.float64]
 
@@ -86,7 +85,7 @@ class PrivacyClaim:
     def in_every_release(self) -> bool:
         """Whether the canary is in every release: only then is the attack as strong as its yardstick."""
         return all(
-            _rate(s.sampling) == 1.0 and s.sampling.participation(1) is None for s in self.plan.schedule.slots
+            s.sampling.probability == 1.0 and s.sampling.participation(1) is None for s in self.plan.schedule.slots
         )
 
     @cached_property
@@ -164,7 +163,7 @@ def likelihood(view: Views, claim: PrivacyClaim, signs: Callable[[int], float]) 
     total = np.zeros(len(x))
     for t, name in enumerate(view.slots[::width]):
         slot = schedule[name]
-        z, q = claim.plan.noise_multiplier * slot.noise, _rate(slot.sampling)
+        z, q = claim.plan.noise_multiplier * slot.noise, slot.sampling.probability
         moved = np.where(np.isnan(x[:, t]), 0.0, x[:, t] * signs(t)) / z**2
         half = 0.5 / z**2
         with_canary = np.logaddexp(_log(1 - q), math.log(q) + moved - half)
@@ -224,14 +223,6 @@ def _strongest(
                 if gain[at] > best:
                     best, chosen = float(gain[at]), (epsilon, (sign, float(pooled[at]), target))
     return chosen
-
-
-def _rate(sampling: Sampling) -> float:
-    if isinstance(sampling, Poisson):
-        return sampling.rate
-    if isinstance(sampling, RandomAllocation):
-        return 1.0 / sampling.steps_per_epoch
-    return sampling.batch_size / sampling.n if isinstance(sampling, FixedSize | SinglePass) else 1.0
 
 
 def _log(x: float) -> float:

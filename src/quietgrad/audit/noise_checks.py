@@ -53,7 +53,7 @@ from quietgrad.privacy.mechanisms import (
 )
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, FullBatch, Poisson, Sampling, SinglePass
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampling
 
 Floats = npt.NDArray[np.float64]
 _BINS = 64
@@ -287,11 +287,7 @@ def probe_algorithm(
 def lengthened(plan: Plan) -> Plan:
     """The plan with hundreds of releases in every slot and records enough for them; noise and law stay."""
     counts = [_count(slot.mechanism) for slot in plan.schedule.slots]
-    passes = [
-        slot.sampling.batch_size * count
-        for slot, count in zip(plan.schedule.slots, counts, strict=True)
-        if isinstance(slot.sampling, SinglePass)
-    ]
+    passes = [slot.sampling.fresh * count for slot, count in zip(plan.schedule.slots, counts, strict=True)]
     looks = [
         WIDTH * label_count(s, plan)
         for s in plan.schedule.slots
@@ -300,9 +296,7 @@ def lengthened(plan: Plan) -> Plan:
     n = max(plan.n_public, sum(passes), *looks, 1)
     slots = []
     for slot, count in zip(plan.schedule.slots, counts, strict=True):
-        sampling = slot.sampling
-        if isinstance(sampling, SinglePass | FixedSize):
-            sampling = replace(sampling, n=n)
+        sampling = slot.sampling.sized(n)
         held = sampling.participation(count)
         mechanism = slot.mechanism if held is None else slot.mechanism.over(count, *held)
         slots.append(replace(slot, count=count, sampling=sampling, law=None, mechanism=mechanism))

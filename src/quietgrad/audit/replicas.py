@@ -27,14 +27,8 @@ from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import (
-    CyclicCohorts,
-    CyclicPoisson,
-    FullBatch,
-    Poisson,
-    RandomAllocation,
     Sampler,
     Sampling,
-    SinglePass,
 )
 from quietgrad.vectors import Vector
 
@@ -134,9 +128,6 @@ Tick = Callable[[int], None]
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
 
 
-_BY_RECORD = (FullBatch, Poisson, RandomAllocation, CyclicCohorts, CyclicPoisson)  # each record draws on its own
-
-
 @dataclass(frozen=True)
 class ReplicaSampling(Sampling, kind="replicated"):
     """``inner`` sampling drawn independently in each of ``runs`` blocks of records; ``n`` is one run's public n."""
@@ -155,7 +146,7 @@ class ReplicaSampling(Sampling, kind="replicated"):
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """The production sampler, read at a different number for every run."""
-        if self.runs == 1 or isinstance(self.inner, _BY_RECORD):
+        if self.runs == 1 or not (self.inner.counts_exactly or self.inner.fresh):
             return self.inner.sampler(n_records, stream)  # samples and cohorts of disjoint blocks are independent
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
 
@@ -284,12 +275,7 @@ class Trial:
         """
         slots = self.plan.schedule.slots
         # Cohorts, passes, epochs and noise over many releases are of one run.
-        once = any(
-            s.sampling.participation(1) is not None
-            or isinstance(s.sampling, RandomAllocation)
-            or s.mechanism.together
-            for s in slots
-        )
+        once = any(s.sampling.by_place or s.mechanism.together for s in slots)
         recording = getattr(self.game, "recording", lambda which: RecordingSession)(which)
         parts = []
         for number in range(runs):
@@ -334,7 +320,7 @@ def walk(algorithm: Algorithm, session: RecordingSession, start: Vector) -> View
 
 def spread(plan: Plan, game: Game, *, blocks: int = 1, rounds: int = 1) -> Plan:
     """One run's plan made into that of ``blocks`` runs side by side, ``rounds`` times over; the noise stays."""
-    single = any(isinstance(slot.sampling, SinglePass) for slot in plan.schedule.slots)
+    single = any(slot.sampling.fresh for slot in plan.schedule.slots)
     if single and blocks > 1:
         raise NotSeparableError  # a curator shares one pass among all slots
     slots = tuple(

@@ -36,7 +36,6 @@ from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.closed_form_accountants import gaussian_delta
-from quietgrad.sampling import FixedSize, SinglePass
 
 Floats = npt.NDArray[np.float64]
 _DRAWS = 400
@@ -304,7 +303,7 @@ def _attack(
 
 
 def _games(plan: Plan, claim: PrivacyClaim, n: int, budget: Budget) -> list[tuple[str, Pattern | None, Game]]:
-    whole = any(isinstance(slot.sampling, FixedSize | SinglePass) for slot in plan.schedule.slots)
+    whole = any(slot.sampling.counts_exactly or slot.sampling.fresh for slot in plan.schedule.slots)
     # Sampled background records would only blur the canary; un-sampled ones expose division by the realised batch.
     background = claim.mu is not None and n >= 3
     return [

@@ -270,9 +270,7 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     """
     from dataclasses import replace
 
-    from quietgrad.federation.parties import shares
     from quietgrad.federation.plan import of_several_parties
-    from quietgrad.sampling import FixedSize
 
     known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
     if federation["trust"] != "local":
@@ -281,12 +279,11 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     sizes = tuple(int(size) for size in federation["sizes"])
     slots = []
     for slot in schedule.slots:
-        if isinstance(slot.sampling, FixedSize):
-            if parties not in (1, len(sizes)):
-                raise ValueError("parties")
-            batch = shares(slot.sampling.batch_size, sizes)[party]
-            slot = replace(slot, sampling=FixedSize(sizes[party], batch))
-        slots.append(slot)
+        if slot.sampling.counts_exactly and parties not in (1, len(sizes)):
+            raise ValueError("parties")
+        sampling = slot.sampling.at_party(sizes, party)
+        if sampling is not None:
+            slots.append(replace(slot, sampling=sampling))
     return replace(schedule, slots=tuple(slots)), known_to
 
 

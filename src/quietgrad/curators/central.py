@@ -13,14 +13,13 @@ from quietgrad.curators.counting import public_count
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import RecordAdapter
+from quietgrad.objectives.base import RecordAdapter, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelObjective
-from quietgrad.objectives.tables.scanned import UNCOUNTED, Scanned
+from quietgrad.objectives.tables.scanned import UNCOUNTED
 from quietgrad.plans.counting import PublicCount, plans_gaussian
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import FixedSize
 from quietgrad.vectors import Vector
 
 if TYPE_CHECKING:
@@ -200,9 +199,9 @@ class CentralCurator:
     def _check(self, plan: Plan) -> None:
         self._check_unit(plan)
         exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
-        if exact and isinstance(self.records, Scanned) and self.records.leaves_out:
+        if exact and isinstance(self.records, StreamedRecords) and self.records.leaves_out:
             raise DataError(f"X: {UNCOUNTED}")
-        fixed = any(isinstance(slot.sampling, FixedSize) for slot in plan.schedule.slots)
+        fixed = any(slot.sampling.counts_exactly for slot in plan.schedule.slots)
         if (exact or fixed) and len(self.records) != plan.n_public:
             why = (
                 "under replace-one n is public and must be exact"

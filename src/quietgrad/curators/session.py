@@ -21,14 +21,13 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import SessionCost, offsets_above_minimum
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer
+from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.counts import LabelCounts
-from quietgrad.objectives.tables.scanned import Scanned
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import RandomAllocation, Sampler, SinglePass
+from quietgrad.sampling import Sampler, Sampling
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
@@ -99,6 +98,7 @@ class CentralSession:
         self.objective: Any = public_loss(objective)
         self._reading = objective
         self._records = records
+        self._streamed = records if isinstance(records, StreamedRecords) else None
         self.regularizer: Regularizer = objective.regularizer
         self._zero = zeros_like(objective.initial(records))
         self._dim = len(self._zero)
@@ -112,16 +112,18 @@ class CentralSession:
         self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
     def _sample_from(self, key: bytes) -> None:
-        n = len(self._records)
-        # Of a table that is not in memory no list of all its records is kept either.
-        sampler = "scanning" if isinstance(self._records, Scanned) else "sampler"
-        passes = [slot.sampling for slot in self._slots.values() if isinstance(slot.sampling, SinglePass)]
+        def draw(sampling: Sampling, stream: SecureStream) -> Any:
+            # Of a table that is not in memory no list of all its records is kept either.
+            make = sampling.scanning if self._streamed is not None else sampling.sampler
+            return make(len(self._records), stream)
+
         # One store of unused records serves all single-pass slots of a plan.
-        self._fresh: Any = getattr(passes[0], sampler)(n, SecureStream(key, "sample/fresh")) if passes else None
+        fresh = next((slot.sampling for slot in self._slots.values() if slot.sampling.fresh), None)
+        self._fresh: Any = draw(fresh, SecureStream(key, "sample/fresh")) if fresh else None
         self._samplers: dict[str, Sampler] = {
-            name: getattr(slot.sampling, sampler)(n, SecureStream(key, f"sample/{name}"))
+            name: draw(slot.sampling, SecureStream(key, f"sample/{name}"))
             for name, slot in self._slots.items()
-            if not isinstance(slot.sampling, SinglePass)
+            if not slot.sampling.fresh
         }
 
     # --- what algorithms ask ----------------------------------------------------------------------------------
@@ -192,9 +194,9 @@ class CentralSession:
         if number >= chosen.count:
             raise ExhaustedError(f"the plan allows {chosen.count} releases of {slot!r} and all were made.")
         begun = PendingRelease(slot, number, self._fresh_at)
-        if isinstance(chosen.sampling, SinglePass):
+        if chosen.sampling.fresh:
             self.batch(begun)  # refuses when fresh records are used up, before anything counts
-            self._fresh_at += chosen.sampling.batch_size
+            self._fresh_at += chosen.sampling.fresh
         self._used[slot] = number + 1
         return begun
 
@@ -214,16 +216,13 @@ class CentralSession:
         return Batch(self._records, indices, key)
 
     def _take_fresh(self, drawn: PendingRelease) -> npt.NDArray[np.int64]:
-        sampling = self._slots[drawn.slot].sampling
-        assert self._fresh is not None
-        assert isinstance(sampling, SinglePass)
         self._fresh.skip_to(drawn.fresh)
-        taken: npt.NDArray[np.int64] = self._fresh.take(sampling.batch_size)
+        taken: npt.NDArray[np.int64] = self._fresh.take(self._slots[drawn.slot].sampling.fresh)
         return taken
 
     def foresee(self, *queries: Query) -> None:
-        if isinstance(self._records, Scanned):
-            self._records.foresee(*queries)
+        if self._streamed is not None:
+            self._streamed.foresee(*queries)
 
     @_serialized
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
@@ -370,8 +369,7 @@ class CentralSession:
         for name, count in used.items():
             self._slot(name)
             self._used[name] = count
-        shares = ((s.sampling, self._used[s.name]) for s in self._slots.values())
-        self._fresh_at = sum(p.batch_size * count for p, count in shares if isinstance(p, SinglePass))
+        self._fresh_at = sum(s.sampling.fresh * self._used[s.name] for s in self._slots.values())
         if rho_left is not None:
             self.rho_left = rho_left
         if self._transcript is not None and self._private and self._by_place:
@@ -380,8 +378,7 @@ class CentralSession:
     @property
     def _by_place(self) -> bool:
         """Whether how often a record takes part, in the whole run or in an epoch, goes by its place."""
-        samplings = [slot.sampling for slot in self._slots.values()]
-        return any(isinstance(s, RandomAllocation) or s.participation(1) is not None for s in samplings)
+        return any(slot.sampling.by_place for slot in self._slots.values())
 
     def _pin(self, log: Transcript) -> None:
         """Records that take part once, once an epoch, or in turn, lie where they lay when the run began.
@@ -438,8 +435,8 @@ class CentralSession:
         return float(score[0])
 
     def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
-        if isinstance(batch.records, Scanned):
-            batch.records.answer(query, batch, out)
+        if self._streamed is not None:
+            self._streamed.answer(query, batch, out)
             return
         if self._compiled and batch.indices is not None:  # compiled sums never warn
             query.sum_into(self._reading, batch, out)

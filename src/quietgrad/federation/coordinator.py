@@ -33,7 +33,6 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.sampling import SinglePass
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
 from quietgrad.vectors import Vector, zeros_like
 
@@ -250,8 +249,8 @@ class FederatedSession:
         if rho is not None and self._plan.is_private and not 0.0 < rho <= self.rho_left:
             raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         sampling = self._plan.schedule[slot].sampling
-        if isinstance(sampling, SinglePass) and self._taken() + sampling.batch_size > sampling.n:
-            raise ExhaustedError(f"fresh records are used up: {self._taken()} of {sampling.n} were taken.")
+        if sampling.fresh and self._taken() + sampling.fresh > sampling.pass_size:
+            raise ExhaustedError(f"fresh records are used up: {self._taken()} of {sampling.pass_size} were taken.")
 
     def _begin(self, slot: str, t: int, rho: float | None) -> None:
         """Charge a release of ``slot``, durably: its question leaves now."""
@@ -265,8 +264,7 @@ class FederatedSession:
         self._store.ask(t, slot, rho)
 
     def _taken(self) -> int:
-        slots = self._plan.schedule.slots
-        return sum(s.sampling.batch_size * self._draws[s.name] for s in slots if isinstance(s.sampling, SinglePass))
+        return sum(slot.sampling.fresh * self._draws[slot.name] for slot in self._plan.schedule.slots)
 
     def _finished(
         self, ask: RoundRequest, query: Query, total: Floats, rho: float | None, offsets: Floats | None

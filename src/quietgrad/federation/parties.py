@@ -175,18 +175,3 @@ def factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
     if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
         raise ValueError(f"weights={weights!r}: must be {m} numbers ≥ 0, one per party, that do not sum to 0.")
     return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))
-
-
-def shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Whole numbers proportional to ``sizes`` that sum to ``total``, by largest remainders, never above a size.
-
-    >>> shares(10, (70, 20, 10)), shares(2, (50, 30, 20))
-    ((7, 2, 1), (1, 1, 0))
-    """
-    records = sum(sizes)
-    exact = [total * size / records for size in sizes]
-    given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
-    order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
-    for j in order[: total - sum(given)]:
-        given[j] += 1
-    return tuple(given)

@@ -28,7 +28,6 @@ from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.sampling import CyclicCohorts, FixedSize, Poisson, SinglePass
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.vectors import zeros_like
 
@@ -59,22 +58,17 @@ def samplers(
     found: dict[str, Draw] = {}
     fresh = None
     for slot in plan.schedule.slots:
-        sampling, stream = slot.sampling, SecureStream(key, f"sample/{slot.name}{owner}")
-        if isinstance(sampling, SinglePass):
+        stream, local = SecureStream(key, f"sample/{slot.name}{owner}"), slot.sampling.at_party(plan.sizes, party)
+        if local is None:
+            found[slot.name] = _nobody
+        elif local.fresh:
             if fresh is None:
                 names = np.arange(n_records) if ids is None else ids
-                fresh = _FreshRecords(names, sampling.n, SecureStream(key, f"sample/fresh{owner}"))
-            fresh.skip(sampling.batch_size * drawn(slot.name))
-            found[slot.name] = fresh.taking(sampling.batch_size)
-        elif isinstance(sampling, FixedSize):
-            batch = plan.batch_sizes(sampling.batch_size)[party]
-            found[slot.name] = FixedSize(n_records, batch).sampler(n_records, stream).batch if batch else _nobody
-        elif isinstance(sampling, CyclicCohorts) and ids is not None:
-            found[slot.name] = sampling.by_id(ids, stream).batch
-        elif isinstance(sampling, Poisson) and ids is not None:
-            found[slot.name] = sampling.keyed_sampler(ids, stream).batch
+                fresh = _FreshRecords(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
+            fresh.skip(local.fresh * drawn(slot.name))
+            found[slot.name] = fresh.taking(local.fresh)
         else:
-            found[slot.name] = sampling.sampler(n_records, stream).batch
+            found[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
     return found
 
 
@@ -210,7 +204,7 @@ class PartyCurator(Member):
         if len(self.records) > 2 * size + 64:
             raise DataError(f"{self.name}: the plan declares {size} records; declare a number nearer to the truth.")
         exact = budget is not None and budget.relation is Relation.REPLACE_ONE
-        fixed = any(isinstance(slot.sampling, FixedSize) for slot in self.plan.schedule.slots)
+        fixed = any(slot.sampling.counts_exactly for slot in self.plan.schedule.slots)
         if (exact or fixed) and len(self.records) != size:
             raise DataError(
                 f"{self.name}: the plan is for {size} records and the data has another "

@@ -23,7 +23,6 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
-from quietgrad.federation.parties import shares
 from quietgrad.federation.wire import Template
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
@@ -31,7 +30,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.sampling import CyclicPoisson, FixedSize, Poisson, RandomAllocation, SinglePass
+from quietgrad.sampling import Sampling
 from quietgrad.secure.terms import Mode, SecureSumConfig
 
 Trust = Literal["curator", "secure", "local"]
@@ -119,17 +118,11 @@ class FederatedPlan(Plan):
                 f"quorum={self.quorum}: colluders={self.colluders} parties may work with the coordinator; masks "
                 f"must hide one more: give a quorum of {self.colluders + 1} or more."
             )
-        if self.cohort and any(isinstance(slot.sampling, SinglePass) for slot in self.schedule.slots):
+        if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
-        if any(isinstance(slot.sampling, CyclicPoisson) for slot in self.schedule.slots):
-            raise ValueError(
-                "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
-            )
-        if any(isinstance(slot.sampling, RandomAllocation) for slot in self.schedule.slots):
-            raise ValueError(
-                "sampling='random-allocation': is for one curator, who draws every record's step of an epoch; "
-                "parties draw Poisson samples, by sampling='poisson'."
-            )
+        for slot in self.schedule.slots:
+            if slot.sampling.only_central:
+                raise ValueError(slot.sampling.only_central)
         if any(isinstance(slot.mechanism, BandedToeplitzNoise) for slot in self.schedule.slots):
             raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
         if self.spare < 0:
@@ -175,12 +168,12 @@ class FederatedPlan(Plan):
         # A person's parts are drawn by each party on its own. For Poisson samples the mixture over who drew them is
         # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
-        if any(isinstance(sampling, FixedSize) for sampling in samplings):
+        if any(sampling.counts_exactly for sampling in samplings):
             raise ValueError(
                 "parties_per_person > 1: fixed local batches have no price for people in several parties; use "
                 "sampling='poisson' under add-remove, or the full batch."
             )
-        sampled = any(isinstance(sampling, Poisson) and sampling.rate < 1.0 for sampling in samplings)
+        sampled = any(sampling.known_to(times) != sampling for sampling in samplings)
         if sampled and self.trust != "local" and self.budget.relation is Relation.REPLACE_ONE:
             raise ValueError(
                 "parties_per_person > 1: Poisson samples of people in several parties are priced under add-remove; "
@@ -300,19 +293,12 @@ class FederatedPlan(Plan):
         """What one party's records go through: the schedule with its own fixed batches and the spare rounds."""
         slots = []
         for slot in self.schedule.slots:
-            sampling = slot.sampling
-            if isinstance(sampling, FixedSize):
-                batch = self.batch_sizes(sampling.batch_size)[party]
-                if batch == 0:
-                    continue
-                sampling = FixedSize(self.sizes[party], batch)
+            sampling = slot.sampling.at_party(self.sizes, party)
+            if sampling is None:
+                continue
             law = None if slot.law is None else tuple((r + self.spare, p) for r, p in slot.law)
             slots.append(replace(slot, sampling=sampling, count=slot.count + self.spare, law=law))
         return replace(self.schedule, slots=tuple(slots))
-
-    def batch_sizes(self, total: int) -> tuple[int, ...]:
-        """Fixed local batches b_j ∝ n_j that sum to ``total``, by largest remainders; small parties may get 0."""
-        return shares(total, self.sizes)
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
@@ -349,11 +335,10 @@ class FederatedPlan(Plan):
         return events.MaxOverParties((part,) * len(self.names)) if self.trust == "local" else part
 
     @cached_property
-    def _kinds(self) -> list[tuple[int, ...]]:
-        """What sets the parties' events apart: their fixed batches, if there are any."""
-        fixed = [slot.sampling for slot in self.schedule.slots if isinstance(slot.sampling, FixedSize)]
-        batches = [self.batch_sizes(sampling.batch_size) for sampling in fixed]
-        return [(self.sizes[j], *(b[j] for b in batches)) if fixed else () for j in range(len(self.names))]
+    def _kinds(self) -> list[tuple[Sampling | None, ...]]:
+        """What sets the parties' events apart: how each draws."""
+        drawn = [slot.sampling for slot in self.schedule.slots]
+        return [tuple(s.at_party(self.sizes, j) for s in drawn) for j in range(len(self.names))]
 
     @cached_property
     def _parts(self) -> list[int]:
@@ -438,18 +423,5 @@ def _plain(value: Any) -> Any:
 
 
 def of_several_parties(schedule: Schedule, times: int) -> Schedule:
-    """With the rate at which anything of a person known to k parties is drawn: 1 − (1 − q)ᵏ.
-
-    Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one with
-    probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every shift, so
-    it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
-    """
-    if times == 1:
-        return schedule
-    slots = [
-        replace(slot, sampling=Poisson(min(1.0, -math.expm1(times * math.log1p(-slot.sampling.rate)))))
-        if isinstance(slot.sampling, Poisson) and slot.sampling.rate < 1.0
-        else slot
-        for slot in schedule.slots
-    ]
-    return replace(schedule, slots=tuple(slots))
+    """The schedule as it draws anything of a person whom so many parties know."""
+    return replace(schedule, slots=tuple(replace(s, sampling=s.sampling.known_to(times)) for s in schedule.slots))

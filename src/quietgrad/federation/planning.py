@@ -20,7 +20,6 @@ from quietgrad.objectives.privacy_units import Combine
 from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
-from quietgrad.sampling import FixedSize
 from quietgrad.secure.terms import Mode, threat_model
 from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector
@@ -245,10 +244,11 @@ def neighbourhood(plan: FederatedPlan) -> str:
 
 def local_batches(plan: FederatedPlan) -> str:
     """Fixed local batches in words; empty if every party samples at the one public rate."""
-    fixed = [slot.sampling for slot in plan.schedule.slots if isinstance(slot.sampling, FixedSize)]
+    batches = [slot.sampling.local_batches(plan.sizes) for slot in plan.schedule.slots]
+    fixed = [batch for batch in batches if batch is not None]
     if not fixed:
         return ""
-    pairs = zip(plan.batch_sizes(fixed[-1].batch_size), plan.sizes, strict=True)
+    pairs = zip(fixed[-1], plan.sizes, strict=True)
     return f"fixed local batches, {', '.join(f'{b} of {n}' for b, n in pairs)}; ε is the most sampled party's"
 
 

@@ -8,6 +8,7 @@ loss and how to sum clipped per-example gradients without ever storing them.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,6 +37,23 @@ class Records(Sized, Protocol):
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The people as bytes, whatever an objective makes of them: a ledger knows the table by it."""
         ...
+
+
+class StreamedRecords(ABC):
+    """Records that are read anew for every release, since they are not held in memory."""
+
+    @property
+    @abstractmethod
+    def leaves_out(self) -> bool:
+        """Whether rows may be left out while they are read, so that their exact number is not known."""
+
+    @abstractmethod
+    def foresee(self, *queries: Query) -> None:
+        """What the next releases ask of all records: one reading then serves all of them."""
+
+    @abstractmethod
+    def answer(self, query: Query, batch: Batch, out: Vector) -> None:
+        """out += the sum of ``query`` over the batch."""
 
 
 class Batch(NamedTuple):

@@ -12,8 +12,7 @@ from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Law, Plan, Slot
-from quietgrad.privacy.banded import BandedToeplitzNoise
-from quietgrad.privacy.correlated import BufferedToeplitzNoise, CorrelatedNoise
+from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.sampling import (
     CyclicCohorts,
@@ -134,20 +133,12 @@ def slot_of(
     >>> slot_of("gradient", CyclicCohorts(16), 64, "correlated").mechanism.participations
     4
     """
-    if isinstance(sampling, SinglePass) and steps * sampling.batch_size > sampling.n:
-        raise ValueError(
-            f"{steps} steps of {sampling.batch_size} fresh records are more than n={sampling.n}: in a single pass "
-            f"every record is used once. Plan {sampling.n // sampling.batch_size} steps, or smaller batches."
-        )
+    sampling.check_count(steps)
     mechanism: Mechanism = GaussianNoise()
     if isinstance(noise, CorrelatedNoise):
         mechanism = noise
-    elif noise == "correlated" and isinstance(sampling, CyclicPoisson):
-        mechanism = BandedToeplitzNoise.made(steps, sampling.cohorts)
     elif noise == "correlated":
-        held = sampling.participation(steps)
-        # A strategy for one participation; where it is not known, the slot refuses any.
-        mechanism = BufferedToeplitzNoise.made(steps, *(held or (1, steps)))
+        mechanism = sampling.correlated_noise(steps)
     elif noise != "independent":
         raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)

@@ -24,7 +24,7 @@ from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.sampling import RandomAllocation, Sampling, SinglePass
+from quietgrad.sampling import Sampling
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import HasSchedule
@@ -160,9 +160,15 @@ class Schedule:
                     "noise in between; use independent noise with this method."
                 )
         if self.composition == "parallel":
-            passes = [slot.sampling for slot in self.slots if isinstance(slot.sampling, SinglePass)]
-            if len(passes) < len(self.slots) or len({p.n for p in passes}) > 1:
+            passes = {slot.sampling.pass_size for slot in self.slots}
+            if 0 in passes or len(passes) > 1:
                 raise ValueError("parallel composition: every slot must be a SinglePass over the same n records.")
+
+    @classmethod
+    def of(cls, slots: tuple[Slot, ...], *, adaptive: bool = False) -> Schedule:
+        """Slots in parallel if all their records are fresh and each release has its own noise, else in sequence."""
+        apart = all(slot.sampling.fresh and not slot.mechanism.together for slot in slots)
+        return cls(slots, "parallel" if apart else "sequential", adaptive)
 
     def under(self, relation: Relation) -> Schedule:
         """The schedule with every sampling as it must be for neighbours of ``relation``."""
@@ -523,20 +529,6 @@ def calibrate_plan(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
     return made
 
 
-def _check_epochs(slot: Slot) -> None:
-    """Raise ValueError if a slot would end within an epoch, which is paid for whole."""
-    sampling = slot.sampling
-    if not isinstance(sampling, RandomAllocation) or slot.law is not None:
-        return
-    epoch, (whole, rest) = sampling.steps_per_epoch, divmod(slot.count, sampling.steps_per_epoch)
-    if rest:
-        nearest = " or ".join(str(epochs * epoch) for epochs in (whole, whole + 1) if epochs)
-        raise ValueError(
-            f"{slot.count} steps: random allocation runs whole epochs, here of {epoch} steps (n ÷ batch_size). "
-            f"Plan {nearest} steps."
-        )
-
-
 def plan(
     algorithm: HasSchedule,
     *,
@@ -585,7 +577,8 @@ def plan(
 
     if counted is None and getattr(algorithm, "whole_epochs", True):
         for slot in schedule.slots:
-            _check_epochs(slot)
+            if slot.law is None:
+                slot.sampling.check_whole(slot.count)
     if budget is None:
         return made(0.0)
     schedule = schedule.under(budget.relation)

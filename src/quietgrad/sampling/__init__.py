@@ -12,8 +12,10 @@ Poisson batch is released like any other, as pure noise.
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -23,6 +25,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
 
 if TYPE_CHECKING:
+    from quietgrad.privacy.correlated import CorrelatedNoise
     from quietgrad.privacy.rng import SecureStream
     from quietgrad.sampling.samplers import KeyedPoissonSampler, SlotSampler
 
@@ -53,9 +56,16 @@ class Sampler(Protocol):
 
 
 class Sampling(ABC):
-    """Base of all sampling schemes; a frozen value that can be written as JSON and read back."""
+    """Base of all sampling schemes; a frozen value that can be written as JSON and read back.
+
+    Other rooms ask a scheme by its methods, never for its class: a new scheme is one class here and its sampler.
+    """
 
     kind: ClassVar[str]
+    counts_exactly: ClassVar[bool] = False
+    """Whether batches are drawn of an exact, public number of records."""
+    only_central: ClassVar[str] = ""
+    """Why parties cannot draw such samples together; empty if they can."""
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
@@ -77,9 +87,65 @@ class Sampling(ABC):
         """Return a sampler over ``n_records`` records that keeps no list of them: for tables beyond memory."""
         return self.sampler(n_records, stream)
 
+    def by_id(self, record_ids: npt.ArrayLike, stream: SecureStream) -> Sampler:
+        """Return the sampler over records named by ids; where records draw on their own, it goes by the ids alone.
+
+        With one key any split of such records among several curators then gives the same union.
+        """
+        return self.sampler(len(np.asarray(record_ids)), stream)
+
     @abstractmethod
     def describe(self) -> str:
         """Return one line for people."""
+
+    @property
+    def fresh(self) -> int:
+        """How many records a release uses up, which take part in no other; 0 where all records come back."""
+        return 0
+
+    @property
+    def pass_size(self) -> int:
+        """How many records there are to use up; 0 where all records come back."""
+        return 0
+
+    @property
+    def probability(self) -> float:
+        """The chance with which a record is drawn for a release; 1 if nothing about that is secret."""
+        return 1.0
+
+    @property
+    def by_place(self) -> bool:
+        """Whether how often a record takes part goes by its place among the others."""
+        return self.participation(1) is not None
+
+    def check_count(self, count: int) -> None:  # noqa: B027 most schemes serve any number
+        """Raise ValueError if there are not records enough for ``count`` releases."""
+
+    def check_whole(self, count: int) -> None:  # noqa: B027 most schemes may stop anywhere
+        """Raise ValueError if a run should not end after ``count`` releases, some of them paid for in vain."""
+
+    def sized(self, n: int) -> Sampling:
+        """Return the same scheme over ``n`` records."""
+        return self
+
+    def local_batches(self, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the fixed batch of each party with ``sizes`` records; ``None`` if all draw by the one rule."""
+        return None
+
+    def at_party(self, sizes: tuple[int, ...], party: int) -> Sampling | None:
+        """Return what one party draws; ``None`` if its share of a batch is no record."""
+        return self
+
+    def known_to(self, parties: int) -> Sampling:
+        """Return what draws anything of a person whom so many parties know, each drawing on its own."""
+        return self
+
+    def correlated_noise(self, count: int) -> CorrelatedNoise:
+        """Return noise correlated over ``count`` releases that suits how often records take part."""
+        from quietgrad.privacy.correlated import BufferedToeplitzNoise
+
+        # Where participation is not certain, a slot refuses any: then it is made for one.
+        return BufferedToeplitzNoise.made(count, *(self.participation(count) or (1, count)))
 
     def participation(self, count: int) -> tuple[int, int] | None:
         """Return (k, b) if in ``count`` releases every record takes part at most k times, at least b apart.
@@ -185,15 +251,31 @@ class Poisson(Sampling, kind="poisson"):
 
         return _Everyone() if self.rate == 1.0 else PoissonScan(n_records, self.rate, stream)
 
-    def keyed_sampler(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedPoissonSampler:
+    @property
+    def probability(self) -> float:
+        """The rate."""
+        return self.rate
+
+    def known_to(self, parties: int) -> Poisson:
+        """Return the rate at which anything of a person known to k parties is drawn: 1 − (1 − q)ᵏ.
+
+        Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one
+        with probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every
+        shift, so it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
+        """
+        if parties == 1 or self.rate == 1.0:
+            return self
+        return Poisson(min(1.0, -math.expm1(parties * math.log1p(-self.rate))))
+
+    def by_id(self, record_ids: npt.ArrayLike, stream: SecureStream) -> KeyedPoissonSampler:
         """Return a sampler that decides by record id, so that any split of the records gives the same union.
 
         It looks at every record in every release: slower, for data that several curators hold.
 
         >>> from quietgrad.privacy.rng import SecureStream, seed_key
         >>> stream = SecureStream(seed_key(0), "batches")
-        >>> whole = Poisson(0.5).keyed_sampler([10, 11, 12, 13], stream).batch(0)
-        >>> first, second = (Poisson(0.5).keyed_sampler(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
+        >>> whole = Poisson(0.5).by_id([10, 11, 12, 13], stream).batch(0)
+        >>> first, second = (Poisson(0.5).by_id(ids, stream).batch(0) for ids in ([10, 11], [12, 13]))
         >>> whole.tolist() == [*first, *(second + 2)]
         True
         """
@@ -219,9 +301,33 @@ class RandomAllocation(Sampling, kind="random-allocation"):
     """
 
     steps_per_epoch: int
+    only_central: ClassVar[str] = (
+        "sampling='random-allocation': is for one curator, who draws every record's step of an epoch; "
+        "parties draw Poisson samples, by sampling='poisson'."
+    )
 
     def __post_init__(self) -> None:
         _check_count("steps_per_epoch", self.steps_per_epoch)
+
+    @property
+    def probability(self) -> float:
+        """One of steps_per_epoch."""
+        return 1.0 / self.steps_per_epoch
+
+    @property
+    def by_place(self) -> bool:
+        """Always: a record's step of an epoch is looked up by its place."""
+        return True
+
+    def check_whole(self, count: int) -> None:
+        """Raise ValueError if a run would end within an epoch, which is paid for whole."""
+        epoch, (whole, rest) = self.steps_per_epoch, divmod(count, self.steps_per_epoch)
+        if rest:
+            nearest = " or ".join(str(epochs * epoch) for epochs in (whole, whole + 1) if epochs)
+            raise ValueError(
+                f"{count} steps: random allocation runs whole epochs, here of {epoch} steps (n ÷ batch_size). "
+                f"Plan {nearest} steps."
+            )
 
     def times(self, count: int) -> int:
         """Return the number of epochs, one that was begun among them."""
@@ -265,12 +371,28 @@ class FixedSize(Sampling, kind="fixed-size"):
 
     n: int
     batch_size: int
+    counts_exactly: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_count("n", self.n)
-        _check_count("batch_size", self.batch_size)
-        if self.batch_size > self.n:
-            raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
+        _check_batch(self.n, self.batch_size)
+
+    @property
+    def probability(self) -> float:
+        """batch_size of n."""
+        return self.batch_size / self.n
+
+    def sized(self, n: int) -> FixedSize:
+        """Return the same batches of ``n`` records."""
+        return dataclasses.replace(self, n=n)
+
+    def local_batches(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return batches proportional to ``sizes`` that sum to ``batch_size``; small parties may get 0."""
+        return proportional_shares(self.batch_size, sizes)
+
+    def at_party(self, sizes: tuple[int, ...], party: int) -> FixedSize | None:
+        """Return the party's own fixed batches."""
+        batch = self.local_batches(sizes)[party]
+        return FixedSize(sizes[party], batch) if batch else None
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         """Return ``steps`` releases of ``inner`` on fixed-size batches; a batch of n samples nothing."""
@@ -315,11 +437,35 @@ class SinglePass(Sampling, kind="single-pass"):
     relation: Relation = Relation.REPLACE_ONE
 
     def __post_init__(self) -> None:
-        _check_count("n", self.n)
-        _check_count("batch_size", self.batch_size)
+        _check_batch(self.n, self.batch_size)
         object.__setattr__(self, "relation", Relation.parse(self.relation))
-        if self.batch_size > self.n:
-            raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
+
+    @property
+    def fresh(self) -> int:
+        """``batch_size``."""
+        return self.batch_size
+
+    @property
+    def pass_size(self) -> int:
+        """``n``."""
+        return self.n
+
+    @property
+    def probability(self) -> float:
+        """batch_size of n."""
+        return self.batch_size / self.n
+
+    def sized(self, n: int) -> SinglePass:
+        """Return a pass over ``n`` records."""
+        return dataclasses.replace(self, n=n)
+
+    def check_count(self, count: int) -> None:
+        """Raise ValueError if there are not records enough."""
+        if count * self.batch_size > self.n:
+            raise ValueError(
+                f"{count} steps of {self.batch_size} fresh records are more than n={self.n}: in a single pass "
+                f"every record is used once. Plan {self.n // self.batch_size} steps, or smaller batches."
+            )
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         """Return ``inner`` once, on disjoint records, however many ``steps`` share them."""
@@ -450,10 +596,19 @@ class CyclicPoisson(Sampling, kind="poisson-turns"):
     cohorts: int
     rate: float
     relation: Relation = Relation.REPLACE_ONE
+    only_central: ClassVar[str] = (
+        "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "relation", self._turns.relation)
         Poisson(self.rate)  # checks it
+
+    def correlated_noise(self, count: int) -> CorrelatedNoise:
+        """Return noise in as many bands as there are cohorts."""
+        from quietgrad.privacy.banded import BandedToeplitzNoise
+
+        return BandedToeplitzNoise.made(count, self.cohorts)
 
     @property
     def _turns(self) -> CyclicCohorts:
@@ -498,6 +653,29 @@ class CyclicPoisson(Sampling, kind="poisson-turns"):
 class _Everyone:
     def batch(self, i: int) -> Indices | None:
         return None
+
+
+@lru_cache
+def proportional_shares(total: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Whole numbers proportional to ``sizes`` that sum to ``total``, by largest remainders, never above a size.
+
+    >>> proportional_shares(10, (70, 20, 10)), proportional_shares(2, (50, 30, 20))
+    ((7, 2, 1), (1, 1, 0))
+    """
+    records = sum(sizes)
+    exact = [total * size / records for size in sizes]
+    given = [min(int(share), size) for share, size in zip(exact, sizes, strict=True)]
+    order = sorted(range(len(sizes)), key=lambda j: given[j] - exact[j])
+    for j in order[: total - sum(given)]:
+        given[j] += 1
+    return tuple(given)
+
+
+def _check_batch(n: int, batch_size: int) -> None:
+    _check_count("n", n)
+    _check_count("batch_size", batch_size)
+    if batch_size > n:
+        raise ValueError(f"batch_size={batch_size}: must be ≤ n={n}.")
 
 
 def _check_count(name: str, value: int) -> None:

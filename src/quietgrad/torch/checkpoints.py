@@ -25,7 +25,6 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import Event, composed
 from quietgrad.privacy.ledger_state import fingerprint
-from quietgrad.sampling import Poisson
 
 if TYPE_CHECKING:
     from quietgrad.torch.loops import Loop
@@ -89,8 +88,8 @@ class LoopCost:
         for slot in self.plan.schedule.slots:
             count, held = self.counts[slot.name], slot.sampling.participation(self.counts[slot.name])
             if count:
-                rate = slot.sampling.rate if isinstance(slot.sampling, Poisson) else 1.0
-                steps = slot.sampling.times(count) if held is None else held[0]
+                rate = slot.sampling.probability if held is None else 1.0
+                steps = count if held is None else held[0]
                 rows.append((slot.multiplier(self.plan.noise_multiplier), rate, steps))
         return rows
 

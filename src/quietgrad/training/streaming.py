@@ -36,7 +36,6 @@ from quietgrad.plans.schedule import Plan, plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger_state import DEFAULT
-from quietgrad.sampling import SinglePass
 from quietgrad.training.minimizing import check_people, counting, how_people_count, run
 from quietgrad.training.result import Result
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over, people_file
@@ -168,7 +167,7 @@ def stream(
         objective = UserLevelObjective(objective, combine, records_per_person)
         check_people(algorithm, objective)
     the_plan = plan(algorithm, n=steps * size, budget=budget, unit="person" if by_person else "record")
-    if not all(isinstance(slot.sampling, SinglePass) for slot in the_plan.schedule.slots):
+    if not all(slot.sampling.fresh for slot in the_plan.schedule.slots):
         raise ValueError("sampling: people who arrive once are a single pass; give sampling='single-pass'.")
     return Stream(objective, algorithm, the_plan, ledger, account, cap, folder, seed)
 

@@ -27,6 +27,7 @@ from quietgrad.objectives.base import (
     Loss,
     RecordAdapter,
     RecursiveMomentum,
+    StreamedRecords,
 )
 from quietgrad.objectives.privacy_units import (
     Combine,
@@ -250,7 +251,7 @@ class ScannedPeople:
         return int(self.source.people)
 
 
-class Scanned:
+class Scanned(StreamedRecords):
     """Records of a source, as an objective reads them; see :class:`quietgrad.objectives.base.Records`."""
 
     is_scanned: ClassVar[bool] = True
