@@ -1,19 +1,23 @@
 """What a whole private step costs: sampling, reading, clipping, secure noise, accounting and update, ÷ plain SGD.
 
-    OMP_NUM_THREADS=1 python benchmarks/torch_steps.py
+    pip install --no-deps --target DIR opacus==1.6.0 opt_einsum
+    OMP_NUM_THREADS=1 PYTHONPATH=DIR python benchmarks/torch_steps.py
 
 Plain SGD is the loop every torch user writes on random batches of the same size. CPU time, one thread, the kinds of
 step taken in turn within each repeat, ratios of medians. `loop` is PrivateLoop with torch.optim.SGD, `verbs` is
-make_private with a criterion, `own-loop` make_private with a loss that the loop makes itself. `first` is the first
+make_private with a criterion, `own-loop` make_private with a loss that the loop makes itself; `opacus` and
+`opacus-ghost` are Opacus' make_private, measured where it is installed. `first` is the first
 step of DP-SGD, planning and all, ÷ a later one; `sum` the second call of clipped_gradient_sum ÷ a backward pass.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +105,26 @@ def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int, *, given: bool) 
     return step
 
 
+def opacus(model: nn.Module, x: Tensor, y: Tensor, size: int, *, mode: str) -> Callable[[], None]:
+    """One step of the same loop made private by Opacus; ``mode`` is its "hooks" or "ghost"."""
+    engine = importlib.import_module("opacus").PrivacyEngine()
+    made = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
+        grad_sample_mode=mode, criterion=nn.CrossEntropyLoss(),
+    )  # fmt: skip
+    private, optimizer, of, loader = made if mode == "ghost" else (*made[:2], nn.CrossEntropyLoss(), made[2])
+    samples = (batch for _ in range(10**6) for batch in loader)
+
+    def step() -> None:
+        inputs, labels = next(samples)
+        optimizer.zero_grad()
+        of(private(inputs), labels).backward()
+        optimizer.step()
+
+    return step
+
+
 def took(step: Callable[[], object], count: int = 1) -> float:
     """CPU seconds of a step."""
     began = time.process_time()
@@ -138,6 +162,7 @@ def second_sum(make: Callable[[], nn.Module], x: Tensor, y: Tensor, size: int) -
 def main() -> None:
     """Measure and write."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Opacus warns about hooks on inputs without gradients
     table: dict[str, Any] = {}
     for name, (shape, size, count) in CASES.items():
         torch.manual_seed(0)
@@ -150,6 +175,9 @@ def main() -> None:
             "verbs": own_loop(MODELS[name](), x, y, size, given=True),
             "own-loop": own_loop(MODELS[name](), x, y, size, given=False),
         }
+        if importlib.util.find_spec("opacus"):
+            steps["opacus"] = opacus(MODELS[name](), x, y, size, mode="hooks")
+            steps["opacus-ghost"] = opacus(MODELS[name](), x, y, size, mode="ghost")
         times: dict[str, list[float]] = {kind: [] for kind in steps}
         for repeat in range(REPEATS + 1):
             for kind, step in steps.items():
@@ -166,7 +194,9 @@ def main() -> None:
         }
         ratios = {kind: round(value / medians["sgd"], 2) for kind, value in medians.items()}
         print(name, ratios, {kind: round(table[name][kind], 2) for kind in ("first", "sum")}, flush=True)
-        save(Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table})
+        save(
+            Path(__file__).parent / "results" / "torch_steps.json", {"repeats": REPEATS, "models": table}, "opacus"
+        )
 
 
 if __name__ == "__main__":

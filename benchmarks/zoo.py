@@ -7,17 +7,20 @@
 Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as
 many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds
 of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise,
-accounting and update; plain SGD takes random batches of the same size.
+accounting and update; plain SGD takes random batches of the same size. `opacus` is the same ratio of its step,
+where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and its hooks run the model.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,31 @@ def private(case: Case, method: Any) -> tuple[Callable[[], None], str]:
     return step, how
 
 
+def opacus(case: Case) -> Callable[[], None] | None:
+    """One step by Opacus' hooks, or None where it is not installed or refuses the model."""
+    if not importlib.util.find_spec("opacus"):
+        return None
+    peer, optimizers = importlib.import_module("opacus.grad_sample"), importlib.import_module("opacus.optimizers")
+    try:
+        module = peer.GradSampleModule(case.model)
+        optimizer = optimizers.DPOptimizer(
+            torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01), noise_multiplier=1.0,
+            max_grad_norm=1.0, expected_batch_size=BATCH,
+        )  # fmt: skip
+
+        def step() -> None:
+            where = (torch.rand(RECORDS) < BATCH / RECORDS).nonzero().flatten()
+            optimizer.zero_grad()
+            case.loss(module(*(part[where] for part in case.x)), case.y[where]).mean().backward()
+            optimizer.step()
+
+        step()
+    except Exception as refused:  # a peer that cannot run a model has no number for it
+        print("opacus:", type(refused).__name__, str(refused)[:100], flush=True)
+        return None
+    return step
+
+
 def measured(name: str, repeats: int) -> dict[str, Any]:
     """Ratios of one model."""
     torch.manual_seed(0)
@@ -76,6 +104,9 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
     dp_sgd, how = private(case._replace(model=copy.deepcopy(case.model)), qg.DPSGD)
     dp_srm, _ = private(case, qg.DPSRM)
     steps = {"sgd": sgd, "dp-sgd": dp_sgd, "dp-srm": dp_srm}
+    peer = opacus(CASES[name](RECORDS, SCALE))
+    if peer is not None:
+        steps["opacus"] = peer
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     for repeat in range(repeats + 1):
         for kind, step in steps.items():
@@ -91,6 +122,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
         "sgd_cpu_ms": round(1000 * medians["sgd"], 1),
         "dp-sgd": round(medians["dp-sgd"] / medians["sgd"], 2),
         "dp-srm": round(medians["dp-srm"] / medians["sgd"], 2),
+        "opacus": round(medians["opacus"] / medians["sgd"], 2) if "opacus" in medians else None,
     }
 
 
@@ -113,6 +145,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # Opacus warns about hooks on inputs without gradients
     table = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
     table = {name: table[name] for name in CASES if name in table}
     if options.table:
@@ -123,7 +156,7 @@ def main() -> None:
             continue
         table[name] = measured(name, options.repeats)
         print(name, table[name], flush=True)
-        save(RESULT, {"batch": BATCH, "repeats": options.repeats, "models": table})
+        save(RESULT, {"batch": BATCH, "repeats": options.repeats, "models": table}, "opacus")
 
 
 if __name__ == "__main__":
