@@ -37,7 +37,6 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import ZCDP, Event
-from quietgrad.privacy.mechanisms import GaussianNoise
 
 Floats = npt.NDArray[np.float64]
 
@@ -156,7 +155,8 @@ def likelihood(view: Views, claim: PrivacyClaim, signs: Callable[[int], float]) 
     image −s_t instead (replace-one). Releases that never happened say nothing.
     """
     schedule = claim.plan.schedule
-    if schedule.composition == "filter" or not all(isinstance(s.mechanism, GaussianNoise) for s in schedule.slots):
+    known = all(slot.mechanism.white and not slot.mechanism.together for slot in schedule.slots)
+    if schedule.composition == "filter" or not known:
         return None
     width = view.model.shape[1]
     x = view.transcript[:, ::width]

@@ -28,29 +28,19 @@ from scipy.special import betainc, chdtrc, gammainc, gammaincc, ndtr
 
 from quietgrad.audit.mechanisms import (
     BOUND,
-    SCALAR,
     AnonymousRecords,
     ConstantQuery,
     EmptyObjective,
-    label_count,
     labels_of,
     listener,
+    probe_of,
 )
 from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
 from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.queries.counts import LabelSet
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.mechanisms import (
-    AboveThreshold,
-    ExponentialMechanism,
-    GaussianNoise,
-    GaussianPartitionSelection,
-    L2LaplaceNoise,
-    Mechanism,
-)
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, kinds
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampling
@@ -213,16 +203,8 @@ def _independent(z: Floats, what: str, layer: str, alpha: float) -> AuditFinding
 RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
 CHOICES = 2048  # of mechanisms that only choose
 
-MECHANISMS: tuple[Mechanism, ...] = (
-    GaussianNoise(),
-    BufferedToeplitzNoise.made(RELEASES, 4, RELEASES // 4),
-    BandedToeplitzNoise.made(RELEASES, 8),
-    L2LaplaceNoise(),
-    ExponentialMechanism(),
-    AboveThreshold(),
-    GaussianPartitionSelection(1e-9),
-)
-"""One of every kind; a test compares them with those that exist."""
+MECHANISMS: tuple[Mechanism, ...] = tuple(kind.example(RELEASES) for kind in kinds().values())
+"""One of every kind."""
 
 
 def probe_mechanism(
@@ -234,7 +216,7 @@ def probe_mechanism(
     {'pass'}
     """
     # Normals are made in blocks of 2¹⁶: wide releases go beyond the first.
-    width = WIDE if isinstance(mechanism, GaussianNoise) else WIDTH
+    width = WIDE if mechanism.amplified and mechanism.cohorts == 1 else WIDTH
     plan = plan_of(mechanism)
     return probe_slots(plan, curator, f"{mechanism.kind} noise", alpha=alpha, seed=seed, width=width)
 
@@ -256,15 +238,12 @@ def probe_grid(curator: CuratorFactory = central) -> AuditFinding:
 
 def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> Plan:
     """A plan of one slot with ``mechanism``; a choice stands in a filter, where alone it may."""
-    count = _count(mechanism)
     # Half of the samples of a vector are empty: noise must be there all the same.
-    sampling: Sampling = Poisson(0.5) if isinstance(mechanism, GaussianNoise) else FullBatch()
-    if isinstance(mechanism, BufferedToeplitzNoise):
-        sampling = CyclicCohorts(mechanism.separation)
-    elif isinstance(mechanism, BandedToeplitzNoise):
-        sampling = CyclicPoisson(mechanism.bands, 0.5)
-    slot = Slot("probe", sampling, count, mechanism=mechanism)
-    schedule = Schedule((slot,), "filter" if isinstance(mechanism, ExponentialMechanism) else "sequential")
+    sampling: Sampling = Poisson(0.5) if mechanism.amplified else FullBatch()
+    if (cohorts := mechanism.cohorts) > 1:
+        sampling = CyclicPoisson(cohorts, 0.5) if mechanism.amplified else CyclicCohorts(cohorts)
+    slot = Slot("probe", sampling, _count(mechanism), mechanism=mechanism)
+    schedule = Schedule((slot,), "filter" if mechanism.verb == "choose" else "sequential")
     return Plan("probe", {}, schedule.under(relation), 1, Budget(1.0, 1e-5, relation), 2.0)
 
 
@@ -288,11 +267,7 @@ def lengthened(plan: Plan) -> Plan:
     """The plan with hundreds of releases in every slot and records enough for them; noise and law stay."""
     counts = [_count(slot.mechanism) for slot in plan.schedule.slots]
     passes = [slot.sampling.fresh * count for slot, count in zip(plan.schedule.slots, counts, strict=True)]
-    looks = [
-        WIDTH * label_count(s, plan)
-        for s in plan.schedule.slots
-        if isinstance(s.mechanism, GaussianPartitionSelection)
-    ]
+    looks = [WIDTH * probe_of(s, plan).count for s in plan.schedule.slots if s.mechanism.verb == "discover"]
     n = max(plan.n_public, sum(passes), *looks, 1)
     slots = []
     for slot, count in zip(plan.schedule.slots, counts, strict=True):
@@ -352,7 +327,7 @@ def _hear(
 
 
 def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, width: int) -> Any:
-    if isinstance(slot.mechanism, GaussianPartitionSelection):
+    if slot.mechanism.verb == "discover":
         return curator(Labelled(), labels_of(slot, plan, width), key)
     return curator(EmptyObjective(), AnonymousRecords(plan.n_public, width), key)
 
@@ -372,4 +347,4 @@ def rho_of(plan: Plan) -> float | None:
 
 
 def _count(mechanism: Mechanism) -> int:
-    return CHOICES if isinstance(mechanism, SCALAR) else RELEASES
+    return CHOICES if mechanism.verb in ("choose", "first_below") else RELEASES

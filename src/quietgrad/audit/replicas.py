@@ -23,8 +23,6 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Query
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import CorrelatedNoise
-from quietgrad.privacy.mechanisms import GaussianNoise
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling import (
     Sampler,
@@ -243,12 +241,9 @@ class Trial:
 
     def collect(self, which: int, runs: int, *, together: bool = True, tick: Tick = silent) -> Views:
         """What left the session in ``runs`` runs of world ``which``, side by side where they can be."""
-        gaussian = all(
-            isinstance(slot.mechanism, GaussianNoise | CorrelatedNoise) for slot in self.plan.schedule.slots
-        )
+        white = all(slot.mechanism.white for slot in self.plan.schedule.slots)
         try:
-            # Only Gaussian noise is independent from coordinate to coordinate.
-            if not together or not gaussian or hasattr(self.game, "recording"):
+            if not together or not white or hasattr(self.game, "recording"):
                 raise NotSeparableError
             views = self.side_by_side(which, runs)
         except NotSeparableError:

@@ -24,7 +24,6 @@ from quietgrad.plans.schedule import DECLARED, Schedule
 from quietgrad.privacy.accounting import ProvedGuarantee, prove
 from quietgrad.privacy.budget import PrivacyUnit, Relation
 from quietgrad.privacy.chain import ChainEntry, anchor, check_anchor
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import LedgerState, compose_events
 from quietgrad.training.result import unpaid
@@ -194,7 +193,7 @@ def _theorem(schedule: Schedule | None) -> str | None:
         mechanism = slot.mechanism
         if not mechanism.together:
             continue
-        again = sensitivity_again(mechanism) if isinstance(mechanism, BufferedToeplitzNoise) else None
+        again = sensitivity_again(mechanism) if mechanism.whole_run else None
         if again is None or not again <= mechanism.factor * (1.0 + 1e-9):
             return None
         said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"

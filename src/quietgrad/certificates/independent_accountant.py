@@ -30,7 +30,6 @@ from quietgrad.privacy.composition import (
     total_slack,
     total_upfront,
 )
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -47,6 +46,7 @@ from quietgrad.privacy.events import (
     composed,
     repeated,
 )
+from quietgrad.privacy.mechanisms import Mechanism
 
 _LARGEST_LOSS = 40.0  # Δ/σ of a release or, roughly, of all: beyond it the grids would fill the memory
 _MOST_RELEASES = 10**6  # kinds of release times how often: un-sampled Gaussians are one, however many
@@ -89,30 +89,19 @@ class _Curve:
     borrowed: bool = False
 
 
-def sensitivity_again(mechanism: BufferedToeplitzNoise) -> float | None:
-    """The sensitivity s of noise that is correlated over a run, added up from its buffers by code of its own.
+def sensitivity_again(mechanism: Mechanism) -> float | None:
+    """The sensitivity s of noise that is correlated over a run, added up from the coefficients of S.
 
-    The theorem (:mod:`quietgrad.privacy.correlated`) asks that the coefficients of S do not rise; then no choice of
-    releases that one record may be in moves S·sums by more than the columns 0, b, 2b, … do together. ``None`` if
-    the coefficients do rise, or are too many to be added up here.
-
-    >>> mechanism = BufferedToeplitzNoise.made(64, 4, 16)
-    >>> abs(sensitivity_again(mechanism) - mechanism.sensitivity()) < 1e-9
-    True
+    The theorem (:mod:`quietgrad.privacy.correlated`) asks that these do not rise; then no choice of releases of one
+    record moves S·sums by more than its columns do. ``None`` if they do rise, or are too many to add up.
     """
-    total = mechanism.releases
-    columns = range(0, total, mechanism.separation)[: mechanism.participations]
-    if len(columns) * total > _MOST_ADDED:
+    made = mechanism.strategy()
+    if made is None or len(made[0]) * len(made[1]) > _MOST_ADDED:
         return None
-    c = np.zeros(total)
-    c[0] = 1.0
-    for rate, weight in zip(mechanism.lam, mechanism.alpha, strict=True):
-        c[1:] += weight * rate ** np.arange(total - 1)
+    c, columns = made
     if (c < 0.0).any() or (np.diff(c) > 1e-15).any():
         return None
-    moved = np.zeros(total)
-    for column in columns:
-        moved[column:] += c[: total - column]
+    moved = sum(np.concatenate([np.zeros(first), c[: len(c) - first]]) for first in columns)
     return float(np.linalg.norm(moved))
 
 

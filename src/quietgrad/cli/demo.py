@@ -76,8 +76,8 @@ def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[st
     shared = RunSpec(
         data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo", n_public=data.n
     )  # fmt: skip
-    small = {"batch_size": max(1, min(256, data.n // 8))}
-    return {"dp-srm": replace(shared, algorithm="dp-srm", flags=small), "default": shared}
+    small = max(1, min(256, data.n // 8))
+    return {"dp-srm": replace(shared, algorithm="dp-srm", batch_size=small), "default": shared}
 
 
 def _abandon(folder: Path) -> None:

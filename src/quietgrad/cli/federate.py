@@ -7,27 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import (
-    BatchSize,
-    Classes,
-    Clip,
-    Delta,
-    Epsilon,
-    Gamma,
-    Json,
-    Label,
-    LearningRate,
-    RelationName,
-    Sampling,
-    Settings,
-    Steps,
-    TaskName,
-    class_labels,
-    say,
-    show_json,
-    show_rows,
-)
-from quietgrad.privacy.budget import DEFAULT_RELATION
+from quietgrad.cli.options import Account, CapEpsilon, Json, say, show_json, show_rows, with_options
+from quietgrad.cli.run_spec import RunSpec
 
 app = typer.Typer(
     help="Many parties train one model; nobody shows records to anybody.",
@@ -38,8 +19,6 @@ app = typer.Typer(
 Plan = Annotated[Path, typer.Argument(help="The plan that all members agreed on, a TOML file.", show_default=False)]
 Keys = Annotated[Path, typer.Option(help="This member's folder of keys, made by `provision`.", show_default=False)]
 Ledger = Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")]
-Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")]
-CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
 Pin = Annotated[str | None, typer.Option(help="Digest of the plan that was approved; refuse any other.")]
 Address = Annotated[str | None, typer.Option(help="HOST:PORT, if not the plan's.")]
 Data = Annotated[Path, typer.Option(help="This party's records: LIBSVM, CSV, npz or parquet.")]
@@ -52,10 +31,13 @@ Patience = Annotated[float, typer.Option(help="Seconds to wait for others who ar
     epilog="Example: quietgrad federate simulate a9a --parties 5 --algorithm dp-srm --steps 200 --batch-size 500 "
     "--epsilon 1 --out runs/five"
 )
+@with_options(
+    RunSpec, "data", "epsilon", "delta", "relation", "algorithm", "steps", "batch_size", "learning_rate", "clip",
+    "gamma", "sampling", "settings", "objective", "regularizer", "row_bound", "rows", "label", "classes", "task",
+    "non_private",
+)  # fmt: skip
 def simulate(
-    data: Annotated[
-        str | None, typer.Argument(help="A file or a registered name to deal out; without it, the demo's.")
-    ] = None,
+    spec: RunSpec,
     parties: Annotated[int, typer.Option(help="How many parties.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder for the model, result, ledgers and report.")] = Path(
         "runs/federation"
@@ -72,51 +54,12 @@ def simulate(
     spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
     cohort: Annotated[int | None, typer.Option(help="Parties asked in a round, drawn anew; else all.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    relation: RelationName = DEFAULT_RELATION,
-    algorithm: Annotated[str | None, typer.Option(help="Such as dp-srm; see `quietgrad plan --list`.")] = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    learning_rate: LearningRate = None,
-    clip: Clip = None,
-    gamma: Gamma = None,
-    sampling: Sampling = None,
-    settings: Settings = None,
-    objective: Annotated[str | None, typer.Option(help="As in `quietgrad train`.")] = None,
-    regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
-    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows above the bound: clip them; or normalize all.")] = "clip",
-    label: Label = None,
-    classes: Classes = None,
-    task: TaskName = None,
-    non_private: Annotated[bool, typer.Option("--non-private", help="Without noise: NOT PRIVATE.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
     as_json: Json = False,
 ) -> None:
     """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
-    from quietgrad.cli.run_spec import RunSpec
     from quietgrad.cli.train import show
 
-    reading = {"label": label, "classes": class_labels(classes), "task": task}
-    spec = RunSpec(
-        data=data,
-        reading={key: value for key, value in reading.items() if value is not None},
-        objective=objective,
-        regularizer=regularizer,
-        row_bound=row_bound,
-        rows=rows,
-        algorithm=algorithm,
-        flags={
-            "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip,
-            "gamma": gamma, "sampling": sampling,
-        },
-        settings=tuple(settings or ()),
-        epsilon=epsilon,
-        delta=delta,
-        relation=relation,
-        non_private=non_private,
-    )  # fmt: skip
     spec.budget()
     from quietgrad.cli.federate_roles import simulated
 

@@ -315,4 +315,4 @@ def remember_reading(file: PlanFile, out: Path) -> None:
     promise: dict[str, Any] = {"non_private": True}
     if budget is not None:
         promise = {"epsilon": budget.epsilon, "delta": budget.delta, "relation": str(budget.relation)}
-    RunSpec(reading={k: v for k, v in file.reading.items() if k != "n_features"}, **promise).save(out)
+    RunSpec.from_options({k: v for k, v in file.reading.items() if k != "n_features"} | promise).save(out)

@@ -1,13 +1,16 @@
-"""Options that several commands share, and errors in the words of the command line."""
+"""Options that several commands share, printing, and errors in the words of the command line."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -16,6 +19,7 @@ from quietgrad.sanitize import sanitize, sanitize_lines
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from quietgrad.cli.run_spec import RunSpec
     from quietgrad.privacy.budget import Budget
 
 
@@ -34,6 +38,7 @@ def dataset_names() -> list[str]:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
 Epsilon = Annotated[float | None, typer.Option(help="ε of the promise.", show_default=False)]
 Delta = Annotated[float, typer.Option(help="δ of the promise: well below 1/n.")]
 RelationName = Annotated[
@@ -79,6 +84,10 @@ def known_task(text: str | None) -> str | None:
     return text
 
 
+Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")]
+CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
+RowBound = Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")]
+SchemaFile = Annotated[str | None, typer.Option(help="Public schema of a CSV or parquet file.")]
 Label = Annotated[str | None, typer.Option("--label", "--target", help="Label column; else the last.")]
 Drop = Annotated[list[str] | None, typer.Option(help="Leave this column out; may be repeated.", show_default=False)]
 Keep = Annotated[
@@ -100,6 +109,37 @@ TaskName = Annotated[
         autocompletion=lambda: ["binary", "multiclass", "regression"],
     ),
 ]
+
+
+def with_options(spec: type[RunSpec], *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make fields of ``spec`` (all, or ``names``) options of a command, which gets them as one value ``spec``."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(spec, include_extras=True)
+        shared = [
+            inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name]
+            )
+            for one in dataclasses.fields(spec)
+            if (one.name in names if names else hasattr(hints[one.name], "__metadata__"))
+        ]
+
+        @functools.wraps(command)
+        def takes(**given: Any) -> None:
+            options = {one.name: given.pop(one.name) for one in shared}
+            command(spec=spec.from_options(options), **given)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [
+            *shared,
+            *(one.replace(kind=keyword) for one in own if one.name != "spec"),
+        ]
+        takes.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        takes.__annotations__ = {one.name: one.annotation for one in parameters}
+        return takes
+
+    return decorate
 
 
 @contextmanager

@@ -14,12 +14,43 @@ import secrets
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from typer import Argument, BadParameter, Option
+
+from quietgrad.cli.options import (
+    Account,
+    BatchSize,
+    CapEpsilon,
+    Classes,
+    Clip,
+    Delimiter,
+    Delta,
+    Drop,
+    Encoding,
+    Epsilon,
+    Gamma,
+    Holdout,
+    Keep,
+    Label,
+    LearningRate,
+    RelationName,
+    RowBound,
+    Sampling,
+    SchemaFile,
+    Settings,
+    Steps,
+    TaskName,
+    algorithm_names,
+    budget,
+    class_labels,
+    dataset_names,
+    usage,
+)
 from quietgrad.errors import DataError
-from quietgrad.files import read_json
+from quietgrad.files import is_multi_file, read_json, write_atomically
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
@@ -29,85 +60,165 @@ if TYPE_CHECKING:
     from quietgrad.privacy.budget import Budget
 
 RUN_FILE = "run.json"
-_HOMES = {
+_GROUPS = {
     "reading": (
         "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding",
     ),
     "scanning": ("cluster", "memory", "threads"),
     "flags": ("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling"),
 }  # fmt: skip
-"""Options that are kept together: how the file is read, how it is scanned, settings of the algorithm."""
+"""Options that are used together and kept together in ``run.json``."""
+_PATHS = ("schema", "test", "ledger")
+_LISTS = ("settings", "drop", "classes")
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The options of ``quietgrad train``, as JSON values."""
+    """The options of ``quietgrad train``, on the command line, in a TOML file and in ``run.json`` alike."""
 
-    data: str | None = None
-    test: str | None = None
-    reading: dict[str, Any] = field(default_factory=dict)
-    scanning: dict[str, Any] = field(default_factory=dict)
-    objective: str | None = None
-    regularizer: str | None = None
-    intercept: bool = True
-    row_bound: float | None = None
-    rows: str = "clip"
-    algorithm: str | None = None
-    oracle: str | None = None
-    landscape: str | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-    settings: tuple[str, ...] = ()
-    epsilon: float | None = None
-    delta: float = 1e-5
-    relation: str = DEFAULT_RELATION
-    non_private: bool = False
-    ledger: str | None = None
-    account: str = "default"
-    cap_epsilon: float | None = None
-    n_public: int | None = None
-    combine: str = "mean"
-    records_per_person: int | None = None
-    records_public: int | None = None
-    evaluate_train: bool = False
-    checkpoint_seconds: float = 10.0
-    features: str | None = None
-    model: str | None = None
-    inference: bool = False
-    class_weight: str | None = None
-    holdout: float | None = None
-    score_share: float = 0.2
+    data: Annotated[
+        str | None,
+        Argument(
+            help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
+            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
+            autocompletion=dataset_names,
+        ),
+    ] = None
+    epsilon: Epsilon = None
+    delta: Delta = 1e-5
+    relation: RelationName = DEFAULT_RELATION
+    model: Annotated[
+        str | None,
+        Option(
+            help="linear, additive, svc, least-squares, poisson or quantile[:Q]; else linear by --algorithm.",
+            autocompletion=lambda: ["linear", "additive", "svc", "least-squares", "poisson", "quantile"],
+        ),
+    ] = None
+    inference: Annotated[
+        bool, Option("--inference", help="Buy standard errors of the coefficients, too (linear models).")
+    ] = False
+    class_weight: Annotated[str | None, Option(help="Weights of the classes, such as no=1,yes=5.")] = None
+    holdout: Holdout = None
+    score_share: Annotated[
+        float, Option(help="Share of ε and δ for the private score of the held-out records.")
+    ] = 0.2
+    drop: Drop = None
+    keep: Keep = None
+    delimiter: Delimiter = None
+    encoding: Encoding = None
+    algorithm: Annotated[
+        str | None,
+        Option(
+            help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models.",
+            autocompletion=algorithm_names,
+        ),
+    ] = None
+    oracle: Annotated[str | None, Option(help="Of perturbed-sgd: adaptive-spider, spider or mini-batch.")] = None
+    landscape: Annotated[
+        str | None, Option(help="Instead of data, a risk with known saddles: strict-saddle, matrix-sensing, …")
+    ] = None
+    steps: Steps = None
+    batch_size: BatchSize = None
+    learning_rate: LearningRate = None
+    clip: Clip = None
+    gamma: Gamma = None
+    sampling: Sampling = None
+    settings: Settings = None
+    objective: Annotated[
+        str | None,
+        Option(help="logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."),
+    ] = None
+    regularizer: Annotated[str | None, Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None
+    intercept: Annotated[bool, Option(help="Whether to fit a constant term.")] = True
+    features: Annotated[
+        str | None, Option(help="scattering: fixed features of square pictures in place of their pixels.")
+    ] = None
+    row_bound: RowBound = None
+    rows: Annotated[str, Option(help="Rows above the bound: clip them; or normalize all.")] = "clip"
+    test: Annotated[str | None, Option(help="Held-out records in a file of the same kind.")] = None
+    schema: SchemaFile = None
+    label: Label = None
+    classes: Classes = None
+    task: TaskName = None
+    n_features: Annotated[int | None, Option(help="Public number of features (LIBSVM).")] = None
+    n_public: Annotated[
+        int | None,
+        Option(
+            help="Public number of records. Under add-remove they are counted privately without it, with 1 % of ε."
+        ),
+    ] = None
+    person: Annotated[
+        str | None,
+        Option(help="Column of the ids of the people rows are about: ε is then per person, n their number."),
+    ] = None
+    combine: Annotated[str, Option(help="A person counts with the mean or the sum of their rows.")] = "mean"
+    records_per_person: Annotated[
+        int | None, Option(help="The most of a person's rows that one release looks at.")
+    ] = None
+    ledger: Annotated[str | None, Option(help="Ledger file; else the project's own.")] = None
+    records_public: Annotated[
+        int | None, Option(help="How many rows people have together, if that is public; else it is not said.")
+    ] = None
+    account: Account = "default"
+    cap_epsilon: CapEpsilon = None
+    evaluate_train: Annotated[
+        bool, Option("--evaluate-train", help="Score the private training records too, without noise.")
+    ] = False
+    non_private: Annotated[bool, Option("--non-private", help="No noise and no promise.")] = False
+    checkpoint_seconds: Annotated[float, Option(help="At most so often a checkpoint is written.")] = 10.0
+    cluster: Annotated[
+        str | None, Option(help="Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
+    ] = None
+    memory: Annotated[
+        int | None, Option(help="Scan the table within so many MB (400 for folders and patterns).")
+    ] = None
+    threads: Annotated[int | None, Option(help="Cores for a scan; all by default.")] = None
     split_key: str | None = None
+    """Under which records are held out; no option, each run draws its own."""
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> RunSpec:
-        """The run that the options of ``quietgrad train`` describe; every one of them must have a place in it."""
-        values: dict[str, Any] = {"reading": {}, "scanning": {}, "flags": {}}
-        for name, value in options.items():
-            value = str(value.resolve()) if isinstance(value, Path) else value
-            home = next((home for home, names in _HOMES.items() if name in names), None)
-            if home is None:
-                values[name] = value
-            elif value not in (None, (), []):
-                values[home][name] = list(value) if isinstance(value, tuple) else value
+        """The run that the options describe; the same from wherever it is resumed, so files get their full path."""
+        values = dict(options)
+        if isinstance(values.get("classes"), str):
+            values["classes"] = class_labels(values["classes"])
+        values |= {name: list(values[name]) or None for name in _LISTS if values.get(name) is not None}
+        values |= {name: str(Path(values[name]).resolve()) for name in _PATHS if values.get(name) is not None}
+        data = values.get("data")
+        if data is not None and "://" not in data and (Path(data).is_file() or is_multi_file(data)):
+            values["data"] = str(Path(data).absolute())
         if values.get("holdout") is not None:
             values["split_key"] = secrets.token_hex(16)
         return cls(**values)
 
     @classmethod
     def read(cls, path: Path) -> RunSpec:
-        """The run that a TOML or JSON file describes: fields as in ``run.json``, options as on the command line."""
-        values = tomllib.loads(path.read_text("utf-8")) if path.suffix == ".toml" else dict(read_json(path))
-        known = {field.name for field in dataclasses.fields(cls)}
-        options = {key.replace("-", "_"): value for key, value in _whole(values).items()}
-        inside = {home: dict(options.pop(home, {})) for home in _HOMES}
-        flat = {**options, **{key: value for part in inside.values() for key, value in part.items()}}
-        flat.pop("split_key", None)  # a run of its own splits anew
-        if unknown := sorted(flat.keys() - known - {name for names in _HOMES.values() for name in names}):
+        """The run that a TOML file or the ``run.json`` of another run describes."""
+        values = tomllib.loads(path.read_text("utf-8")) if path.suffix == ".toml" else read_json(path)
+        options = {key.replace("-", "_"): value for key, value in _flat(values).items()}
+        options.pop("split_key", None)  # a run of its own splits anew
+        if unknown := sorted(options.keys() - {field.name for field in dataclasses.fields(cls)}):
             raise DataError(f"{path}: {', '.join(unknown)}: no options of a run; see `quietgrad train --help`.")
-        if isinstance(flat.get("settings"), list):
-            flat["settings"] = tuple(flat["settings"])
-        return cls.from_options(flat)
+        return cls.from_options(options)
+
+    def _group(self, name: str) -> dict[str, Any]:
+        return {key: value for key in _GROUPS[name] if (value := getattr(self, key)) is not None}
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How the file is read."""
+        return self._group("reading")
+
+    @property
+    def scanning(self) -> dict[str, Any]:
+        """How the file is scanned, if it is."""
+        return self._group("scanning")
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """Settings of the algorithm that have options of their own."""
+        return self._group("flags")
 
     def to_toml(self) -> str:
         """The run as a file that :meth:`read` takes; what is usual is left out."""
@@ -117,45 +228,37 @@ class RunSpec:
         """The ``quietgrad train`` that makes this run again, with files named without their folders."""
         words = ["quietgrad", "train"]
         for name, value in self._said().items():
-            flag = {"settings": "--set"}.get(name, f"--{name.replace('_', '-')}")
+            flag = {"settings": "--set", "intercept": "--no-intercept"}.get(name, f"--{name.replace('_', '-')}")
             if name == "data":
                 words.append(Path(value).name if "://" not in value else value)
             elif name in ("settings", "drop"):
                 words += [word for one in value for word in (flag, one)]
-            elif name == "intercept":
-                words.append("--no-intercept")
-            elif value is True:
+            elif isinstance(value, bool):
                 words.append(flag)
-            elif name in ("schema", "test", "ledger"):
+            elif name in _PATHS:
                 words += [flag, Path(value).name]
             else:
-                words += [flag, ",".join(map(str, value)) if isinstance(value, list | tuple) else _text(value)]
+                words += [flag, ",".join(map(str, value)) if isinstance(value, list) else _text(value)]
         return " ".join(shlex.quote(word) for word in words)
 
     def _said(self) -> dict[str, Any]:
-        """The options that differ from what is usual, by the name of their flag."""
-        said: dict[str, Any] = {}
-        for one in dataclasses.fields(self):
-            value = getattr(self, one.name)
-            usual = {} if one.name in _HOMES else one.default
-            always = one.name in ("delta", "relation") and not self.non_private
-            if one.name == "split_key" or (value == usual and not always):
-                continue
-            if one.name in _HOMES:
-                said |= {key: inner for key, inner in value.items() if inner is not None}
-            else:
-                said[one.name] = list(value) if isinstance(value, tuple) else value
-        return said
+        """The options that differ from what is usual, by the name of their flag; δ and relation always."""
+        always = () if self.non_private else ("delta", "relation")
+        return {
+            one.name: value
+            for one in dataclasses.fields(self)
+            if one.name != "split_key" and ((value := getattr(self, one.name)) != one.default or one.name in always)
+        }
 
     def save(self, folder: Path) -> None:
         """Write ``run.json`` into ``folder``."""
-        from quietgrad.files import write_atomically
-
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(schema := self.reading.get("schema"), str):  # a run keeps what its model's features mean
-            path = Path(schema)
+        if self.schema is not None:  # a run keeps what its model's features mean
+            path = Path(self.schema)
             write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | {name: self._group(name) for name in _GROUPS}
+        for name in (name for names in _GROUPS.values() for name in names):
+            del values[name]
         model, score = self.budget(), self.score_budget()
         if model is not None and score is not None:  # checks of the run compare its own part with what was asked
             values |= {"epsilon": model.epsilon, "delta": model.delta, "whole": [self.epsilon, self.delta]}
@@ -165,8 +268,7 @@ class RunSpec:
     def load(cls, folder: Path) -> RunSpec:
         """Read the options that a run was started with."""
         try:
-            values = _whole(read_json(folder / RUN_FILE))
-            return cls(**{**values, "settings": tuple(values["settings"])})
+            return cls(**_flat(read_json(folder / RUN_FILE)))
         except FileNotFoundError:
             raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -179,11 +281,18 @@ class RunSpec:
 
     def check(self) -> None:
         """Refuse what cannot be before any data is read."""
+        if self.rows not in ("clip", "normalize"):
+            raise BadParameter(f"{self.rows!r}: must be clip or normalize.", param_hint="--rows")
+        if self.features is not None and (self.features not in FEATURES or self.landscape is not None):
+            raise BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
+        if self.landscape is not None and (self.data is not None or self.person is not None):
+            raise BadParameter("a landscape samples records of its own; give no DATA and no --person.",
+                               param_hint="--landscape")  # fmt: skip
         self.budget()
         by_hand = {
             "algorithm": self.algorithm, "objective": self.objective, "regularizer": self.regularizer,
             "oracle": self.oracle, "landscape": self.landscape, "features": self.features, "test": self.test,
-            "set": self.settings or None, **self.flags,
+            "set": self.settings, **self.flags,
         }  # fmt: skip
         if self.uses_estimator and (extra := [name for name, value in by_hand.items() if value is not None]):
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
@@ -200,8 +309,6 @@ class RunSpec:
         return None if self.holdout is None else self._share(self.score_share)
 
     def _share(self, share: float) -> Budget | None:
-        from quietgrad.cli.options import budget
-
         if not 0.0 < self.score_share < 1.0:
             raise ValueError(f"score_share={self.score_share:g}: must be between 0 and 1.")
         if self.non_private:
@@ -211,8 +318,6 @@ class RunSpec:
 
     def cap(self) -> Budget | None:
         """The most that the account as a whole may spend."""
-        from quietgrad.cli.options import budget
-
         return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
 
     def people_in(self, data: Any) -> UnitGrouping | ScannedPeople | None:
@@ -240,19 +345,20 @@ class RunSpec:
 
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
-        given = {key: value for key, value in self.flags.items() if value is not None}
         bound = data.row_bound if self.row_bound is None else self.row_bound
         promise = self.budget()
+        usual: dict[str, Any] | None = None
         if self.features is not None:  # thousands of features are too many to whiten
-            said = key_values(self.settings)
-            usual = pictures_settings(n, None if promise is None else promise.epsilon)
-            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
-            return algorithm_from("dp-sgd", flags, self.settings)
-        if promise is None or given or self.settings:  # settings by hand replace the default design
-            usual = _FULL_BATCH if promise is None else {"row_bound": bound}
+            name, usual = "dp-sgd", pictures_settings(n, None if promise is None else promise.epsilon)
+        elif promise is None:
+            name, usual = "dp-gd", _FULL_BATCH
+        elif self.flags or self.settings:  # settings by hand replace the default design
+            name, usual = "whitened-gd", {"row_bound": bound}
+        if usual is not None:
             said = key_values(self.settings)  # what is set by hand comes before what is usual
-            flags = {**{key: value for key, value in usual.items() if key not in said}, **given}
-            return algorithm_from("dp-gd" if promise is None else "whitened-gd", flags, self.settings)
+            flags = {key: value for key, value in usual.items() if key not in said} | self.flags
+            return algorithm_from(name, flags, self.settings)
+        assert promise is not None
         from quietgrad.algorithms.whitened_design import for_table
 
         return for_table(
@@ -331,11 +437,12 @@ class RunSpec:
 FEATURES = ("scattering",)
 
 
-def _whole(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``run.json`` with all of ε and δ, the score's share included."""
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of ``run.json``, by name, with all of ε and δ, the score's share included."""
     found = dict(values)
+    found |= {key: value for name in _GROUPS for key, value in dict(found.pop(name, {})).items()}
     epsilon, delta = found.pop("whole", (found.get("epsilon"), found.get("delta", 1e-5)))
-    return {**found, "epsilon": epsilon, "delta": delta}
+    return {**found, "settings": found.get("settings") or None, "epsilon": epsilon, "delta": delta}
 
 
 def _text(value: Any) -> str:
@@ -379,7 +486,6 @@ def objective_from(facts: dict[str, Any]) -> Any:
     >>> objective_from(facts)
     Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
     """
-    from quietgrad.cli.options import usage
     from quietgrad.objectives.registry import make_objective
 
     given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}

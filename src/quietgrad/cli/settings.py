@@ -14,7 +14,7 @@ from quietgrad.settings import fields_of
 
 
 def algorithm_from(
-    name: str, flags: Mapping[str, Any], settings: Sequence[str] = (), oracle: str | None = None
+    name: str, flags: Mapping[str, Any], settings: Sequence[str] | None = None, oracle: str | None = None
 ) -> Any:
     """The algorithm called ``name`` with the flags that were given and the settings ``KEY=VALUE``.
 
@@ -56,14 +56,14 @@ def _only(key: str, given: Sequence[Any]) -> Any:
     return values[0] if values else None
 
 
-def key_values(settings: Sequence[str]) -> dict[str, Any]:
+def key_values(settings: Sequence[str] | None) -> dict[str, Any]:
     """The texts ``KEY=VALUE`` of ``--set``.
 
     >>> key_values(["joint-clip=true"])
     {'joint_clip': 'true'}
     """
     values: dict[str, Any] = {}
-    for text in settings:
+    for text in settings or ():
         key, equals, value = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"{text!r}: must be KEY=VALUE.", param_hint="--set")

@@ -10,37 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.ledger import reminder, so_far
-from quietgrad.cli.options import (
-    BatchSize,
-    Classes,
-    Clip,
-    Delimiter,
-    Delta,
-    Drop,
-    Encoding,
-    Epsilon,
-    Gamma,
-    Holdout,
-    Json,
-    Keep,
-    Label,
-    LearningRate,
-    RelationName,
-    Sampling,
-    Settings,
-    Steps,
-    TaskName,
-    algorithm_names,
-    class_labels,
-    dataset_names,
-    say,
-    show_json,
-    show_rows,
-    usage,
-    working,
-)
+from quietgrad.cli.options import Json, Quiet, say, show_json, show_rows, usage, with_options, working
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.run_spec import FEATURES, RunSpec, objective_from
+from quietgrad.cli.run_spec import RunSpec, objective_from
 from quietgrad.cli.scoring import (
     clipped_features,
     held_out_score,
@@ -49,8 +21,6 @@ from quietgrad.cli.scoring import (
     remember_trained,
     save_score,
 )
-from quietgrad.files import is_multi_file
-from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -64,41 +34,11 @@ app = typer.Typer(add_completion=False)
     epilog="Example: quietgrad train a9a --algorithm dp-srm --epsilon 1 --delta 1e-5 --out runs/a9a   ·   "
     "quietgrad train people.csv --schema schema.json --epsilon 0.5 --account patients --out runs/people"
 )
+@with_options(RunSpec)
 def train(
+    spec: RunSpec,
     context: typer.Context,
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
-            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
-            autocompletion=dataset_names,
-        ),
-    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    relation: RelationName = DEFAULT_RELATION,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="linear, additive, svc, least-squares, poisson or quantile[:Q]; else linear by --algorithm.",
-            autocompletion=lambda: ["linear", "additive", "svc", "least-squares", "poisson", "quantile"],
-        ),
-    ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="Buy standard errors of the coefficients, too (linear models).")
-    ] = False,
-    class_weight: Annotated[
-        str | None, typer.Option(help="Weights of the classes, such as no=1,yes=5.", show_default=False)
-    ] = None,
-    holdout: Holdout = None,
-    score_share: Annotated[
-        float, typer.Option(help="Share of ε and δ for the private score of the held-out records.")
-    ] = 0.2,
-    drop: Drop = None,
-    keep: Keep = None,
-    delimiter: Delimiter = None,
-    encoding: Encoding = None,
     from_file: Annotated[
         Path | None,
         typer.Option(
@@ -106,117 +46,17 @@ def train(
         ),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say first what ε and δ mean.")] = False,
-    algorithm: Annotated[
-        str | None,
-        typer.Option(
-            help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models.",
-            autocompletion=algorithm_names,
-        ),
-    ] = None,
-    oracle: Annotated[
-        str | None, typer.Option(help="Of perturbed-sgd: adaptive-spider, spider or mini-batch.")
-    ] = None,
-    landscape: Annotated[
-        str | None,
-        typer.Option(help="Instead of data, a risk with known saddles: strict-saddle, matrix-sensing, …"),
-    ] = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    learning_rate: LearningRate = None,
-    clip: Clip = None,
-    gamma: Gamma = None,
-    sampling: Sampling = None,
-    settings: Settings = None,
-    objective: Annotated[
-        str | None,
-        typer.Option(help="logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."),
-    ] = None,
-    regularizer: Annotated[str | None, typer.Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None,
-    intercept: Annotated[bool, typer.Option(help="Whether to fit a constant term.")] = True,
-    features: Annotated[
-        str | None, typer.Option(help="scattering: fixed features of square pictures in place of their pixels.")
-    ] = None,
-    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows above the bound: clip them; or normalize all.")] = "clip",
-    test: Annotated[Path | None, typer.Option(help="Held-out records in a file of the same kind.")] = None,
-    schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
-    label: Label = None,
-    classes: Classes = None,
-    task: TaskName = None,
-    n_features: Annotated[int | None, typer.Option(help="Public number of features (LIBSVM).")] = None,
-    n_public: Annotated[
-        int | None,
-        typer.Option(
-            help="Public number of records. Under add-remove they are counted privately without it, with 1 % of ε."
-        ),
-    ] = None,
-    person: Annotated[
-        str | None,
-        typer.Option(help="Column of the ids of the people rows are about: ε is then per person, n their number."),
-    ] = None,
-    combine: Annotated[str, typer.Option(help="A person counts with the mean or the sum of their rows.")] = "mean",
-    records_per_person: Annotated[
-        int | None, typer.Option(help="The most of a person's rows that one release looks at.")
-    ] = None,
-    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    records_public: Annotated[
-        int | None, typer.Option(help="How many rows people have together, if that is public; else it is not said.")
-    ] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
-    cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
-    evaluate_train: Annotated[
-        bool, typer.Option("--evaluate-train", help="Score the private training records too, without noise.")
-    ] = False,
-    non_private: Annotated[bool, typer.Option("--non-private", help="No noise and no promise.")] = False,
-    checkpoint_seconds: Annotated[float, typer.Option(help="At most so often a checkpoint is written.")] = 10.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
     ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(help="Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
-    ] = None,
-    memory: Annotated[
-        int | None, typer.Option(help="Scan the table within so many MB (400 for folders and patterns).")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Cores for a scan; all by default.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Train a model privately; an interrupted run continues with `quietgrad resume DIR`."""
     if from_file is not None:
-        spec = RunSpec.read(from_file)
         if (changed := _given(context)) - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
             raise typer.BadParameter(f"the file says the whole run; leave {', '.join(sorted(changed))} out.")
-        data, rows, features, landscape, person = (
-            spec.data, spec.rows, spec.features, spec.landscape, spec.reading.get("person"),
-        )  # fmt: skip
-    else:
-        spec = RunSpec.from_options(
-            {
-                "data": _place(data), "test": test, "schema": schema, "label": label, "task": task,
-                "classes": class_labels(classes), "n_features": n_features, "person": person,
-                "drop": tuple(drop or ()), "keep": keep, "delimiter": delimiter, "encoding": encoding,
-                "cluster": cluster, "memory": memory, "threads": threads, "objective": objective,
-                "regularizer": regularizer, "intercept": intercept, "row_bound": row_bound, "rows": rows,
-                "algorithm": algorithm, "oracle": oracle, "landscape": landscape, "steps": steps,
-                "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip, "gamma": gamma,
-                "sampling": sampling, "settings": tuple(settings or ()), "epsilon": epsilon, "delta": delta,
-                "relation": relation, "non_private": non_private, "ledger": ledger, "account": account,
-                "cap_epsilon": cap_epsilon, "n_public": n_public, "combine": combine,
-                "records_per_person": records_per_person, "records_public": records_public,
-                "evaluate_train": evaluate_train, "checkpoint_seconds": checkpoint_seconds, "features": features,
-                "model": model, "inference": inference, "class_weight": class_weight, "holdout": holdout,
-                "score_share": score_share,
-            }
-        )  # fmt: skip
-    if rows not in ("clip", "normalize"):
-        raise typer.BadParameter(f"{rows!r}: must be clip or normalize.", param_hint="--rows")
-    if features is not None and (features not in FEATURES or landscape is not None):
-        raise typer.BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
-    if landscape is not None and data is not None:
-        raise typer.BadParameter("a landscape samples its own records; give no DATA.", param_hint="--landscape")
-    if landscape is not None and person is not None:
-        raise typer.BadParameter("a landscape's records are synthetic; give no --person.", param_hint="--person")
+        spec = RunSpec.read(from_file)
     with usage():
         spec.check()
     if explain:
@@ -430,15 +270,6 @@ def _given(context: typer.Context) -> set[str]:
     }
 
 
-def _place(data: str | None) -> str | None:
-    """Where the data are, from wherever a run is resumed; names of registered sets stay as they are."""
-    if data is None or "://" in data:
-        return data
-    if Path(data).is_file() or is_multi_file(data):
-        return str(Path(data).absolute())
-    return data
-
-
 def _check_folder(out: Path, *, overwrite: bool) -> None:
     from quietgrad.errors import DataError
 
@@ -460,8 +291,9 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     from quietgrad.training.stationarity import certify
 
     n = spec.n_public or _RECORDS
-    its = [text.partition(".")[2] for text in spec.settings if text.startswith("landscape.")]
-    others = [text for text in spec.settings if not text.startswith("landscape.")]
+    settings = spec.settings or ()
+    its = [text.partition(".")[2] for text in settings if text.startswith("landscape.")]
+    others = [text for text in settings if not text.startswith("landscape.")]
     with usage():
         land = make_landscape(spec.landscape or "", key_values(its))
     method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
@@ -495,7 +327,7 @@ resume_app = typer.Typer(add_completion=False)
 @resume_app.command("resume", epilog="Example: quietgrad resume runs/a9a")
 def resume_command(
     folder: Annotated[Path, typer.Argument(help="The --out folder of the interrupted run.", show_default=False)],
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Continue where a run stopped: the model is that of an undisturbed run, and nothing is spent twice.

@@ -67,6 +67,7 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
     releases: int
     column: tuple[float, ...]
 
+    amplified: ClassVar[bool] = True
     in_secure_sums: ClassVar[bool] = False
     in_mpc: ClassVar[bool] = False
     together: ClassVar[str] = (
@@ -108,6 +109,20 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
         c = np.zeros(count)
         c[: self.bands] = self.column[:count]
         return c
+
+    def strategy(self) -> tuple[Floats, range]:
+        """In a window one contribution is heard: one column."""
+        return self.coefficients(), range(1)
+
+    @property
+    def cohorts(self) -> int:
+        """As many as there are bands."""
+        return self.bands
+
+    @classmethod
+    def example(cls, releases: int) -> BandedToeplitzNoise:
+        """Eight bands."""
+        return cls.made(releases, 8)
 
     @property
     def factor(self) -> float:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from scipy.special import log_ndtr
 
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.composition import AccountantRefusal, check_relation, count_releases, root_search
+from quietgrad.privacy.composition import AccountantRefusal, check_relation, count_releases, fold, root_search
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -36,8 +36,6 @@ from quietgrad.privacy.events import (
     FixedSizeSampled,
     Gaussian,
     Laplace,
-    MaxOverParties,
-    Parallel,
     PoissonSampled,
     Pure,
     RandomNumberOfReleases,
@@ -80,7 +78,24 @@ class RenyiProfile:
 
 def zcdp_profile(event: Event, relation: Relation, factor: float) -> RenyiProfile:
     """Return the profile of releases that are all zCDP: Gaussian, pure and ρ-zCDP ones, un-sampled."""
-    return RenyiProfile(_FINE_ORDERS, _rho(event, relation, factor) * _FINE_ORDERS, "zcdp")
+
+    def leaf(part: Event) -> float:
+        match part:
+            case ZCDP(rho=rho, relation=proved):
+                check_relation(part, proved, relation)
+                return rho
+            case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+                return (factor / z) ** 2 / 2
+            case Pure(epsilon=epsilon, relation=proved):
+                check_relation(part, proved, relation)
+                return epsilon**2 / 2
+            case RandomNumberOfReleases(inner=inner, law=law):
+                return max(number for number, _ in law) * fold(inner, leaf)
+            case TotalVariationSlack() | FailureProbability() | Upfront():
+                return 0.0
+        raise AccountantRefusal(part, f"a {part.kind} event is not zCDP")
+
+    return RenyiProfile(_FINE_ORDERS, fold(event, leaf) * _FINE_ORDERS, "zcdp")
 
 
 def rdp_profile(event: Event, relation: Relation, factor: float) -> RenyiProfile:
@@ -89,64 +104,39 @@ def rdp_profile(event: Event, relation: Relation, factor: float) -> RenyiProfile
     return RenyiProfile(_ORDERS, np.where(curve >= 0.0, curve, np.inf), "rdp")
 
 
-def _rho(event: Event, relation: Relation, factor: float) -> float:
-    match event:
-        case ZCDP(rho=rho, relation=proved):
-            check_relation(event, proved, relation)
-            return rho
-        case Gaussian(noise_multiplier=z):
-            return (factor / z) ** 2 / 2
-        case Laplace(noise_multiplier=z):
-            return (factor / z) ** 2 / 2
-        case Pure(epsilon=epsilon, relation=proved):
-            check_relation(event, proved, relation)
-            return epsilon**2 / 2
-        case Repeated(inner=inner, count=count):
-            return count * _rho(inner, relation, factor)
-        case Composed(parts=parts):
-            return math.fsum(_rho(part, relation, factor) for part in parts)
-        case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return max(_rho(part, relation, factor) for part in parts)
-        case RandomNumberOfReleases(inner=inner, law=law):
-            return max(number for number, _ in law) * _rho(inner, relation, factor)
-        case TotalVariationSlack() | FailureProbability() | Upfront():
-            return 0.0
-    raise AccountantRefusal(event, f"a {event.kind} event is not zCDP")
-
-
 def _curve(event: Event, relation: Relation, factor: float) -> Array:
     a = _ORDERS
-    match event:
-        case Gaussian(noise_multiplier=z):
-            return a * (factor / z) ** 2 / 2
-        case ZCDP(rho=rho, relation=proved):
-            check_relation(event, proved, relation)
-            return a * rho
-        case Pure(epsilon=e, relation=proved):
-            check_relation(event, proved, relation)
-            # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
-            return _array((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
-        case Laplace(noise_multiplier=z):
-            e = factor / z
-            near, far = np.log(a / (2 * a - 1)) + (a - 1) * e, np.log((a - 1) / (2 * a - 1)) - a * e
-            return _array(np.logaddexp(near, far) / (a - 1))
-        case PoissonSampled() | FixedSizeSampled():
-            return _sampled_curve(event, relation, factor)
-        case Repeated(inner=inner, count=count):
-            return count * _curve(inner, relation, factor)
-        case Composed(parts=parts):
-            return _array(np.sum([_curve(part, relation, factor) for part in parts], axis=0))
-        case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return _array(np.max([_curve(part, relation, factor) for part in parts], axis=0))
-        case RandomNumberOfReleases(inner=inner, law=law):
-            one = (a - 1) * _curve(inner, relation, factor)
-            logs = [math.log(weight) + number * one for number, weight in law if weight > 0]
-            return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
-        case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
-            return _select(_curve(inner, relation, factor), mean, shape)
-        case TotalVariationSlack() | FailureProbability() | Upfront():
-            return np.zeros_like(a)
-    raise AccountantRefusal(event, f"a {event.kind} event has no Rényi curve")
+
+    def leaf(part: Event) -> Array:
+        match part:
+            case Gaussian(noise_multiplier=z):
+                return a * (factor / z) ** 2 / 2
+            case ZCDP(rho=rho, relation=proved):
+                check_relation(part, proved, relation)
+                return a * rho
+            case Pure(epsilon=e, relation=proved):
+                check_relation(part, proved, relation)
+                # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
+                return _array((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
+            case Laplace(noise_multiplier=z):
+                e = factor / z
+                near, far = np.log(a / (2 * a - 1)) + (a - 1) * e, np.log((a - 1) / (2 * a - 1)) - a * e
+                return _array(np.logaddexp(near, far) / (a - 1))
+            case PoissonSampled() | FixedSizeSampled():
+                return _sampled_curve(part, relation, factor)
+            case RandomNumberOfReleases(inner=inner, law=law):
+                one = (a - 1) * _curve(inner, relation, factor)
+                logs = [math.log(weight) + number * one for number, weight in law if weight > 0]
+                return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
+            case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
+                return _select(_curve(inner, relation, factor), mean, shape)
+            case TotalVariationSlack() | FailureProbability() | Upfront():
+                return np.zeros_like(a)
+        raise AccountantRefusal(part, f"a {part.kind} event has no Rényi curve")
+
+    return fold(
+        event, leaf, lambda parts: _array(np.sum(parts, axis=0)), lambda parts: _array(np.max(parts, axis=0))
+    )
 
 
 def _array(values: npt.ArrayLike) -> Array:
@@ -260,21 +250,17 @@ class PureProfile:
 
 def pure_profile(event: Event, relation: Relation, factor: float) -> PureProfile:
     """Return the sum of the ε of pure-DP and Laplace releases; ``factor`` is Δ/C. Refuses all others."""
-    return PureProfile(_total(event, relation, factor))
 
+    def leaf(part: Event) -> float:
+        match part:
+            case Pure(epsilon=epsilon, relation=proved):
+                check_relation(part, proved, relation)
+                return epsilon
+            case Laplace(noise_multiplier=z):
+                return factor / z
+        raise AccountantRefusal(part, f"a {part.kind} event is not pure DP")
 
-def _total(event: Event, relation: Relation, factor: float) -> float:
-    match event:
-        case Pure(epsilon=epsilon, relation=proved):
-            check_relation(event, proved, relation)
-            return epsilon
-        case Laplace(noise_multiplier=z):
-            return factor / z
-        case Composed(parts=parts):
-            return math.fsum(_total(part, relation, factor) for part in parts)
-        case Repeated(inner=inner, count=count):
-            return count * _total(inner, relation, factor)
-    raise AccountantRefusal(event, f"a {event.kind} event is not pure DP")
+    return PureProfile(fold(event, leaf))
 
 
 # Mixtures of more Gaussians than this are left to the PLD accountant, which mixes them by Fourier transform.

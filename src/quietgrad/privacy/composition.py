@@ -13,6 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import combinations_with_replacement, product
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.events import (
@@ -40,6 +44,7 @@ from quietgrad.privacy.events import (
 )
 
 _MOST_CHOICES = 256
+_INSIDE = (PoissonSampled, FixedSizeSampled, RandomAllocation, RandomNumberOfReleases, RepeatAndSelect)
 
 
 class AccountantRefusal(Exception):
@@ -65,10 +70,28 @@ def describe(event: Event, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+_Value = TypeVar("_Value", float, npt.NDArray[np.float64])
+
+
+def fold(
+    event: Event,
+    leaf: Callable[[Event], _Value],
+    add: Callable[[list[Any]], Any] = math.fsum,
+    worst: Callable[[list[Any]], Any] = max,
+) -> _Value:
+    """Add up over a composition, multiply repetitions, take the worst of parallel parts; ``leaf`` says the rest."""
+    match event:
+        case Composed(parts=parts):
+            return add([fold(part, leaf, add, worst) for part in parts])
+        case Parallel(parts=parts) | MaxOverParties(parties=parts):
+            return worst([fold(part, leaf, add, worst) for part in parts])
+        case Repeated(inner=inner, count=count):
+            return count * fold(inner, leaf, add, worst)
+    return leaf(event)
+
+
 def total_slack(event: Event) -> float:
-    """Return the total variation distance that all ``TotalVariationSlack`` events of a composition may add up
-    to.
-    """
+    """Return the total variation distance that all slacks of a composition may add up to."""
     return _total(event, lambda part: part.total_variation if isinstance(part, TotalVariationSlack) else 0.0)
 
 
@@ -86,46 +109,30 @@ def total_upfront(event: Event, relation: Relation) -> float:
         check_relation(part, part.relation, relation)
         return part.epsilon
 
-    def outside(part: Event) -> bool:
-        match part:
-            case Composed(parts=parts) | Parallel(parts=parts) | MaxOverParties(parties=parts):
-                return all(map(outside, parts))
-            case Repeated(inner=inner):
-                return outside(inner)
-            case (
-                PoissonSampled()
-                | FixedSizeSampled()
-                | RandomAllocation()
-                | RandomNumberOfReleases()
-                | RepeatAndSelect()
-            ):
-                return _total(part.inner, added) == 0.0
-        return True
+    def hidden(part: Event) -> float:
+        return _total(part.inner, added) if isinstance(part, _INSIDE) else 0.0
 
-    if not outside(event):
+    if fold(event, hidden) != 0.0:
         raise AccountantRefusal(
             event, "a release that decides about others stands before them, never inside a sample"
         )
-    return _total(event, added)
+    return fold(event, added)
 
 
 def _total(event: Event, measure: Callable[[Event], float]) -> float:
-    match event:
-        case Composed(parts=parts):
-            return math.fsum(_total(part, measure) for part in parts)
-        case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return max(_total(part, measure) for part in parts)
-        case Repeated(inner=inner, count=count):
-            return count * _total(inner, measure)
-        case RandomNumberOfReleases(inner=inner, law=law):
-            return math.fsum(weight * count for count, weight in law) * _total(inner, measure)
-        case RepeatAndSelect(inner=inner, mean=mean):
-            return mean * _total(inner, measure)
-        case PoissonSampled(inner=inner) | FixedSizeSampled(inner=inner):
-            return _total(inner, measure)
-        case RandomAllocation(steps_per_epoch=steps, inner=inner):
-            return steps * _total(inner, measure)
-    return measure(event)
+    def leaf(part: Event) -> float:
+        match part:
+            case RandomNumberOfReleases(inner=inner, law=law):
+                return math.fsum(weight * count for count, weight in law) * fold(inner, leaf)
+            case RepeatAndSelect(inner=inner, mean=mean):
+                return mean * fold(inner, leaf)
+            case PoissonSampled(inner=inner) | FixedSizeSampled(inner=inner):
+                return fold(inner, leaf)
+            case RandomAllocation(steps_per_epoch=steps, inner=inner):
+                return steps * fold(inner, leaf)
+        return measure(part)
+
+    return fold(event, leaf)
 
 
 def parallel_branches(event: Event) -> list[Event]:
@@ -258,30 +265,28 @@ def approximate_mu(event: Event, factor: float) -> float:
 
     ``factor`` is Δ/C. Sampled Gaussians count q√(e^{μ²} − 1) each. The value may err to either side.
     """
-    match event:
-        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
-            return factor / z
-        case Pure(epsilon=epsilon):
-            return epsilon
-        case ZCDP(rho=rho):
-            return math.sqrt(2 * rho)
-        case PoissonSampled(rate=rate, inner=inner) | FixedSizeSampled(rate=rate, inner=inner):
-            mu = approximate_mu(inner, factor)
-            return min(mu, rate * math.sqrt(math.expm1(min(mu**2, 600.0))))
-        case RandomAllocation(steps_per_epoch=steps, inner=inner):
-            mu = approximate_mu(inner, factor)
-            return min(mu, math.sqrt(math.expm1(min(mu**2, 600.0)) / steps))
-        case Repeated(inner=inner, count=count):
-            return math.sqrt(count) * approximate_mu(inner, factor)
-        case Composed(parts=parts):
-            return math.hypot(*(approximate_mu(part, factor) for part in parts))
-        case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return max(approximate_mu(part, factor) for part in parts)
-        case RandomNumberOfReleases(inner=inner, law=law):
-            return math.sqrt(max(count for count, _ in law)) * approximate_mu(inner, factor)
-        case RepeatAndSelect(inner=inner):
-            return 2 * approximate_mu(inner, factor)
-    return 0.0
+
+    def square(part: Event) -> float:
+        match part:
+            case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+                return (factor / z) ** 2
+            case Pure(epsilon=epsilon):
+                return epsilon**2
+            case ZCDP(rho=rho):
+                return 2 * rho
+            case PoissonSampled(rate=rate, inner=inner) | FixedSizeSampled(rate=rate, inner=inner):
+                one = fold(inner, square)
+                return min(one, rate**2 * math.expm1(min(one, 600.0)))
+            case RandomAllocation(steps_per_epoch=steps, inner=inner):
+                one = fold(inner, square)
+                return min(one, math.expm1(min(one, 600.0)) / steps)
+            case RandomNumberOfReleases(inner=inner, law=law):
+                return max(count for count, _ in law) * fold(inner, square)
+            case RepeatAndSelect(inner=inner):
+                return 4 * fold(inner, square)
+        return 0.0
+
+    return math.sqrt(fold(event, square))
 
 
 def root_search(function: Callable[[float], float], guess: float, rtol: float = 1e-12) -> float:

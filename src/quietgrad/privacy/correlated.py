@@ -35,7 +35,7 @@ import numpy.typing as npt
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.mechanisms import Mechanism, NoiseSource, Sampled, StandardNormals
+from quietgrad.privacy.mechanisms import Mechanism, NoiseSource, Probe, Sampled, StandardNormals
 from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 
 Floats = npt.NDArray[np.float64]
@@ -55,6 +55,7 @@ class CorrelatedNoise(Mechanism, ABC):
     releases: int
 
     noise: ClassVar[str] = "correlated Gaussian"
+    white: ClassVar[bool] = True
 
     @abstractmethod
     def coefficients(self, releases: int | None = None) -> Floats:
@@ -77,6 +78,23 @@ class CorrelatedNoise(Mechanism, ABC):
     def once(self, multiplier: float, relation: Relation) -> events.Event:
         """The event of what has a price together."""
         return events.Gaussian(multiplier)
+
+    @abstractmethod
+    def strategy(self) -> tuple[Floats, range]:
+        """The first column of S, and which columns one record moves together at most."""
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The innovations u, which are S·releases ÷ (z·C·s); releases themselves are not independent."""
+        column, columns = self.strategy()
+        scale = multiplier * bound * worst_move(column, columns)
+        heard: list[Floats] = []
+
+        def normals(release: Floats, number: int, rng: np.random.Generator) -> Floats:
+            del heard[number:]
+            heard.append(release / scale)
+            return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
+
+        return Probe(normals)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Rows of S⁻¹u, scaled by z·C·s."""
@@ -170,6 +188,20 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         if not 1 <= count <= self.releases:
             raise BudgetError(f"{count} releases: the correlated noise was made for {self.releases}.")
         return _sensitivity(self, count)
+
+    def strategy(self) -> tuple[Floats, range]:
+        """A record in k releases b apart moves the columns 0, b, 2b, … of S."""
+        return self.coefficients(), range(0, self.releases, self.separation)[: self.participations]
+
+    @property
+    def cohorts(self) -> int:
+        """As many as keep a record's releases apart."""
+        return self.separation
+
+    @classmethod
+    def example(cls, releases: int) -> BufferedToeplitzNoise:
+        """A record in four releases."""
+        return cls.made(releases, 4, releases // 4)
 
     @property
     def factor(self) -> float:
@@ -323,13 +355,18 @@ class _CancellingSource(NoiseSource):
         add_discretized_gaussian(total, self._rows.row(release, len(total)), *self._grid)
 
 
+def worst_move(column: Floats, columns: range) -> float:
+    """The norm of the sum of these columns of S: how far a record of bound 1 can move S·sums."""
+    moved = np.zeros(len(column))
+    for first in columns:
+        moved[first:] += column[: len(column) - first]
+    return float(np.linalg.norm(moved))
+
+
 @lru_cache(maxsize=256)
 def _sensitivity(mechanism: BufferedToeplitzNoise, count: int) -> float:
-    c = mechanism.coefficients(count)
-    columns = np.zeros(count)
-    for first in range(0, count, mechanism.separation)[: mechanism.participations]:
-        columns[first:] += c[: count - first]
-    return float(np.linalg.norm(columns)) * ROUNDED_UP
+    columns = range(0, count, mechanism.separation)[: mechanism.participations]
+    return worst_move(mechanism.coefficients(count), columns) * ROUNDED_UP
 
 
 @lru_cache(maxsize=64)

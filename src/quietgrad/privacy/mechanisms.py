@@ -1,8 +1,8 @@
 """Mechanisms: what a kind of release costs, and how its noise is added. Noise meets data here and nowhere else.
 
-A mechanism is a frozen, public object of a plan's slot. It knows three things: the event that prices it, the
-source that adds its noise to release k from a keyed stream, and how to say itself in words and JSON. Sessions,
-central, federated or local, hold a source and do not know which one: another mechanism is another class here.
+A mechanism is a frozen, public object of a plan's slot. It knows the event that prices it, the source that adds its
+noise to release k from a keyed stream, the law that an auditor tests, and how to say itself in words and JSON.
+Sessions, certificates and audits do not know which one they hold: another mechanism is another class here.
 """
 
 from __future__ import annotations
@@ -80,6 +80,29 @@ class NoiseSource:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class Probe:
+    """Releases whose exact answers are known, and how an answer becomes standard normals if the claim holds.
+
+    ``normals`` takes the answer, the number of the release and the auditor's own randomness. ``values`` are the
+    exact numbers to choose among; without them zeros are released, or labels that occur ``count`` times each.
+    """
+
+    normals: Callable[[Any, int, np.random.Generator], Floats]
+    values: tuple[float, ...] = ()
+    count: int = 0
+
+
+def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:
+    """Normals from outcomes of known probabilities: anywhere within the outcome's part of the unit interval."""
+    from scipy.special import ndtri
+
+    at = np.atleast_1d(np.asarray(chosen))
+    edges = np.concatenate([[0.0], np.cumsum(shares)])
+    u = edges[at] + shares[at] * rng.random(at.shape)
+    return np.asarray(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)))
+
+
 class Mechanism(ABC):
     """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
 
@@ -98,6 +121,10 @@ class Mechanism(ABC):
     """Which releases have a price together only, in words, if noise is correlated: nothing may stand between."""
     whole_run: ClassVar[bool] = False
     """Whether these are all releases of a run."""
+    white: ClassVar[bool] = False
+    """Whether the noise of a release is Gaussian and independent from coordinate to coordinate."""
+    amplified: ClassVar[bool] = False
+    """Whether the secrecy of a sample lowers its cost."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
         if kind is not None:
@@ -117,6 +144,24 @@ class Mechanism(ABC):
     @abstractmethod
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
+
+    @abstractmethod
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The law that is claimed, worked out from the plan's numbers and not by the source."""
+
+    @classmethod
+    def example(cls, releases: int) -> Mechanism:
+        """One of this kind for so many releases."""
+        return cls()
+
+    @property
+    def cohorts(self) -> int:
+        """How many cohorts records must take turns in."""
+        return 1
+
+    def strategy(self) -> tuple[Floats, range] | None:
+        """Of correlated noise S⁻¹u: the first column of S, and which columns one record moves together at most."""
+        return None
 
     @property
     def factor(self) -> float:
@@ -166,13 +211,18 @@ def from_json(data: Any) -> Mechanism:
     >>> from_json("gaussian"), from_json(GaussianPartitionSelection(1e-9).to_json())
     (GaussianNoise(), GaussianPartitionSelection(failure=1e-09))
     """
-    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
-
     fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
-    kind = _KINDS.get(fields.pop("kind", None))
+    kind = kinds().get(fields.pop("kind", None))
     if kind is None or set(fields) != {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
         raise ValueError(f"mechanism={data!r}: must be one of {', '.join(sorted(_KINDS))} with its settings.")
     return kind(**fields)
+
+
+def kinds() -> dict[str, type[Mechanism]]:
+    """All mechanisms, by kind."""
+    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
+
+    return _KINDS
 
 
 @dataclass(frozen=True)
@@ -186,9 +236,16 @@ class GaussianNoise(Mechanism, kind="gaussian"):
     (True, Gaussian(noise_multiplier=2.0))
     """
 
+    white: ClassVar[bool] = True
+    amplified: ClassVar[bool] = True
+
     def once(self, multiplier: float, relation: Relation) -> events.Event:
         """``Gaussian(z)``."""
         return events.Gaussian(multiplier)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Zeros with noise of standard deviation z·C."""
+        return Probe(lambda heard, number, rng: heard / (multiplier * bound))
 
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """Amplified by the secrecy of the sample."""
@@ -238,9 +295,24 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
         """A Gamma length in a uniform direction."""
         return _L2LaplaceSource(NoiseStream(key, f"noise/{label}"))
 
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The length is Gamma(d, z·C), and becomes that of d normals."""
+        return Probe(lambda heard, number, rng: laplace_units(heard, multiplier * bound))
+
     def reach(self, dim: int) -> float:
         """The length is Gamma(dim)."""
         return dim + 40.0 + 10.0 * math.sqrt(dim)
+
+
+def laplace_units(noise: Floats, scale: float) -> Floats:
+    """Standard normals from L2-Laplace noise."""
+    from scipy.special import chdtri, gammaincc
+
+    length, width = float(np.linalg.norm(noise)), len(noise)
+    if length == 0.0:
+        return noise
+    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
+    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
 
 
 class _L2LaplaceSource(NoiseSource):
@@ -267,6 +339,13 @@ class ExponentialMechanism(Mechanism, kind="choice"):
     def once(self, multiplier: float, relation: Relation) -> events.Event:
         """ρ-zCDP with the ρ of a Gaussian release of this multiplier."""
         return events.ZCDP((sensitivity_factor(relation) / multiplier) ** 2 / 2.0, relation)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Sums at gaps that change the odds of a choice by known factors; ε = √(8ρ) is 2Δ/(z·C)."""
+        gaps = np.array([0.0, 0.3, 0.6, 1.0, 1.5])
+        shares = np.exp(-gaps) / np.exp(-gaps).sum()
+        values = bound * multiplier / sensitivity_factor(relation) * gaps
+        return Probe(lambda chosen, number, rng: spread_choice(chosen, shares, rng), tuple(values.tolist()))
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Gumbel noise for exact scores, Gaussian noise for shared ones."""
@@ -302,9 +381,30 @@ class AboveThreshold(Mechanism, kind="threshold"):
         """``Pure(Δ/(z·C))``."""
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Numbers that fall towards the threshold 0; what passes first has a law by one integral."""
+        values = 4.0 * np.linspace(1.5, 0.5, 6)  # in units of the release's scale
+        shares = search_law(values)
+        scaled = tuple((multiplier * bound * values).tolist())
+        return Probe(lambda found, number, rng: spread_choice(found, shares, rng), scaled)
+
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """A block of Laplace numbers per search."""
         return _ThresholdSource(NoiseStream(key, f"noise/{label}"))
+
+
+def search_law(values: Floats) -> Floats:
+    """P(the first value to pass is the k-th), and of none; the Laplace noise has scales 2 and 4."""
+    grid = np.linspace(-80.0, 80.0, 64_001)
+    density = np.exp(-np.abs(grid) / 2.0) / 4.0
+    density /= density.sum()
+    alive, shares = np.ones_like(grid), []
+    for value in values:
+        gap = (grid - value) / 4.0
+        passes = np.where(gap < 0.0, 0.5 * np.exp(np.minimum(gap, 0.0)), 1.0 - 0.5 * np.exp(-np.maximum(gap, 0.0)))
+        shares.append(float((density * alive * passes).sum()))
+        alive = alive * (1.0 - passes)
+    return np.array([*shares, float((density * alive).sum())])
 
 
 class _ThresholdSource(NoiseSource):
@@ -373,6 +473,22 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
 
         sigma, step = self.counts_noise(multiplier, bound)
         return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Labels that pass about two times of three: with less noise than claimed all of them would."""
+        from scipy.special import ndtr, ndtri
+
+        sigma = multiplier * bound
+        threshold = 1.0 - sigma * float(ndtri(self.failure))
+        count = math.ceil(threshold + 0.5 * sigma)
+        passes = float(ndtr((count - threshold) / sigma))
+        shares = np.array([1.0 - passes, passes])
+        return Probe(lambda found, number, rng: spread_choice(found, shares, rng), count=count)
+
+    @classmethod
+    def example(cls, releases: int) -> GaussianPartitionSelection:
+        """One that fails once in a billion."""
+        return cls(1e-9)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         """Normals for as many labels as there are."""

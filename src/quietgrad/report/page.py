@@ -24,7 +24,6 @@ from quietgrad.report.certificate import (
     audit_of,
     certify_run,
 )
-from quietgrad.report.repeating import command_of
 from quietgrad.report.tables import table_section
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
@@ -134,7 +133,10 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
             if problems:
                 result = replace(result, privacy=refuted(result.privacy, *problems))
             certificate, audit = certify_run(result, ledger), audit_of(folder, result.privacy)
-            runs.append(Run(name, f"run-{k + 1}", result, certificate, command_of(folder), audit))
+            repeat = result.details.get("repeat")  # the command, without the machine's own folders
+            runs.append(
+                Run(name, f"run-{k + 1}", result, certificate, repeat if isinstance(repeat, str) else None, audit)
+            )
     return runs
 
 
