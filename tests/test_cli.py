@@ -159,7 +159,7 @@ def test_plan_lists_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("account --rate 2 --steps 5 --noise-multiplier 1", "--rate 2.0: must be in (0, 1]"),
         ("account --steps 0 --rate 0.1 --noise-multiplier 1", "must be a whole number"),
-        ("account --steps 5 --noise-multiplier 1", "needs --rate, or --n and --batch-size"),
+        ("account --steps 5 --noise-multiplier 1", "needs either rate"),
         ("account --steps 5 --rate 0.1 --noise-multiplier 1 --delta 0", "--delta 0.0"),
         ("account --steps 5", "--noise-multiplier"),
         ("account --steps many --noise-multiplier 1", "--steps"),

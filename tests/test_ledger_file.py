@@ -77,49 +77,42 @@ def test_format_is_one_canonical_hash_chained_json_object_per_line(path: Path) -
     assert report.accounts == ("people", "others")
 
 
-@pytest.mark.parametrize("line", [1, 2, 3, 4, 5])
-def test_an_edited_line_is_named(path: Path, line: int) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[line - 1] = lines[line - 1].replace(b'"time":"2', b'"time":"3')
-    path.write_bytes(b"".join(lines))
-    refused(path, f"line {line} was edited")
+def joined(*lines: bytes) -> bytes:
+    return b"".join(lines)
 
 
-def test_a_smaller_cost_or_another_spelling_is_an_edit(path: Path) -> None:
-    whole = path.read_bytes()
-    path.write_bytes(whole.replace(b'"noise_multiplier":2.0', b'"noise_multiplier":9.0', 1))
-    refused(path, "line 2 was edited")
-    path.write_bytes(whole.replace(b'"kind":', b'"kind": ', 1))
-    refused(path, "line 1 was edited")
+DAMAGES: dict[str, tuple[Callable[..., bytes], str]] = {
+    **{
+        f"line {k} edited": (
+            lambda *lines, k=k: joined(
+                *lines[: k - 1], lines[k - 1].replace(b'"time":"2', b'"time":"3'), *lines[k:]
+            ),
+            f"line {k} was edited",
+        )
+        for k in range(1, 6)
+    },
+    "less cost": (
+        lambda *lines: joined(*lines).replace(b'multiplier":2.0', b'multiplier":9.0', 1),
+        "line 2 was edited",
+    ),
+    "another spelling": (lambda *lines: joined(*lines).replace(b'"kind":', b'"kind": ', 1), "line 1 was edited"),
+    **{
+        f"line {k} deleted": (lambda *lines, k=k: joined(*lines[: k - 1], *lines[k:]), f"line {k} does not follow")
+        for k in (1, 2, 4)
+    },
+    "moved": (lambda a, b, c, *rest: joined(a, c, b, *rest), "line 2 does not follow"),
+    "doubled": (lambda a, b, *rest: joined(a, b, b, *rest), "line 3 does not follow"),
+    "inserted": (lambda a, *rest: joined(a, b"\n", *rest), "line 2 is not a ledger entry"),
+    **{f"cut after {k}": (lambda *lines, k=k: joined(*lines[:k]), "the end was cut") for k in (0, 1, 2, 4)},
+    "cut inside a line that was acknowledged": (lambda *lines: joined(*lines)[:-1], "the end was cut"),
+}
 
 
-@pytest.mark.parametrize("line", [1, 2, 4])
-def test_a_deleted_line_breaks_the_chain(path: Path, line: int) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    del lines[line - 1]
-    path.write_bytes(b"".join(lines))
-    refused(path, f"line {line} does not follow")
-
-
-def test_moved_doubled_and_inserted_lines_break_the_chain(path: Path) -> None:
-    one, two, three, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([one, three, two, *rest]))
-    refused(path, "line 2 does not follow")
-    path.write_bytes(b"".join([one, two, two, three, *rest]))
-    refused(path, "line 3 does not follow")
-    path.write_bytes(b"".join([one, b"\n", two, three, *rest]))
-    refused(path, "line 2 is not a ledger entry")
-
-
-@pytest.mark.parametrize("keep", [0, 1, 2, 4])
-def test_a_cut_at_a_line_end_is_seen_by_the_head(path: Path, keep: int) -> None:
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:keep]))
-    refused(path, "the end was cut")
-
-
-def test_a_cut_inside_a_line_that_was_acknowledged_is_no_torn_tail(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-    refused(path, "the end was cut")
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_nothing_is_read_or_written(path: Path, damage: str) -> None:
+    change, said = DAMAGES[damage]
+    path.write_bytes(change(*path.read_bytes().splitlines(keepends=True)))
+    refused(path, said)
 
 
 def test_a_lost_file_is_not_a_new_ledger(path: Path) -> None:

@@ -18,7 +18,6 @@ from quietgrad.algorithms.dp_agd import DPAGD
 from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
 from quietgrad.audit.federated import TRUSTS
-from quietgrad.audit.mechanisms import laplace_units, spread_choice, strategy
 from quietgrad.audit.noise_checks import check_noise, check_normals
 from quietgrad.audit.report import AuditFinding
 from quietgrad.federation import secure_sum
@@ -33,7 +32,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
+from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism, spread_choice
 from quietgrad.sampling import CyclicCohorts, FullBatch
 from quietgrad.secure.channel import FrameType, TranscriptRecorder
 from quietgrad.secure.local_session import SecureSession
@@ -162,14 +161,8 @@ def _descent(steps: int, mechanism: Mechanism) -> Any:
 
 def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
     """Noise of the claimed scale as standard normals."""
-    scale = _MULTIPLIER * math.sqrt(factor)
-    if isinstance(mechanism, L2LaplaceNoise):
-        return np.stack([laplace_units(row, scale) for row in sums])
-    if isinstance(mechanism, BufferedToeplitzNoise):  # S times S⁻¹u
-        column, louder = strategy(mechanism)
-        rows = [column[: t + 1][::-1] @ sums[: t + 1] for t in range(len(sums))]
-        return np.stack(rows) / (scale * louder)
-    return sums / scale
+    probe = mechanism.probe(_MULTIPLIER * math.sqrt(factor), 1.0, _BUDGET.relation)
+    return np.stack([probe.normals(row, t, np.random.default_rng()) for t, row in enumerate(sums)])
 
 
 def probe_federated_choice(*, releases: int = 600) -> list[AuditFinding]:

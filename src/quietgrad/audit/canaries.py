@@ -47,11 +47,7 @@ _HUGE = 1e3
 
 
 def amplitude(pattern: Pattern, step: int) -> float:
-    """The canary's gradient along its axis at a step, far beyond any clip in use.
-
-    >>> [amplitude("alternating", t) for t in range(3)]
-    [1000.0, -1000.0, 1000.0]
-    """
+    """The canary's gradient along its axis at a step, far beyond any clip in use."""
     if pattern == "growing":
         return _HUGE * (step + 2)
     return _HUGE * (-1.0) ** step if pattern == "alternating" else _HUGE
@@ -83,11 +79,7 @@ class CanaryRecords:
 
 
 def shorten(rows: Floats, clip: float) -> Floats:
-    """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with.
-
-    >>> shorten(np.array([[3.0, 4.0], [0.3, 0.4]]), 1.0).round(9).tolist()
-    [[0.6, 0.8], [0.3, 0.4]]
-    """
+    """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     with np.errstate(invalid="ignore"):
         return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
@@ -368,11 +360,7 @@ class HuberGame:
 
 
 def data_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
-    """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``.
-
-    >>> data_game(object(), 4, Relation.ADD_REMOVE) is None
-    True
-    """
+    """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``."""
     name = getattr(algorithm, "name", "")
     one_shot = name == "weighted-average" and algorithm.method == "one-shot"
     if name == "output-perturbation" or one_shot:  # stability scales as 1/n: few records stand for any number

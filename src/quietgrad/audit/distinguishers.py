@@ -10,7 +10,7 @@ test sees more with the same runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -20,8 +20,8 @@ from scipy.special import ndtr, rel_entr
 
 from quietgrad.audit.confidence_bounds import (
     TEACH,
+    best_event,
     best_threshold,
-    clopper_pearson,
     dprime_found,
     dprime_lower,
     dprime_refuted,
@@ -122,16 +122,24 @@ def attack_dprime(
 
 def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str, alpha: float) -> AuditFinding:
     """L2: Clopper–Pearson bounds at the point of the claimed profile where the attack is strongest."""
-    teach = int(len(scores[0]) * TEACH)
-    taught, tested = tuple(s[:teach] for s in scores), tuple(s[teach:] for s in scores)
+    taught, tested = _split(scores)
     trials = len(tested[0])
-    threshold = best_threshold((taught[0], taught[1]), claim.delta_budget, alpha / 4, trials)
-    low = epsilon_lower((tested[0], tested[1]), threshold, claim.delta_budget, alpha / 2)
-    epsilon, cut = _strongest(taught, claim, alpha / 4, trials)
-    sign, at, target = cut
-    p, q = (float(np.mean(sign * s > sign * at)) for s in (tested[target], tested[1 - target]))
-    p_low, _ = clopper_pearson(round(p * trials), trials, alpha / 4)
-    _, q_high = clopper_pearson(round(q * trials), trials, alpha / 4)
+    threshold = best_threshold(taught, claim.delta_budget, alpha / 4, trials)
+    low = epsilon_lower(tested, threshold, claim.delta_budget, alpha / 2)
+
+    def gain(epsilon: float) -> Callable[[Floats, Floats], Floats]:
+        """How far a bound would stick out of the claimed profile."""
+
+        def at(p: Floats, q: Floats) -> Floats:
+            error_p, error_q = (half_width(rate, trials, alpha / 4) for rate in (p, q))
+            excess = p - error_p - math.exp(epsilon) * (q + error_q)
+            return excess / max(claim.profile[epsilon], 1.0 / trials)
+
+        return at
+
+    chosen = {epsilon: best_event(taught, gain(epsilon)) for epsilon in claim.profile}
+    epsilon = max(chosen, key=lambda epsilon: chosen[epsilon][0])
+    p_low, q_high = chosen[epsilon][1].bounds(tested, alpha / 2)
     delta_low = max(0.0, p_low - math.exp(epsilon) * q_high)
     claimed = claim.profile[epsilon]
     verdict: Verdict = "pass"
@@ -141,6 +149,12 @@ def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str
         verdict = "vacuous"
     refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.in_every_release else math.inf
     return AuditFinding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
+
+
+def _split(scores: tuple[Floats, Floats]) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+    """The runs that teach, and those that are tested."""
+    teach = int(len(scores[0]) * TEACH)
+    return (scores[0][:teach], scores[1][:teach]), (scores[0][teach:], scores[1][teach:])
 
 
 def _epsilon(mu: float, claim: PrivacyClaim) -> float:
@@ -206,25 +220,6 @@ def discriminant(a: Floats, b: Floats) -> Floats:
     return direction / size if size > 0.0 else np.ones_like(direction)
 
 
-def _strongest(
-    taught: Sequence[Floats], claim: PrivacyClaim, alpha: float, trials: int
-) -> tuple[float, tuple[float, float, int]]:
-    """The (ε, event) whose bound would stick out of the claimed profile most, judged on the teaching runs."""
-    pooled = np.quantile(np.concatenate(taught), np.linspace(0.01, 0.99, 99))
-    best, chosen = -math.inf, (0.0, (1.0, float(pooled[49]), 0))
-    for sign in (1.0, -1.0):
-        rates = [np.array([np.mean(sign * s > sign * c) for c in pooled]) for s in taught]
-        for target in (0, 1):
-            p, q = rates[target], rates[1 - target]
-            error_p, error_q = (half_width(r, trials, alpha) for r in (p, q))
-            for epsilon, delta in claim.profile.items():
-                gain = (p - error_p - math.exp(epsilon) * (q + error_q)) / max(delta, 1.0 / trials)
-                at = int(np.argmax(gain))
-                if gain[at] > best:
-                    best, chosen = float(gain[at]), (epsilon, (sign, float(pooled[at]), target))
-    return chosen
-
-
 def _log(x: float) -> float:
     return math.log(x) if x > 0.0 else -math.inf
 
@@ -248,23 +243,10 @@ def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alph
     >>> [attack_divergence(worlds, rho, "N(2, 1), N(0, 1)", 1e-6).verdict for rho in (2.0, 0.5)]
     ['pass', 'violation']
     """
-    teach = int(len(scores[0]) * TEACH)
-    taught, tested = [s[:teach] for s in scores], [s[teach:] for s in scores]
+    taught, tested = _split(scores)
     trials = len(tested[0])
-    pooled = np.quantile(np.concatenate(taught), np.linspace(0.01, 0.99, 99))
-    best, event = -1.0, (1.0, float(pooled[49]), 0)
-    for sign in (1.0, -1.0):
-        rates = [np.array([np.mean(sign * s > sign * cut) for cut in pooled]) for s in taught]
-        for target in (0, 1):
-            shown = _shown(rates[target], rates[1 - target], trials, alpha)
-            at = int(np.argmax(shown))
-            if shown[at] > best:
-                best, event = float(shown[at]), (sign, float(pooled[at]), target)
-    sign, cut, target = event
-    hits = [int(np.sum(sign * s > sign * cut)) for s in (tested[target], tested[1 - target])]
-    low, _ = clopper_pearson(hits[0], trials, alpha / 2)
-    _, high = clopper_pearson(hits[1], trials, alpha / 2)
-    measured = float(binary_divergence(low, high))
+    _, event = best_event(taught, lambda p, q: _shown(p, q, trials, alpha))
+    measured = float(binary_divergence(*event.bounds(tested, alpha)))
     verdict: Verdict = "violation" if measured > rho else "vacuous" if _blind(rho, trials, alpha) else "pass"
     return AuditFinding("L2", what, "ρ", rho, measured, verdict)
 

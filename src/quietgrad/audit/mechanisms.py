@@ -19,8 +19,7 @@ from quietgrad.objectives.base import Batch, NoRegularizer
 from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import noise_multiplier_for_rho
-from quietgrad.privacy.correlated import worst_move
-from quietgrad.privacy.mechanisms import Mechanism, Probe
+from quietgrad.privacy.mechanisms import Probe
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -111,13 +110,6 @@ def listener(slot: Slot, plan: Plan, width: int, rho: float | None = None) -> Li
         return probe.normals(answer, number, rng)
 
     return listen
-
-
-def strategy(mechanism: Mechanism) -> tuple[Floats, float]:
-    """Of correlated noise: the first column of S, and how far a record of bound 1 can move S·sums."""
-    made = mechanism.strategy()
-    assert made is not None
-    return made[0], worst_move(*made)
 
 
 def labels_of(slot: Slot, plan: Plan, width: int) -> AnonymousRecords:

@@ -54,12 +54,7 @@ _FEWEST_PAIRED = 16  # numbers of two releases below which only all pairs of a d
 
 
 def check_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -> list[AuditFinding]:
-    """Test noise of a claimed σ, one row per release; long rows are cut into shorter ones.
-
-    >>> rng = np.random.default_rng(0)
-    >>> [f.verdict for f in check_noise(0.9 * rng.standard_normal((2, 10_000)), 1.0, "too little")]
-    ['violation', 'violation', 'pass', 'pass']
-    """
+    """Test noise of a claimed σ, one row per release; long rows are cut into shorter ones."""
     z = np.atleast_2d(samples) / sigma
     if z.shape[1] > 8 * _CUT:
         z = z[:, : z.shape[1] // _CUT * _CUT].reshape(-1, _CUT)
@@ -67,16 +62,7 @@ def check_noise(samples: Floats, sigma: float, what: str, alpha: float = 1e-6) -
 
 
 def check_normals(z: Floats, what: str, alpha: float = 1e-6) -> list[AuditFinding]:
-    """Test rows of releases that are claimed to be independent standard normals.
-
-    >>> rng = np.random.default_rng(0)
-    >>> noise = rng.standard_normal((300, 64))
-    >>> [f.verdict for f in check_normals(noise, "sound")]
-    ['pass', 'pass', 'pass', 'pass']
-    >>> noise[6::7] = 0.0
-    >>> [f.layer for f in check_normals(noise, "every 7th dropped") if f.verdict == "violation"][0]
-    'L0 noise scale'
-    """
+    """Test rows of releases that are claimed to be independent standard normals."""
     z = np.atleast_2d(np.asarray(z, np.float64))
     if not np.isfinite(z).all():
         return [AuditFinding("L0 noise scale", what, "numbers", 0.0, math.nan, "violation")]
@@ -91,9 +77,6 @@ def categories(seen: Floats, expected: Floats) -> float:
     """p-value of counts with known expectations, rare categories put together until 50 are expected of each.
 
     χ² is an approximation here: at 10⁻⁶ the true chance may be some times larger, so ask for less.
-
-    >>> categories(np.array([50.0, 50.0]), np.array([50.0, 50.0]))
-    1.0
     """
     pairs, rest = [], np.zeros(2)
     # In the order of what is expected alone: counts that chose their neighbours would accuse a sound program.
@@ -210,11 +193,7 @@ MECHANISMS: tuple[Mechanism, ...] = tuple(kind.example(RELEASES) for kind in kin
 def probe_mechanism(
     mechanism: Mechanism, curator: CuratorFactory = central, *, alpha: float = 1e-6, seed: int | None = None
 ) -> list[AuditFinding]:
-    """Listen to hundreds of releases of one mechanism, half of them after the session was opened again.
-
-    >>> {finding.verdict for finding in probe_mechanism(GaussianNoise(), seed=0)}
-    {'pass'}
-    """
+    """Listen to hundreds of releases of one mechanism, half of them after the session was opened again."""
     # Normals are made in blocks of 2¹⁶: wide releases go beyond the first.
     width = WIDE if mechanism.amplified and mechanism.cohorts == 1 else WIDTH
     plan = plan_of(mechanism)
@@ -222,11 +201,7 @@ def probe_mechanism(
 
 
 def probe_grid(curator: CuratorFactory = central) -> AuditFinding:
-    """Whether noise and sum lie on the public grid: a float's last bits would betray the sum.
-
-    >>> probe_grid().verdict
-    'pass'
-    """
+    """Whether noise and sum lie on the public grid: a float's last bits would betray the sum."""
     plan = plan_of(GaussianNoise())
     session = curator(EmptyObjective(), AnonymousRecords(1, WIDTH), fresh_key()).open(plan)
     heard = np.stack([as_numbers(session.release("probe", ConstantQuery(WIDTH, BOUND, 0.1))) for _ in range(8)])

@@ -3,8 +3,8 @@
 Gradient space: every canary owns one extra parameter and contributes exactly the query's bound there. Real data,
 kernels and noise are used, and the canaries' scores are independent because the noise is white. Input space: the
 auditor mixes rows of its own into the training set, and a canary's score is how little the final model loses on it.
-The coins are then guessed, and the guesses judged by Steinke, Nasr and Jagielski (2023) and by Mahloujifar, Melis
-and Chaudhuri (2024); un-sampled Gaussian runs also by the two-sample d′.
+The coins are then guessed, and the guesses judged by Mahloujifar, Melis and Chaudhuri (2024); un-sampled Gaussian
+runs also by the two-sample d′.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from quietgrad.audit.confidence_bounds import (
 from quietgrad.audit.distinguishers import PrivacyClaim
 from quietgrad.audit.replicas import CuratorFactory, RecordingSession, central
 from quietgrad.audit.report import AuditFinding, AuditReport, Verdict
+from quietgrad.curators.base import Curator
 from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, LossConstants, Records, Regularizer
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.rng import fresh_key, seed_key
@@ -216,17 +218,10 @@ def _planted(
     coins: npt.NDArray[np.bool_],
     curator: CuratorFactory,
     key: bytes,
-) -> tuple[Floats, Any]:
+) -> tuple[Floats, Plan]:
     """Scores Σ_t of what was released on each canary's coordinate, in units of the bound."""
-    from quietgrad.training import plan as make_plan
-
     holder = curator(PlantedObjective(objective, canaries, coins, budget.relation), data, key)
-    n = len(objective.prepare(data)) + canaries
-    plan = make_plan(algorithm, n=n, budget=budget)
-    session = RecordingSession(holder.open(plan))
-    state = algorithm.init(holder.initial())
-    while not state.done:
-        state = algorithm.step(state, session)
+    session, plan, _ = _train(holder, algorithm, len(objective.prepare(data)) + canaries, budget)
     heard = [part[0, -canaries:] for part in session.heard if part.shape[1] > canaries]
     weights = [plan.schedule[slot].noise ** -2.0 for slot in session.slots]
     return np.einsum("tm,t->m", np.stack(heard), np.array(weights[: len(heard)])), plan
@@ -241,25 +236,30 @@ def _mixed(
     coins: npt.NDArray[np.bool_],
     curator: CuratorFactory,
     key: bytes,
-) -> tuple[Floats, Any]:
+) -> tuple[Floats, Plan]:
     """Scores: minus the final model's loss on each canary record, relative to the starting point's."""
-    from quietgrad.training import plan as make_plan
-
     together = tuple(_stack(part, extra[coins]) for part, extra in zip(data, canaries, strict=True))
     holder = curator(objective, together, key)
-    plan = make_plan(algorithm, n=len(data[1]) + len(coins), budget=budget)
-    session = RecordingSession(holder.open(plan))
-    start = holder.initial()
-    state = algorithm.init(copy(start))
-    while not state.done:
-        state = algorithm.step(state, session)
-    final, records = algorithm.output(state), objective.prepare(canaries)
+    start = copy(holder.initial())
+    _, plan, final = _train(holder, algorithm, len(data[1]) + len(coins), budget)
+    records = objective.prepare(canaries)
 
     def losses(params: Vector) -> Floats:
         at = range(len(coins))
         return np.array([objective.loss_sum(Batch(records, np.array([i])), params, 1e300) for i in at])
 
     return losses(start) - losses(final), plan
+
+
+def _train(holder: Curator, algorithm: Algorithm, n: int, budget: Budget) -> tuple[RecordingSession, Plan, Vector]:
+    from quietgrad.training import plan as make_plan
+
+    plan = make_plan(algorithm, n=n, budget=budget)
+    session = RecordingSession(holder.open(plan))
+    state = algorithm.init(holder.initial())
+    while not state.done:
+        state = algorithm.step(state, session)
+    return session, plan, algorithm.output(state)
 
 
 def _stack(part: Any, extra: Any) -> Any:
@@ -277,43 +277,31 @@ def _stack(part: Any, extra: Any) -> Any:
 def judge_guesses(
     scores: Floats, coins: npt.NDArray[np.bool_], claim: PrivacyClaim, guesses: int, alpha: float, *, gaussian: bool
 ) -> list[AuditFinding]:
-    """The three bounds, α shared; the d′ bound only where scores are Gaussian."""
-    order = np.argsort(scores)
-    half = guesses // 2
+    """Guesses against the claimed profile, or μ if there is one; and d′ where scores are Gaussian. α is shared."""
+    order, half = np.argsort(scores), guesses // 2
     correct = int(coins[order[-half:]].sum() + (~coins[order[:half]]).sum())
-    guesses, count, share, delta = 2 * half, len(coins), alpha / 3, claim.delta_budget
+    guesses, count, share, delta = 2 * half, len(coins), alpha / 2, claim.delta_budget
     what = f"{correct} of {guesses} guesses right"
-    steinke = one_run_epsilon(count, guesses, correct, delta, share)
-    found = [_finding("L3 one-run", what, "ε", claim.epsilon, steinke, steinke)]
-    best = one_run_epsilon(count, guesses, guesses, delta, share)
-    if found[0].verdict == "pass" and best <= claim.epsilon:
-        found = [found[0]._replace(verdict="vacuous", note=f"all right would prove no more than ε={best:.3g}")]
     if claim.mu is None:
         curve = _tradeoff(claim)
         refuted = one_run_refutes(curve, count, guesses, correct, share)
-        verdict: Verdict = "violation" if refuted else "pass"
-        if not one_run_refutes(curve, count, guesses, guesses, share):
-            verdict = "vacuous"
-        return [*found, AuditFinding("L3 f-DP", what, "profile refuted", 0.0, float(refuted), verdict)]
-    mu = one_run_mu(count, guesses, correct, share)
-    finding = _finding("L3 f-DP", what, "μ", claim.mu, mu, gaussian_epsilon(mu, delta) if mu else 0.0)
-    if finding.verdict == "pass" and one_run_mu(count, guesses, guesses, share) <= claim.mu:
-        finding = finding._replace(verdict="vacuous")
-    found.append(finding)
+        seen = one_run_refutes(curve, count, guesses, guesses, share)
+        verdict: Verdict = "violation" if refuted else "pass" if seen else "vacuous"
+        shown = one_run_epsilon(count, guesses, correct, delta, share)
+        return [AuditFinding("L3 f-DP", what, "profile refuted", 0.0, float(refuted), verdict, shown)]
+    mu, most = (one_run_mu(count, guesses, right, share) for right in (correct, guesses))
+    found = [_finding("L3 f-DP", what, claim.mu, mu, delta, seen=most > claim.mu)]
     if gaussian:
         _, low = dprime_lower(scores[coins], scores[~coins], share)
-        finding = _finding("L3 d′", "canaries in and out", "μ", claim.mu, low, gaussian_epsilon(low, delta))
         fewer = int(min(coins.sum(), (~coins).sum()))
-        if finding.verdict == "pass" and not dprime_found(claim.mu, 2.0 * claim.mu, fewer, share):
-            finding = finding._replace(verdict="vacuous")
-        found.append(finding)
+        seen = dprime_found(claim.mu, 2.0 * claim.mu, fewer, share)
+        found.append(_finding("L3 d′", "canaries in and out", claim.mu, low, delta, seen=seen))
     return found
 
 
-def _finding(layer: str, what: str, unit: str, claimed: float, measured: float, epsilon: float) -> AuditFinding:
-    return AuditFinding(
-        layer, what, unit, claimed, measured, "violation" if measured > claimed else "pass", epsilon
-    )
+def _finding(layer: str, what: str, claimed: float, mu: float, delta: float, *, seen: bool) -> AuditFinding:
+    verdict: Verdict = "violation" if mu > claimed else "pass" if seen else "vacuous"
+    return AuditFinding(layer, what, "μ", claimed, mu, verdict, gaussian_epsilon(mu, delta) if mu else 0.0)
 
 
 def _tradeoff(claim: PrivacyClaim) -> Any:

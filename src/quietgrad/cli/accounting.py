@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quietgrad.cli.ledger import in_words
 from quietgrad.cli.options import Delta, Epsilon, Json, RelationName, budget, show_json, show_rows, usage, writable
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
+    from quietgrad.privacy.accounting import ProvedGuarantee
     from quietgrad.privacy.events import Event
 
 account_app = typer.Typer(add_completion=False)
@@ -46,20 +49,19 @@ def account(
 ) -> None:
     """State the ε of a run of noisy sums, and which accountant proves it."""
     from quietgrad.privacy.accounting import prove
+    from quietgrad.privacy.calibration import sampled_gaussian
 
     with usage():
-        event = described_run(sampling, n, batch_size, rate, steps, noise_multiplier)
+        run = partial(sampled_gaussian, noise_multiplier, sampling=sampling, n=n, batch_size=batch_size, rate=rate)
+        event = run(steps)
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
     answer: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
     if plot is not None:
-        curve = [
-            (t, prove(described_run(sampling, n, batch_size, rate, t, noise_multiplier), delta=delta,
-                      relation=relation, accountant=accountant).epsilon)
-            for t in milestones(steps)
-        ]  # fmt: skip
         from quietgrad.charts import Lines, Series
         from quietgrad.report.figures import save_chart
 
+        asked: dict[str, Any] = {"delta": delta, "relation": relation, "accountant": accountant}
+        curve = [(t, prove(run(t), **asked).epsilon) for t in milestones(steps)]
         title = f"ε = {proof.epsilon:.4g} after {steps} releases"
         label = f"ε at δ = {delta:g} ({proof.relation})"
         save_chart(writable(plot), Lines(title, (Series("ε", curve),), "releases", label, zero=True))
@@ -67,67 +69,16 @@ def account(
     if as_json:
         show_json(answer)
         return
-    show_rows(
-        f"ε = {proof.epsilon:.4g}",
-        [
-            ("δ", f"{delta:g}"),
-            ("relation", str(proof.relation)),
-            ("proved by", proof.accountant),
-            ("releases", f"{steps} with noise multiplier {noise_multiplier:g}, {described_sampling(event)}"),
-            *([("plot", str(plot))] if plot else []),
-        ],
-    )
+    show_rows(f"ε = {proof.epsilon:.4g}", [*_proved(proof, event), *([("plot", str(plot))] if plot else [])])
 
 
-def described_run(
-    sampling: str, n: int | None, batch_size: int | None, rate: float | None, steps: int, noise_multiplier: float
-) -> Event:
-    """The event of ``steps`` Gaussian releases, sampled as described.
-
-    >>> described_run("poisson", 1000, 10, None, 5, 1.1)
-    Repeated(inner=PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=5)
-    """
-    from quietgrad.privacy import events
-
-    if sampling == "full":
-        return events.gaussian(noise_multiplier, steps)
-    if sampling == "fixed-size":
-        if n is None or batch_size is None:
-            raise ValueError("sampling='fixed-size': needs --n and --batch-size.")
-        return events.fixed_size_gaussian(n, batch_size, noise_multiplier, steps)
-    if sampling == "random-allocation":
-        if n is None or batch_size is None or rate is not None:
-            raise ValueError("sampling='random-allocation': needs --n and --batch-size, and no --rate.")
-        if not 1 <= batch_size <= n:
-            raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n}.")
-        epoch = -(-n // batch_size)
-        return events.random_allocation(
-            steps_per_epoch=epoch, noise_multiplier=noise_multiplier, epochs=-(-steps // epoch)
-        )
-    if sampling != "poisson":
-        raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
-    if rate is None:
-        if n is None or batch_size is None:
-            raise ValueError("sampling='poisson': needs --rate, or --n and --batch-size.")
-        if not 1 <= batch_size <= n:
-            raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n}.")
-        rate = batch_size / n
-    return events.poisson_gaussian(rate, noise_multiplier, steps)
-
-
-def described_sampling(event: Event) -> str:
-    """How an event's records are sampled, in words."""
-    from quietgrad.privacy import events
-
-    inner = event.inner if isinstance(event, events.Repeated) else event
-    if isinstance(inner, events.PoissonSampled):
-        return f"Poisson sampling at rate {inner.rate:g}"
-    if isinstance(inner, events.RandomAllocation):
-        epochs = event.count if isinstance(event, events.Repeated) else 1
-        return f"each record in one secret step of every epoch: {epochs} × {inner.steps_per_epoch} steps"
-    if isinstance(inner, events.FixedSizeSampled):
-        return f"{inner.batch_size} of {inner.n} records without replacement"
-    return "every record in every release"
+def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
+    return [
+        ("δ", f"{proof.delta:g}"),
+        ("relation", str(proof.relation)),
+        ("proved by", proof.accountant),
+        ("releases", in_words(event)),
+    ]
 
 
 def milestones(steps: int, points: int = 24) -> list[int]:
@@ -179,46 +130,24 @@ def calibrate(
     from quietgrad.privacy import calibration as room
     from quietgrad.privacy.accounting import prove
 
-    shared: dict[str, Any] = {
-        "epsilon": promise.epsilon,
-        "delta": delta,
-        "sampling": sampling,
-        "n": n,
-        "relation": relation,
-        "cache": not no_cache,
-    }
+    shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n, "cache": not no_cache}
+    sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
-            noise_multiplier = room.calibrate(**shared, steps=steps, batch_size=batch_size, rate=rate)  # type: ignore[arg-type]
+            given["noise_multiplier"] = room.calibrate(**shared, **sample, steps=steps)
         elif find == "steps":
-            steps = room.calibrate_steps(
-                **shared, noise_multiplier=noise_multiplier, batch_size=batch_size, rate=rate  # type: ignore[arg-type]
-            )  # fmt: skip
+            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise_multiplier)
         else:
-            batch_size = room.calibrate_batch_size(**shared, noise_multiplier=noise_multiplier, steps=steps)  # type: ignore[arg-type]
-        assert steps is not None
-        assert noise_multiplier is not None
-        event = described_run(sampling, n, batch_size, rate, steps, noise_multiplier)
+            batch = {"noise_multiplier": noise_multiplier, "steps": steps}
+            sample["batch_size"] = room.calibrate_batch_size(**shared, **batch)
+        event = room.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
-    found: dict[str, float | int | None] = {
-        "noise-multiplier": noise_multiplier,
-        "steps": steps,
-        "batch-size": batch_size,
-    }
+    found = {**given, **sample}
     if as_json:
-        answer = {name.replace("-", "_"): value for name, value in found.items()}
+        answer = {name: found[name] for name in ("noise_multiplier", "steps", "batch_size")}
         show_json({"found": find, **answer, **proof.to_json(), "target_epsilon": promise.epsilon})
         return
-    value = found[find]
-    show_rows(
-        f"{find.replace('-', ' ')} = {value:.6g}"
-        if isinstance(value, float)
-        else f"{find.replace('-', ' ')} = {value}",
-        [
-            ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})"),
-            ("δ", f"{delta:g}"),
-            ("relation", str(proof.relation)),
-            ("proved by", proof.accountant),
-            ("releases", f"{steps} with noise multiplier {noise_multiplier:.6g}, {described_sampling(event)}"),
-        ],
-    )
+    value = found[find.replace("-", "_")]
+    title = f"{find.replace('-', ' ')} = {value:.6g}"
+    epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})")
+    show_rows(title, [epsilon_row, *_proved(proof, event)])

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.options import (
-    BatchSize,
-    Clip,
-    Delta,
-    Epsilon,
-    Gamma,
     Json,
-    LearningRate,
-    RelationName,
-    Sampling,
-    Settings,
-    Steps,
     budget,
     say,
     say_table,
@@ -25,8 +15,9 @@ from quietgrad.cli.options import (
     show_rows,
     table_row,
     usage,
+    with_options,
 )
-from quietgrad.privacy.budget import DEFAULT_RELATION
+from quietgrad.cli.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from quietgrad.plans.explain import ScanCostEstimate
@@ -38,7 +29,12 @@ app = typer.Typer(add_completion=False)
 @app.command(
     epilog="Example: quietgrad plan dp-srm --n 32561 --steps 1500 --batch-size 100 --epsilon 1 --delta 1e-5"
 )
+@with_options(
+    RunSpec, "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
+    "settings",
+)  # fmt: skip
 def plan(
+    spec: RunSpec,
     algorithm: Annotated[
         str | None,
         typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; of a scan, the estimators' own."),
@@ -56,19 +52,9 @@ def plan(
     ] = None,
     columns: Annotated[int | None, typer.Option(help="Its feature columns.", show_default=False)] = None,
     cluster: Annotated[str, typer.Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
-    epsilon: Epsilon = None,
-    delta: Delta = 1e-5,
-    relation: RelationName = DEFAULT_RELATION,
     noise_multiplier: Annotated[
         float | None, typer.Option(help="Fix the noise; ε is then what it proves to be.", show_default=False)
     ] = None,
-    steps: Steps = None,
-    batch_size: BatchSize = None,
-    learning_rate: LearningRate = None,
-    clip: Clip = None,
-    gamma: Gamma = None,
-    sampling: Sampling = None,
-    settings: Settings = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the algorithms and their settings.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -85,21 +71,17 @@ def plan(
     from quietgrad.cli.settings import algorithm_from
     from quietgrad.training import plan as make_plan
 
-    flags = {
-        "steps": steps, "batch_size": batch_size, "learning_rate": learning_rate, "clip": clip, "gamma": gamma,
-        "sampling": sampling,
-    }  # fmt: skip
-    given = any(value is not None for value in flags.values()) or settings
-    if algorithm is None and columns is not None and not given:
+    epsilon = spec.epsilon
+    if algorithm is None and columns is not None and not (spec.flags or spec.settings):
         from quietgrad.algorithms.whitened_design import for_table
 
         epsilon = 1.0 if epsilon is None else epsilon
-        method = for_table(n, columns, budget=budget(epsilon, delta, relation), inference=False)
+        method = for_table(n, columns, budget=budget(epsilon, spec.delta, spec.relation), inference=False)
     else:
-        method = algorithm_from(algorithm or "dp-gd", flags, settings or ())
+        method = algorithm_from(algorithm or "dp-gd", spec.flags, spec.settings)
     if noise_multiplier is not None and epsilon is None:
         epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
-    promise = budget(epsilon, delta, relation) if method.private else None
+    promise = budget(epsilon, spec.delta, spec.relation) if method.private else None
     with usage():
         unit = "person" if people else "record"
         the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit,

@@ -17,10 +17,10 @@ import math
 import os
 import secrets
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy.accounting import prove_or_infinite, sensitivity_factor
@@ -85,11 +85,52 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-Sampling = Literal["poisson", "random-allocation", "fixed-size", "full"]
-
 _TOLERANCE = 1e-3  # of ε
 _MOST_NOISE = 1e9
 _MOST_STEPS = 10**9
+
+
+class Sampled(TypedDict, total=False):
+    """How records enter a release.
+
+    ``sampling`` is ``"poisson"`` (the default), ``"random-allocation"`` (epochs of ⌈n ÷ batch_size⌉ steps, every
+    record in one of each; one that was begun is paid for whole), ``"fixed-size"`` or ``"full"``. ``n`` and
+    ``batch_size`` describe a sample; ``rate`` may stand for both in Poisson sampling.
+    """
+
+    sampling: str
+    n: int | None
+    batch_size: int | None
+    rate: float | None
+
+
+def sampled_gaussian(noise_multiplier: float, steps: int, **sampled: Unpack[Sampled]) -> Event:
+    """The event of ``steps`` Gaussian releases, sampled as described.
+
+    >>> sampled_gaussian(1.1, 5, n=1000, batch_size=10)
+    Repeated(inner=PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1)), count=5)
+    """
+    one, sampling = Gaussian(noise_multiplier), sampled.get("sampling", "poisson")
+    n, batch_size, rate = sampled.get("n"), sampled.get("batch_size"), sampled.get("rate")
+    if n is not None and batch_size is not None and not 1 <= batch_size <= n:
+        raise ValueError(f"batch_size={batch_size!r}: must be between 1 and n={n}.")
+    match sampling:
+        case "full":
+            if batch_size not in (None, n) or rate not in (None, 1.0):
+                raise ValueError("sampling='full': takes neither batch_size nor rate; every record takes part.")
+            return repeated(one, steps)
+        case "poisson":
+            if (rate is None) == (n is None or batch_size is None):
+                raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
+            return repeated(PoissonSampled((batch_size or 0) / (n or 1) if rate is None else rate, one), steps)
+        case "fixed-size" | "random-allocation":
+            if n is None or batch_size is None or rate is not None:
+                raise ValueError(f"sampling={sampling!r}: needs n and batch_size, and no rate.")
+            if sampling == "fixed-size":
+                return repeated(FixedSizeSampled(n, batch_size, one), steps)
+            epoch = -(-n // batch_size)
+            return repeated(RandomAllocation(epoch, one), -(-steps // epoch))
+    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
 
 
 def calibrate(
@@ -97,35 +138,24 @@ def calibrate(
     epsilon: float,
     delta: float,
     steps: int,
-    n: int | None = None,
-    batch_size: int | None = None,
-    rate: float | None = None,
-    sampling: Sampling = "poisson",
     relation: str | Relation = DEFAULT_RELATION,
     cache: bool = True,
+    **sampled: Unpack[Sampled],
 ) -> float:
     """Return the least noise multiplier with which ``steps`` Gaussian releases are (ε, δ)-DP.
 
     Args:
-        epsilon: target ε > 0.
-        delta: target δ in (0, 1).
+        epsilon, delta, relation: the guarantee.
         steps: number of releases.
-        n: number of records; with ``batch_size`` it gives the sampling rate (fixed-size needs both).
-        batch_size: expected (Poisson) or exact (fixed-size) number of records per release.
-        rate: sampling rate, instead of ``n`` and ``batch_size``, for Poisson sampling.
-        sampling: ``"poisson"``, ``"random-allocation"`` (epochs of ⌈n ÷ batch_size⌉ steps, every record in one of
-            each; one that was begun is paid for whole), ``"fixed-size"`` or ``"full"``.
-        relation: ``"add-remove"`` or ``"replace-one"``.
         cache: whether to look the answer up on disk, and keep it there.
+        sampled: ``sampling``, ``n``, ``batch_size`` and ``rate``, as in :class:`Sampled`.
 
     >>> z = calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000, cache=False)
     >>> round(z, 2)
     1.42
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    sample = _sampler(sampling, n, batch_size, rate)
-    sample(Gaussian(1.0), steps)  # complains about bad numbers before anything is searched
-    return calibrate_event(lambda z: sample(Gaussian(z), steps), budget=budget, cache=cache)
+    return calibrate_event(lambda z: sampled_gaussian(z, steps, **sampled), budget=budget, cache=cache)
 
 
 def calibrate_event(
@@ -169,12 +199,9 @@ def calibrate_steps(
     epsilon: float,
     delta: float,
     noise_multiplier: float,
-    n: int | None = None,
-    batch_size: int | None = None,
-    rate: float | None = None,
-    sampling: Sampling = "poisson",
     relation: str | Relation = DEFAULT_RELATION,
     cache: bool = True,
+    **sampled: Unpack[Sampled],
 ) -> int:
     """Return the most Gaussian releases that stay (ε, δ)-DP with a given noise multiplier.
 
@@ -184,8 +211,8 @@ def calibrate_steps(
     100
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    sample = _sampler(sampling, n, batch_size, rate)
-    return _most(lambda count: sample(Gaussian(noise_multiplier), count), "steps", budget, _MOST_STEPS, 0.5, cache)
+    make = partial(sampled_gaussian, noise_multiplier, **sampled)
+    return _most(make, "steps", budget, _MOST_STEPS, 0.5, cache)
 
 
 def calibrate_batch_size(
@@ -211,37 +238,9 @@ def calibrate_batch_size(
         raise ValueError(f"sampling={sampling!r}: must be 'poisson' or 'fixed-size' to have a batch size.")
 
     def make(batch_size: int) -> Event:
-        return _sampler(sampling, n, batch_size, None)(Gaussian(noise_multiplier), steps)
+        return sampled_gaussian(noise_multiplier, steps, sampling=sampling, n=n, batch_size=batch_size)
 
     return _most(make, "batch_size", budget, n, 1.0, cache)
-
-
-def _sampler(
-    sampling: str, n: int | None, batch_size: int | None, rate: float | None
-) -> Callable[[Event, int], Event]:
-    """The event of so many releases, sampled by whichever of n, batch size and rate describe it."""
-    if n is not None and batch_size is not None and not 1 <= batch_size <= n:
-        raise ValueError(f"batch_size={batch_size!r}: must be between 1 and n={n}.")
-    match sampling:
-        case "full":
-            if batch_size not in (None, n) or rate not in (None, 1.0):
-                raise ValueError("sampling='full': takes neither batch_size nor rate; every record takes part.")
-            return repeated
-        case "fixed-size":
-            if n is None or batch_size is None or rate is not None:
-                raise ValueError("sampling='fixed-size': needs n and batch_size, and no rate.")
-            return lambda inner, steps: repeated(FixedSizeSampled(n, batch_size, inner), steps)
-        case "poisson":
-            if (rate is None) == (n is None or batch_size is None):
-                raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
-            chance = rate if rate is not None else (batch_size or 0) / (n or 1)
-            return lambda inner, steps: repeated(PoissonSampled(chance, inner), steps)
-        case "random-allocation":
-            if n is None or batch_size is None or rate is not None:
-                raise ValueError("sampling='random-allocation': needs n and batch_size, and no rate.")
-            epoch = -(-n // batch_size)
-            return lambda inner, steps: repeated(RandomAllocation(epoch, inner), -(-steps // epoch))
-    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
 
 
 def _keeps(make: Callable[[Any], Event], number: float, budget: Budget) -> bool:

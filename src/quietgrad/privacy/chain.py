@@ -42,11 +42,7 @@ _MAX_PROBLEMS = 20
 
 
 def canonical(value: Any) -> bytes:
-    """Return the one JSON spelling of ``value`` that is hashed.
-
-    >>> canonical({"b": 1, "a": [0.5, "ε"]})
-    b'{"a":[0.5,"\\\\u03b5"],"b":1}'
-    """
+    """Return the one JSON spelling of ``value`` that is hashed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 
@@ -86,11 +82,7 @@ def anchor(entry: ChainEntry) -> str:
 
 
 def check_anchor(entries: Sequence[ChainEntry], text: str) -> str:
-    """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing.
-
-    >>> check_anchor((), "3-" + "0" * 40)
-    'the anchor names line 3, the file has 0: it is older than the anchor, restored or cut.'
-    """
+    """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing."""
     if not re.fullmatch(rf"[1-9][0-9]{{0,17}}-[0-9a-f]{{{_ANCHOR_DIGITS}}}", text):
         raise ValueError(f"head={text!r}: must be what `quietgrad ledger head` printed, such as 12-3f9a….")
     seq = int(text.partition("-")[0])

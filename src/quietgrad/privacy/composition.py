@@ -232,9 +232,6 @@ def count_releases(event: Event) -> dict[Event, int]:
     """Return a parallel-free composition as releases and how often each happens.
 
     Un-sampled Gaussians become one: adaptive Gaussian releases are exactly one Gaussian with Σ 1/z² as its 1/z².
-
-    >>> count_releases(Composed((Gaussian(2.0), Repeated(Gaussian(2.0), 3))))
-    {Gaussian(noise_multiplier=1.0): 1}
     """
     counts: dict[Event, int] = {}
     precision: list[float] = []

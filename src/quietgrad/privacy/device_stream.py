@@ -29,13 +29,7 @@ _DRAW, _MORE = 0, 1  # lanes of a stream: words of draws, and words that continu
 
 
 def chacha20(key: bytes, nonce: bytes, counters: Tensor) -> Tensor:
-    """The keystream of RFC 8439, one row of 16 words of 32 bits for each of the ``counters`` (int64, below 2³²).
-
-    >>> import torch
-    >>> words = chacha20(bytes(range(32)), bytes.fromhex("000000090000004a00000000"), torch.tensor([1]))
-    >>> [f"{int(word):08x}" for word in words[0, :4]]  # section 2.3.2
-    ['e4e7f110', '15593bd1', '1fdd0f50', 'c47120a3']
-    """
+    """The keystream of RFC 8439, one row of 16 words of 32 bits for each of the ``counters`` (int64, below 2³²)."""
     import torch
 
     public = [*_CONSTANTS, *np.frombuffer(key, "<u4").tolist(), 0, *np.frombuffer(nonce, "<u4").tolist()]
@@ -64,13 +58,7 @@ def _rotated(words: Tensor, by: int) -> Tensor:
 
 
 class DeviceStream:
-    """Random numbers addressed by (key, label, block) on a device; the key of a label is not the CPU stream's.
-
-    >>> import torch
-    >>> stream = DeviceStream(bytes(32), "noise", torch.device("cpu"))
-    >>> [torch.equal(stream.normal(3, 5), stream.normal(block, 5)) for block in (3, 4)]
-    [True, False]
-    """
+    """Random numbers addressed by (key, label, block) on a device; the key of a label is not the CPU stream's."""
 
     def __init__(self, key: bytes, label: str, where: device) -> None:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
@@ -126,11 +114,6 @@ def digest(total: Tensor, key: bytes) -> npt.NDArray[np.int64]:
     Σ_i k_{i+j}·m_i mod 2³¹ − 1 for j = 0 … 3, with the sum's bits m in pieces of 22 bits and a key k as long as
     they are: a Toeplitz matrix, whose four products agree for two given sums with probability 2⁻³⁰ each,
     independently. What leaves the device are 32 bytes, for a MAC.
-
-    >>> import torch
-    >>> total = torch.ones(5, dtype=torch.float64)
-    >>> digest(total, bytes(32)).tolist() == digest(total + 2.0**-52, bytes(32)).tolist()
-    False
     """
     import torch
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cache
+from typing import Any, ClassVar, TypeGuard
 
 from quietgrad.privacy.budget import Relation
 
@@ -21,7 +22,10 @@ _KINDS: dict[str, type[Event]] = {}
 
 
 class Event:
-    """Base of all events; a frozen value that can be written as JSON and read back."""
+    """Base of all events; a frozen value that can be written as JSON and read back.
+
+    A field of one name is checked in one way in all events (``_CHECKS``).
+    """
 
     kind: ClassVar[str]
 
@@ -29,10 +33,13 @@ class Event:
         cls.kind = kind
         _KINDS[kind] = cls
 
+    def __post_init__(self) -> None:
+        for name in _fields(type(self)):
+            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+
     def to_json(self) -> dict[str, Any]:
         """Return the event as plain JSON values, with its kind under ``"event"``."""
-        fields = {f.name: _to_json(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {"event": self.kind, **fields}
+        return {"event": self.kind, **{name: _to_json(getattr(self, name)) for name in _fields(type(self))}}
 
 
 def from_json(data: dict[str, Any]) -> Event:
@@ -43,14 +50,14 @@ def from_json(data: dict[str, Any]) -> Event:
     """
     try:
         kind = _KINDS[data["event"]]
-        fields = {f.name: _from_json(data[f.name]) for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: _from_json(data[name]) for name in _fields(kind)})
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
-    inside = [fields[name] for name in ("inner",) if name in fields]
-    inside += [part for name in ("parts", "parties") for part in fields.get(name) or ()]
-    if not all(isinstance(part, Event) for part in inside):
-        raise ValueError(f"not an event: a {data['event']} event holds something that is none")
-    return kind(**fields)
+
+
+@cache
+def _fields(kind: type[Event]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
 def _to_json(value: Any) -> Any:
@@ -77,25 +84,81 @@ _LARGEST_COUNT = 10**15
 _LARGEST_EPOCH = 10**9
 
 
-def _positive(name: str, value: Any, low: float = LEAST_NUMBER, high: float = LARGEST_NUMBER) -> float:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _positive(name: str, value: object, low: float = LEAST_NUMBER, high: float = LARGEST_NUMBER) -> float:
+    if not _is_number(value) or not low <= value <= high:
         raise ValueError(f"{name}={value!r}: must be a number > 0, from {low:g} to {high:g}.")
     return float(value)
 
 
-def _count(name: str, value: Any, least: int = 1, most: int = _LARGEST_COUNT) -> int:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not least <= value <= most or int(value) != value:
+def _count(name: str, value: object, least: int = 1, most: int = _LARGEST_COUNT) -> int:
+    if not _is_number(value) or not least <= value <= most or int(value) != value:
         raise ValueError(f"{name}={value!r}: must be a whole number from {least} to {most:.0e}.")
     return int(value)
 
 
-def _probability(name: str, value: Any) -> float:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number or not 0.0 <= value < 1.0:
+def _probability(name: str, value: object) -> float:
+    if not _is_number(value) or not 0.0 <= value < 1.0:
         raise ValueError(f"{name}={value!r}: must be in [0, 1).")
     return float(value)
+
+
+def _rate(name: str, value: object) -> float:
+    if not _is_number(value) or not _LEAST_RATE <= value <= 1.0:
+        raise ValueError(
+            f"rate={value!r}: must be in (0, 1], at least {_LEAST_RATE:g}; it is the expected batch ÷ n."
+        )
+    return value
+
+
+def _at_least(name: str, value: object, least: float) -> float:
+    if not _is_number(value) or not value >= least:
+        raise ValueError(f"{name}={value!r}: must be ≥ {least:g}.")
+    return value
+
+
+def _event(name: str, value: object) -> Event:
+    if not isinstance(value, Event):
+        raise ValueError(f"{name}={value!r}: is not an event.")
+    return value
+
+
+def _events(name: str, value: Iterable[object]) -> tuple[Event, ...]:
+    found = tuple(_event(name, each) for each in value)
+    if not found:
+        raise ValueError(f"{name}=(): needs at least one event; nothing released costs nothing.")
+    return found
+
+
+def _law(name: str, value: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    law = tuple((_count("rounds", r, 0), float(p)) for r, p in value)
+    if not law or not all(p >= 0.0 for _, p in law) or not abs(sum(p for _, p in law) - 1.0) <= 1e-9:
+        raise ValueError("law: must be pairs (rounds ≥ 0, probability ≥ 0) whose probabilities sum to 1.")
+    return law
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "noise_multiplier": _positive,
+    "epsilon": _positive,
+    "rho": lambda name, value: _positive(name, value, LEAST_NUMBER**2 / 4, 4 * LARGEST_NUMBER**2),
+    "relation": lambda name, value: Relation.parse(value),
+    "rate": _rate,
+    "n": _count,
+    "batch_size": _count,
+    "count": lambda name, value: _count("steps", value),
+    "steps_per_epoch": lambda name, value: _count(name, value, most=_LARGEST_EPOCH),
+    "inner": _event,
+    "parts": _events,
+    "parties": _events,
+    "law": _law,
+    "mean": lambda name, value: _at_least(name, _positive(name, value), 1.0),
+    "shape": lambda name, value: _at_least(name, value, 0.0),
+    "total_variation": _probability,
+    "probability": _probability,
+}
 
 
 @dataclass(frozen=True)
@@ -104,18 +167,12 @@ class Gaussian(Event, kind="gaussian"):
 
     noise_multiplier: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _positive("noise_multiplier", self.noise_multiplier))
-
 
 @dataclass(frozen=True)
 class Laplace(Event, kind="laplace"):
     """One release of a scalar sum with Laplace noise of scale z·C."""
 
     noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_multiplier", _positive("noise_multiplier", self.noise_multiplier))
 
 
 @dataclass(frozen=True)
@@ -125,10 +182,6 @@ class Pure(Event, kind="pure"):
     epsilon: float
     relation: Relation
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", _positive("epsilon", self.epsilon))
-        object.__setattr__(self, "relation", Relation.parse(self.relation))
-
 
 @dataclass(frozen=True)
 class ZCDP(Event, kind="zcdp"):
@@ -137,10 +190,6 @@ class ZCDP(Event, kind="zcdp"):
     rho: float
     relation: Relation
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rho", _positive("rho", self.rho, LEAST_NUMBER**2 / 4, 4 * LARGEST_NUMBER**2))
-        object.__setattr__(self, "relation", Relation.parse(self.relation))
-
 
 @dataclass(frozen=True)
 class PoissonSampled(Event, kind="poisson"):
@@ -148,12 +197,6 @@ class PoissonSampled(Event, kind="poisson"):
 
     rate: float
     inner: Event
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.rate, (int, float)) or not _LEAST_RATE <= self.rate <= 1.0:
-            raise ValueError(
-                f"rate={self.rate!r}: must be in (0, 1], at least {_LEAST_RATE:g}; it is the expected batch ÷ n."
-            )
 
 
 @dataclass(frozen=True)
@@ -165,8 +208,7 @@ class FixedSizeSampled(Event, kind="fixed-size"):
     inner: Event
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", _count("n", self.n))
-        object.__setattr__(self, "batch_size", _count("batch_size", self.batch_size))
+        super().__post_init__()
         if self.batch_size > self.n:
             raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
 
@@ -186,10 +228,6 @@ class RandomAllocation(Event, kind="random-allocation"):
     steps_per_epoch: int
     inner: Event
 
-    def __post_init__(self) -> None:
-        steps = _count("steps_per_epoch", self.steps_per_epoch, most=_LARGEST_EPOCH)
-        object.__setattr__(self, "steps_per_epoch", steps)
-
 
 @dataclass(frozen=True)
 class Repeated(Event, kind="repeated"):
@@ -198,20 +236,12 @@ class Repeated(Event, kind="repeated"):
     inner: Event
     count: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "count", _count("steps", self.count))
-
 
 @dataclass(frozen=True)
 class Composed(Event, kind="composed"):
     """All of ``parts`` on the same people, adaptively."""
 
     parts: tuple[Event, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
-        if not self.parts:
-            raise ValueError("Composed(()): needs at least one event; nothing released costs nothing.")
 
 
 @dataclass(frozen=True)
@@ -220,22 +250,12 @@ class Parallel(Event, kind="parallel"):
 
     parts: tuple[Event, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parts", tuple(self.parts))
-        if not self.parts:
-            raise ValueError("Parallel(()): needs at least one event.")
-
 
 @dataclass(frozen=True)
 class MaxOverParties(Event, kind="per-party"):
     """One event per party, each about its own records only: ε is the worst party's."""
 
     parties: tuple[Event, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "parties", tuple(self.parties))
-        if not self.parties:
-            raise ValueError("PerParty(()): needs at least one party.")
 
 
 @dataclass(frozen=True)
@@ -249,32 +269,18 @@ class RandomNumberOfReleases(Event, kind="random-round"):
     inner: Event
     law: tuple[tuple[int, float], ...]
 
-    def __post_init__(self) -> None:
-        law = tuple((_count("rounds", r, 0), float(p)) for r, p in self.law)
-        object.__setattr__(self, "law", law)
-        if not law or not all(p >= 0.0 for _, p in law) or not abs(sum(p for _, p in law) - 1.0) <= 1e-9:
-            raise ValueError("law: must be pairs (rounds ≥ 0, probability ≥ 0) whose probabilities sum to 1.")
-
 
 @dataclass(frozen=True)
 class RepeatAndSelect(Event, kind="repeat-and-select"):
     """Private search: ``inner`` run K times, only the best result released, K negative binomial.
 
-    ``mean`` is E[K]; ``shape`` is the law's shape parameter (1 is geometric, 0 logarithmic, inf Poisson).
-    All laws but the Poisson one make at least one run; under that one K may be 0, and then nothing is
-    released.
+    ``mean`` ≥ 1 is E[K]; ``shape`` is the law's parameter (1 is geometric, 0 logarithmic, inf Poisson). All laws
+    but the Poisson one make at least one run; under that one K may be 0, and then nothing is released.
     """
 
     inner: Event
     mean: float
     shape: float = 1.0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "mean", _positive("mean", self.mean))
-        if self.mean < 1.0:
-            raise ValueError(f"mean={self.mean!r}: must be ≥ 1, the number of runs that is expected.")
-        if not self.shape >= 0.0:
-            raise ValueError(f"shape={self.shape!r}: must be ≥ 0 (1 is the geometric law).")
 
 
 @dataclass(frozen=True)
@@ -287,9 +293,6 @@ class TotalVariationSlack(Event, kind="slack"):
 
     total_variation: float
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total_variation", _probability("total_variation", self.total_variation))
-
 
 @dataclass(frozen=True)
 class FailureProbability(Event, kind="failure"):
@@ -300,9 +303,6 @@ class FailureProbability(Event, kind="failure"):
     """
 
     probability: float
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "probability", _probability("probability", self.probability))
 
 
 @dataclass(frozen=True)
@@ -316,10 +316,6 @@ class Upfront(Event, kind="upfront"):
 
     epsilon: float
     relation: Relation
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", _positive("epsilon", self.epsilon))
-        object.__setattr__(self, "relation", Relation.parse(self.relation))
 
 
 def gaussian(noise_multiplier: float, steps: int = 1) -> Event:

@@ -51,19 +51,7 @@ class PendingKey:
 
 
 class KeyFile:
-    """The key files of this user, under ``$QUIETGRAD_STATE/keys`` or ``~/.local/state/quietgrad/keys``.
-
-    >>> import tempfile, unittest.mock
-    >>> state = tempfile.TemporaryDirectory()
-    >>> with unittest.mock.patch.dict(os.environ, QUIETGRAD_STATE=state.name):
-    ...     key = KeyFile.create("run-1")
-    ...     same = KeyFile.load("run-1") == key
-    ...     KeyFile.destroy("run-1")
-    ...     left = os.listdir(KeyFile.directory())
-    >>> same, left
-    (True, [])
-    >>> state.cleanup()
-    """
+    """The key files of this user, under ``$QUIETGRAD_STATE/keys`` or ``~/.local/state/quietgrad/keys``."""
 
     @staticmethod
     def directory() -> Path:

@@ -329,13 +329,7 @@ class DiscretizedPLD:
 
 
 def discretize_pair(pair: DominatingPair | DiscretePair, step: float, tail: float) -> DiscretizedPLD:
-    """Round ``pair`` to the grid by connecting the dots, cutting tails of at most ``tail``.
-
-    >>> from quietgrad.privacy.loss_distribution import GaussianPair
-    >>> grid = discretize_pair(GaussianPair(1.0), 1e-2, 1e-12)
-    >>> abs(float(grid.mass.sum()) + grid.infinite - 1.0) < 1e-14
-    True
-    """
+    """Round ``pair`` to the grid by connecting the dots, cutting tails of at most ``tail``."""
     if isinstance(pair, DiscretePair):
         return pair.on_grid(step, tail)
     up, infinite, p_up = _half(*pair.above(_points(pair.reach_above(tail), step)), step)

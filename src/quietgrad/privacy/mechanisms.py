@@ -227,14 +227,7 @@ def kinds() -> dict[str, type[Mechanism]]:
 
 @dataclass(frozen=True)
 class GaussianNoise(Mechanism, kind="gaussian"):
-    """N(0, (z·C)²) on every coordinate of a sum, on the integer grid.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> total = np.zeros(2)
-    >>> GaussianNoise().source(seed_key(0), "gradient", 10).add(total, 3, 1.0, 1.0)
-    >>> bool(total.any()), GaussianNoise().once(2.0, Relation.ADD_REMOVE)
-    (True, Gaussian(noise_multiplier=2.0))
-    """
+    """N(0, (z·C)²) on every coordinate of a sum, on the integer grid."""
 
     white: ClassVar[bool] = True
     amplified: ClassVar[bool] = True
@@ -439,9 +432,6 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
     For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one
     of them has occurs there once, and passes the threshold with probability at most ``failure``, independently of
     the other counts; otherwise it might as well not be there. Hence a Gaussian release that may fail.
-
-    >>> GaussianPartitionSelection(1e-9).threshold(10.0, 1.0) > 50
-    True
     """
 
     failure: float
@@ -514,11 +504,6 @@ class StandardNormals:
     Args:
         key, label: of the stream they come from.
         count: how many releases there can be, if that is known: a short run draws no more.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> noise = StandardNormals(seed_key(0), "noise")
-    >>> noise.row(3, 5).tolist() == noise.row(3, 5).tolist(), noise.row(3, 5).tolist() == noise.row(4, 5).tolist()
-    (True, False)
     """
 
     def __init__(self, key: bytes, label: str, count: int = _BLOCK_NUMBERS) -> None:
@@ -534,13 +519,7 @@ class StandardNormals:
         return units
 
     def pieces(self, release: int, dim: int) -> Iterator[tuple[slice, Floats]]:
-        """The same numbers, of a long vector a piece at a time in memory that the next one overwrites.
-
-        >>> noise = StandardNormals(bytes(32), "noise")
-        >>> whole = np.concatenate([piece.copy() for _, piece in noise.pieces(1, 70000)])
-        >>> bool((whole == noise.row(1, 70000)).all())
-        True
-        """
+        """The same numbers, of a long vector a piece at a time in memory that the next one overwrites."""
         if dim <= _BLOCK_NUMBERS:
             return iter([(slice(0, dim), self.row(release, dim))])
         return self._stream(dim).normal_pieces(release, dim)

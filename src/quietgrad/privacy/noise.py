@@ -47,13 +47,7 @@ _SMALLEST, _LARGEST = 2.0**-900, 2.0**900
 
 
 class NoiseStream(SecureStream):
-    """A stream of noise: N(0, 1) and Exp(1) numbers addressed by (key, label, block).
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> noise = NoiseStream(seed_key(7), "noise")
-    >>> noise.normal(3, 2).tolist() == noise.normal(3, 2).tolist()
-    True
-    """
+    """A stream of noise: N(0, 1) and Exp(1) numbers addressed by (key, label, block)."""
 
     __slots__ = ()
 
@@ -71,11 +65,6 @@ class NoiseStream(SecureStream):
         a *factor* within 1 ± η, η = 2e·s ≤ 4.2·10⁻⁹(|x| + ⅕). The factors' logarithms have mean at most η²
         and add up as independent terms do: N numbers cost at most about 5·10⁻⁹·√(2N ln(1/δ')) in ε, except
         with probability δ'. For N = 5·10⁷ and δ' = 10⁻¹² that is 3·10⁻⁴, in the worst case.
-
-        >>> from quietgrad.privacy.rng import seed_key
-        >>> x = NoiseStream(seed_key(0), "noise").normal(0, (1000, 3))
-        >>> x.shape, bool(abs(x.std() - 1) < 0.1)
-        ((1000, 3), True)
         """
         out = np.empty(shape, np.float64)
         for _ in self._normals(block, out.reshape(-1), out.size):
@@ -86,12 +75,6 @@ class NoiseStream(SecureStream):
         """The numbers of ``normal(block, size)`` and where they belong, in memory that the next piece overwrites.
 
         For vectors as long as a network's, which would otherwise be written out only to be read once.
-
-        >>> from quietgrad.privacy.rng import seed_key
-        >>> stream = NoiseStream(seed_key(0), "noise")
-        >>> again = np.concatenate([piece.copy() for _, piece in stream.normal_pieces(3, 40000)])
-        >>> bool((again == stream.normal(3, 40000)).all())
-        True
         """
         return self._normals(block, np.empty(min(_CHUNK, size)), size)
 
@@ -125,10 +108,6 @@ class NoiseStream(SecureStream):
         """Return independent Exp(1) numbers, both tails to full relative precision.
 
         One bit chooses the half, 63 bits give p in (0, ½): −ln p in the upper half, −ln(1 − p) in the lower.
-
-        >>> from quietgrad.privacy.rng import seed_key
-        >>> bool((NoiseStream(seed_key(0), "a").exponential(0, 1000) > 0).all())
-        True
         """
         u = self.uint64(block, size)
         p = ((u >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
@@ -148,11 +127,7 @@ def _inversion(size: int) -> Callable[[npt.NDArray[np.float64]], object]:
 
 
 def grid_step(sigma: float) -> float:
-    """Return the grid's unit for noise of scale ``sigma``: the largest power of two ≤ sigma / 2²⁰.
-
-    >>> grid_step(1.0) == 2.0**-20, grid_step(3.0) == 2.0**-19
-    (True, True)
-    """
+    """Return the grid's unit for noise of scale ``sigma``: the largest power of two ≤ sigma / 2²⁰."""
     if not _SMALLEST <= sigma <= _LARGEST:
         raise ValueError(f"sigma={sigma!r}: must be between 2^-900 and 2^900. Rescale the data or the clip.")
     return math.ldexp(0.5, math.frexp(sigma)[1]) / UNITS
@@ -164,9 +139,6 @@ def grid_bound(bound: float, dim: int, step: float) -> float:
     Rounding moves each coordinate of two sums by at most half a unit each, so their distance grows by at
     most √dim·step: to C + √dim·step under add-remove and to 2C + √dim·step ≤ 2(C + √dim·step) under
     replace-one. One number therefore serves both relations.
-
-    >>> grid_bound(1.0, 4, 0.001)
-    1.002
     """
     return bound + math.sqrt(dim) * step
 
@@ -176,10 +148,6 @@ def sigma_for(noise_multiplier: float, bound: float, dim: int) -> tuple[float, f
 
     The step is fixed by z·C first; then sigma = z·(C + √dim·step). A query whose bound is 0 is identically
     zero (SPIDER's difference of two equal iterates): its noise is 0 too, and so is what is released.
-
-    >>> sigma, step = sigma_for(2.0, 1.0, dim=100)
-    >>> step == 2.0**-19, sigma == 2.0 * (1.0 + 10 * step)
-    (True, True)
     """
     if not 0.0 < noise_multiplier < math.inf:
         raise ValueError(f"noise_multiplier={noise_multiplier!r}: must be > 0. A non-private run adds no noise.")
@@ -202,12 +170,6 @@ def add_discretized_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: f
         total: one flat sum, a numpy array or a CPU torch tensor; changed in place.
         unit: as many N(0, 1) numbers, from :meth:`NoiseStream.normal`; not changed.
         sigma: standard deviation on the sum, and ``step`` its grid, both from :func:`sigma_for`.
-
-    >>> total = np.array([0.3, -1.0])
-    >>> sigma, step = sigma_for(1.0, 1.0, dim=2)
-    >>> add_discretized_gaussian(total, np.array([0.5, 0.1]), sigma, step)
-    >>> total.round(3).tolist(), (total / step % 1).tolist()
-    ([0.8, -0.9], [0.0, 0.0])
     """
     if not isinstance(total, np.ndarray):
         total = _numpy_view(total)
@@ -250,10 +212,6 @@ def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float,
 
     ``sensitivity`` is the L2 distance Δ of the vector on neighbours (the caller's relation is in it);
     scale = (Δ + √dim·step)/ε.
-
-    >>> scale, step = l2_laplace_for(0.5, 1.0, dim=16)
-    >>> scale == (1.0 + 4 * step) / 0.5
-    True
     """
     for name, value in (("epsilon", epsilon), ("sensitivity", sensitivity)):
         if not 0.0 < value < math.inf:
@@ -273,10 +231,6 @@ def l2_laplace(
     ‖x‖ is Gamma(dim, scale), a sum of ``dim`` exponentials, and the direction is a normalised Gaussian.
     Takes the blocks 2·``block`` and 2·``block`` + 1 of the stream. Its arithmetic is finite, so strictly
     the claim is not (ε, 0) but of the order (ε + 10⁻⁸·dim, 10⁻¹²·dim): see :meth:`NoiseStream.normal`.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> l2_laplace(3, 1.0, NoiseStream(seed_key(0), "output"), 0).shape
-    (3,)
     """
     step = grid_step(scale) if step is None else step
     direction = stream.normal(2 * block, dim)
@@ -286,15 +240,7 @@ def l2_laplace(
 
 
 def release_l2_laplace(total: Any, scale: float, step: float, stream: NoiseStream, block: int) -> None:
-    """Replace the vector ``total`` by its ε-DP release on the grid, in place; see :func:`l2_laplace_for`.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> weights = np.zeros(3)
-    >>> scale, step = l2_laplace_for(1.0, 1.0, dim=3)
-    >>> release_l2_laplace(weights, scale, step, NoiseStream(seed_key(0), "output"), 0)
-    >>> (weights / step % 1).tolist()
-    [0.0, 0.0, 0.0]
-    """
+    """Replace the vector ``total`` by its ε-DP release on the grid, in place; see :func:`l2_laplace_for`."""
     noise = l2_laplace(math.prod(total.shape), scale, stream, block, step)
     add_discretized_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
 
@@ -305,10 +251,6 @@ def noisy_argmax(scores: npt.ArrayLike, epsilon: float, sensitivity: float, stre
     Drawn as the arg max of ε·score/(2Δ) plus Gumbel noise. It is ε-DP when neighbours change every score by
     at most ``sensitivity``, and, its privacy loss having range ε, also ε²/8-zCDP (Cesar and Rogers 2021).
     Non-finite scores count as the worst one, because an error would tell which record caused it.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> noisy_argmax([0.0, 50.0, 0.0], 1.0, 1.0, NoiseStream(seed_key(0), "choose"), 0)
-    1
     """
     for name, value in (("epsilon", epsilon), ("sensitivity", sensitivity)):
         if not 0.0 < value < math.inf:
@@ -328,12 +270,6 @@ _DEVICE_CLAMP = 2.0**52  # as in privacy.noise
 def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None:
     """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.add_discretized_gaussian` on
     a device.
-
-    >>> import torch
-    >>> total = torch.tensor([0.3, -1.0], dtype=torch.float64)
-    >>> add_gaussian(total, torch.tensor([0.5, 0.1], dtype=torch.float64), 1.0, 2.0**-20)
-    >>> bool((total * 2**20 % 1 == 0.0).all())
-    True
     """
     if sigma == 0.0:
         total.zero_()
@@ -345,12 +281,7 @@ def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None
 
 @cache
 def usable(where: Any) -> bool:
-    """Whether a device gives the CPU's numbers on a public trial: the cipher exactly, Φ⁻¹ within 10⁻¹⁵(|x| + ⅕).
-
-    >>> import torch
-    >>> usable(torch.device("cpu"))
-    True
-    """
+    """Whether a device gives the CPU's numbers on a public trial: the cipher exactly, Φ⁻¹ within 10⁻¹⁵(|x| + ⅕)."""
     import torch
 
     try:

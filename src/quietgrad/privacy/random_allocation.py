@@ -86,12 +86,7 @@ class AllocationPair(DiscretePair):
         return math.log(law.terms / float(law.points[1]))
 
     def on_grid(self, step: float, tail: float) -> DiscretizedPLD:
-        """The epoch's losses on a grid, cutting tails of at most ``tail``; P and Q keep their masses in each split.
-
-        >>> grid = AllocationPair(1.0, 100).on_grid(1e-3, 1e-20)
-        >>> round(grid.epsilon(1e-5), 3), round(grid.reversed().epsilon(1e-5), 3)
-        (0.621, 0.422)
-        """
+        """The epoch's losses on a grid, tails of at most ``tail`` cut; P and Q keep their masses in each split."""
         law = law_of_sum(self.mu, self.steps, tail)
         q = law.mass * (1.0 + law.error)
         ratio = law.points / law.terms

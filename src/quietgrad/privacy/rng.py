@@ -25,11 +25,7 @@ _BLOCKS = 1 << 64
 
 
 def fresh_key() -> bytes:
-    """Return a new secret key of 32 bytes from the operating system.
-
-    >>> len(fresh_key()), fresh_key() == fresh_key()
-    (32, False)
-    """
+    """Return a new secret key of 32 bytes from the operating system."""
     return os.urandom(KEY_BYTES)
 
 
@@ -47,11 +43,7 @@ def seed_key(seed: int) -> bytes:
 
 
 def run_key(key: bytes, run: str) -> bytes:
-    """A key for one run from a longer-lived one, so that no two runs ever share noise.
-
-    >>> run_key(seed_key(0), "a") == run_key(seed_key(0), "b")
-    False
-    """
+    """A key for one run from a longer-lived one, so that no two runs ever share noise."""
     return SecureStream(key, f"run/{run}").bytes(0, len(key))
 
 
@@ -67,10 +59,6 @@ class SecureStream:
 
     It has uniform words and no noise: what draws that is :class:`quietgrad.privacy.noise.NoiseStream`, which the
     mechanisms alone know.
-
-    >>> stream = SecureStream(seed_key(7), "batches")
-    >>> stream.bytes(0, 8) == stream.bytes(0, 8), stream.bytes(0, 8) == stream.bytes(1, 8)
-    (True, False)
     """
 
     __slots__ = ("_aes", "label")
@@ -87,21 +75,13 @@ class SecureStream:
         return f"{type(self).__name__}(label={self.label!r})"  # never the key
 
     def bytes(self, block: int, n: int) -> bytes:
-        """Return the first ``n`` bytes of ``block``.
-
-        >>> SecureStream(seed_key(0), "a").bytes(0, 4) == SecureStream(seed_key(0), "b").bytes(0, 4)
-        False
-        """
+        """Return the first ``n`` bytes of ``block``."""
         out = np.empty(_size("n", n), np.uint8)
         self._fill(block, out)
         return out.tobytes()
 
     def uint64(self, block: int, size: int) -> npt.NDArray[np.uint64]:
-        """Return the first ``size`` 64-bit words of ``block``, each uniform.
-
-        >>> SecureStream(seed_key(0), "a").uint64(0, 3).shape
-        (3,)
-        """
+        """Return the first ``size`` 64-bit words of ``block``, each uniform."""
         out = np.empty(_size("size", size), "<u8")
         self._fill(block, out.view(np.uint8))
         return out.astype(np.uint64, copy=False)
@@ -111,10 +91,6 @@ class SecureStream:
 
         Counter mode is AES of (block, counter), so this reads the first half of each 16-byte piece of the
         block: ``at(b, [0, 1]) == uint64(b, 4)[::2]``. Sampling by record id rests on it.
-
-        >>> stream = SecureStream(seed_key(0), "a")
-        >>> bool((stream.at(5, [0, 1]) == stream.uint64(5, 4)[::2]).all())
-        True
         """
         points = np.asarray(counters)
         if points.size and points.dtype.kind not in "iu":
@@ -145,9 +121,6 @@ def inversion_table(weights: Sequence[int]) -> npt.NDArray[np.uint64]:
 
     ``np.searchsorted(table, word, side="right")`` is then k. The arithmetic is exact; each probability is
     right to 2⁻⁶⁴, so the total variation is at most len(weights)·2⁻⁶⁵.
-
-    >>> inversion_table([1, 2, 1]).tolist() == [2**62, 3 * 2**62]
-    True
     """
     total, below, thresholds = sum(weights), 0, []
     for weight in weights[:-1]:
