@@ -21,9 +21,10 @@ from quietgrad.audit.noise_checks import (
     MECHANISMS,
     RELEASES,
     check_noise,
-    probe_algorithm,
+    lengthened,
     probe_grid,
     probe_mechanism,
+    probe_slots,
 )
 from quietgrad.audit.replicas import CuratorFactory, central
 from quietgrad.audit.report import AuditFinding
@@ -154,7 +155,7 @@ def streams(patched: bool) -> Findings:
     with pytest.MonkeyPatch.context() as patch:
         if patched:
             patch.setattr(GaussianNoise, "source", unlabelled)
-        return probe_algorithm(DPSRM, 4, REPLACE, seed=1)
+        return probe_slots(lengthened(qg.plan(DPSRM, n=4, budget=REPLACE)), seed=1)
 
 
 def sessions(patched: bool) -> Findings:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from scipy.special import betaincinv, nctdtr, ndtr, ndtri
 
 from quietgrad.privacy.closed_form_accountants import gaussian_delta
+from quietgrad.privacy.composition import bisect
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,12 +65,9 @@ def dprime_lower(a: npt.ArrayLike, b: npt.ArrayLike, alpha: float) -> tuple[floa
     t = gap / (spread * unit)
     if nctdtr(freedom, 0.0, t) <= 1.0 - alpha / 2:
         return t * unit, 0.0
-    low, high = 0.0, t
     if t > 1e4:  # beyond the series' reach: a mean this far out is read off with a normal error, widened
         return t * unit, max(0.0, t - 1.1 * -float(ndtri(alpha / 2)) * math.sqrt(1 + t * t / (2 * freedom))) * unit
-    while high - low > 1e-7 * t:
-        middle = (low + high) / 2
-        low, high = (middle, high) if nctdtr(freedom, middle, t) > 1.0 - alpha / 2 else (low, middle)
+    low, _ = bisect(lambda centre: nctdtr(freedom, centre, t) > 1.0 - alpha / 2, 0.0, t, lambda at: 1e-7 * t)
     return t * unit, low * unit
 
 
@@ -217,11 +215,7 @@ def _largest(holds: Callable[[float], bool], most: float) -> float:
     """The largest number up to ``most`` at which a decreasing predicate holds; 0 if it never does."""
     if not holds(0.0):
         return 0.0
-    low, high = 0.0, most
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return bisect(holds, 0.0, most, lambda at: 1e-6)[0]
 
 
 TEACH = 0.25  # share of the runs that chooses direction and threshold; the rest is tested
@@ -314,8 +308,4 @@ def _least(holds: Callable[[float], bool], most: float = 60.0) -> float:
     """The least number up to ``most`` from which on ``holds``, else infinity."""
     if not holds(most):
         return math.inf
-    low, high = 0.0, most
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    return bisect(lambda x: not holds(x), 0.0, most, lambda at: 1e-14 * at)[1]

@@ -222,22 +222,6 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     return Plan("probe", {}, schedule.under(relation), 1, Budget(1.0, 1e-5, relation), 2.0)
 
 
-def probe_algorithm(
-    algorithm: Any,
-    n: int,
-    budget: Budget,
-    curator: CuratorFactory = central,
-    *,
-    alpha: float = 1e-6,
-    seed: int | None = None,
-) -> list[AuditFinding]:
-    """Listen to every slot of an algorithm's plan, each as often as hundreds of steps would."""
-    from quietgrad.training import plan as make_plan
-
-    plan = make_plan(algorithm, n=n, budget=budget)
-    return probe_slots(lengthened(plan), curator, algorithm.name, alpha=alpha, seed=seed)
-
-
 def lengthened(plan: Plan) -> Plan:
     """The plan with hundreds of releases in every slot and records enough for them; noise and law stay."""
     counts = [_count(slot.mechanism) for slot in plan.schedule.slots]

@@ -122,23 +122,13 @@ class AuditReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        return {
-            "algorithm": self.algorithm,
-            "relation": str(self.relation),
-            "delta": self.delta,
-            "epsilon_claimed": self.epsilon_claimed,
-            "epsilon_lower": self.epsilon_lower,
-            "confidence": self.confidence,
-            "runs": self.runs,
-            "seconds": self.seconds,
-            "verdict": self.verdict,
-            "passed": self.passed,
-            "vacuous": self.vacuous,
-            "layer": self.layer,
+        told = {name: getattr(self, name) for name in ("verdict", "passed", "vacuous", "layer")}
+        found = {
             "refutes": self.refutes if math.isfinite(self.refutes) else None,
             "findings": [f.to_json() for f in self.findings],
             "notes": list(self.notes),
         }
+        return {**vars(self), "relation": str(self.relation), **told, **found}
 
     def __str__(self) -> str:
         runs = "one run" if self.runs == 1 else f"{self.runs} runs of each world"
@@ -171,50 +161,26 @@ def describe(finding: AuditFinding) -> str:
     )
 
 
-_COLUMNS = [
-    "audit",
-    "relation",
-    "δ",
-    "claimed ε",
-    "ε at least",
-    "confidence",
-    "runs",
-    "seconds",
-    "verdict",
-    "layer",
-]
-
-
-def rows(reports: Sequence[AuditReport]) -> list[tuple[str, ...]]:
-    """The cells of a table with the columns of :data:`_COLUMNS`."""
-    return [
-        (
-            r.algorithm,
-            str(r.relation),
-            f"{r.delta:g}",
-            f"{r.epsilon_claimed:.3g}",
-            f"{r.epsilon_lower:.3g}",
-            f"1−{1 - r.confidence:.0e}",
-            str(r.runs),
-            f"{r.seconds:.2f}",
-            r.verdict.upper(),
-            r.layer,
-        )
-        for r in reports
-    ]
+def cells(r: AuditReport) -> dict[str, str]:
+    """A row of a table of audits, by column."""
+    return {
+        "audit": r.algorithm, "relation": str(r.relation), "δ": f"{r.delta:g}",
+        "claimed ε": f"{r.epsilon_claimed:.3g}", "ε at least": f"{r.epsilon_lower:.3g}",
+        "confidence": f"1−{1 - r.confidence:.0e}", "runs": str(r.runs), "seconds": f"{r.seconds:.2f}",
+        "verdict": r.verdict.upper(), "layer": r.layer,
+    }  # fmt: skip
 
 
 def to_html(reports: Sequence[AuditReport]) -> str:
     """A section of a page: the table of audits."""
-    head = "".join(f"<th>{html.escape(c)}</th>" for c in _COLUMNS)
-    body = "".join(_row(cells) for cells in rows(reports))
+    rows = [cells(report) for report in reports]
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in (rows[0] if rows else ()))
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     text = (
         "<p>A lower bound above the claim proves a violation. A pass says that these attacks found nothing; "
         "it is no proof of privacy. The nearer the lower bound is to the claim, the stronger the attack was.</p>"
     )
     return f'<section class="audit"><h2>Audit</h2>{text}{table}</section>'
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"

@@ -24,6 +24,7 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.composition import (
     AccountantRefusal,
     approximate_mu,
+    bisect,
     count_releases,
     parallel_branches,
     total_failure,
@@ -320,13 +321,10 @@ def _averaged(
         def at(value: float) -> float:
             return math.fsum(weight * float(part.get_delta_for_epsilon(value)) for weight, part in parts)
 
-        low, high = 0.0, max(float(part.get_epsilon_for_delta(target)) for _, part in parts)
-        if at(low) <= target:
+        if at(0.0) <= target:
             return 0.0
-        while high - low > 1e-6 * high:
-            middle = (low + high) / 2.0
-            low, high = (middle, high) if at(middle) > target else (low, middle)
-        return high
+        most = max(float(part.get_epsilon_for_delta(target)) for _, part in parts)
+        return bisect(lambda value: at(value) > target, 0.0, most, lambda high: 1e-6 * high)[1]
 
     return epsilon
 

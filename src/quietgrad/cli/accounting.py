@@ -131,23 +131,24 @@ def calibrate(
     from quietgrad.privacy.accounting import prove
 
     shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n, "cache": not no_cache}
+    noise = given["noise_multiplier"]
     sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
-            given["noise_multiplier"] = room.calibrate(**shared, **sample, steps=steps)
+            given["noise_multiplier"] = room.calibrate(**shared, **sample, steps=given["steps"])
         elif find == "steps":
-            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise_multiplier)
+            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise)
         else:
-            batch = {"noise_multiplier": noise_multiplier, "steps": steps}
-            sample["batch_size"] = room.calibrate_batch_size(**shared, **batch)
+            found = room.calibrate_batch_size(**shared, noise_multiplier=noise, steps=given["steps"])
+            sample["batch_size"] = found
         event = room.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
-    found = {**given, **sample}
+    answers = {**given, **sample}
     if as_json:
-        answer = {name: found[name] for name in ("noise_multiplier", "steps", "batch_size")}
+        answer = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}
         show_json({"found": find, **answer, **proof.to_json(), "target_epsilon": promise.epsilon})
         return
-    value = found[find.replace("-", "_")]
+    value = answers[find.replace("-", "_")]
     title = f"{find.replace('-', ' ')} = {value:.6g}"
     epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})")
     show_rows(title, [epsilon_row, *_proved(proof, event)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,8 +72,6 @@ def train(
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
     from quietgrad.plans.counting import NOMINAL
-    from quietgrad.training import minimize, resume
-    from quietgrad.training.minimizing import progress_bar
 
     if spec.landscape is not None:
         return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
@@ -82,7 +81,6 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     if spec.uses_estimator:
         return _fit_model(spec, out, data, quiet=quiet)
     facts = spec.describe_objective(data)
-    promise = spec.budget()
     with usage():
         loss = objective_from(facts)
 
@@ -92,29 +90,33 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     with usage():
         method(NOMINAL if spec.n_public is None else spec.n_public)  # a mistake is told before anything is written
     table = getattr(data, "table", None) or (data.X, data.y)
-    pays: dict[str, Any] = {"ledger": spec.ledger_in(out), "account": spec.account, "cap": spec.cap()}
-    kept: dict[str, Any] = {
-        "folder": out,
-        "checkpoint_seconds": spec.checkpoint_seconds,
-        "person": people,
-        "combine": spec.combine,
-        "records_per_person": spec.records_per_person,
-    }
     if not resumed:
         _begin(spec, out, data)
+    whose = {"person": people, "combine": spec.combine, "records_per_person": spec.records_per_person}
+    result, watched = _descend(spec, out, (loss, table, method), whose, quiet=quiet, resumed=resumed)
+    return finish(spec, out, data, result, watched, loss)
+
+
+def _descend(
+    spec: RunSpec, out: Path, problem: tuple[Any, Any, Any], whose: Mapping[str, Any], *, quiet: bool, resumed: bool
+) -> tuple[Result, Watched]:
+    """Minimise the problem (objective, data, method), or continue; an interruption says how to go on."""
+    from quietgrad.training import minimize, resume
+    from quietgrad.training.minimizing import progress_bar
+
+    kept: dict[str, Any] = {"folder": out, "checkpoint_seconds": spec.checkpoint_seconds, **whose}
     try:
         with usage(), progress_bar(quiet=quiet) as watched:
             if resumed:
-                result = resume(loss, table, method, callback=watched, **kept)
-            else:
-                result = minimize(
-                    loss, table, method, budget=promise, n_public=spec.n_public, callback=watched,
-                    records_public=spec.records_public, **pays, **kept,
-                )  # fmt: skip
+                return resume(*problem, callback=watched, **kept), watched
+            result = minimize(
+                *problem, budget=spec.budget(), n_public=spec.n_public, records_public=spec.records_public,
+                callback=watched, ledger=spec.ledger_in(out), account=spec.account, cap=spec.cap(), **kept,
+            )  # fmt: skip
+            return result, watched
     except KeyboardInterrupt:
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
-    return finish(spec, out, data, result, watched, loss)
 
 
 def _begin(spec: RunSpec, out: Path, data: Any) -> None:
@@ -286,27 +288,18 @@ def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = F
     """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
     from quietgrad.cli.settings import algorithm_from, key_values
     from quietgrad.objectives.registry import make_landscape
-    from quietgrad.training import minimize, resume
-    from quietgrad.training.minimizing import progress_bar
     from quietgrad.training.stationarity import certify
 
-    n = spec.n_public or _RECORDS
+    spec = replace(spec, n_public=spec.n_public or _RECORDS)
     settings = spec.settings or ()
     its = [text.partition(".")[2] for text in settings if text.startswith("landscape.")]
     others = [text for text in settings if not text.startswith("landscape.")]
     with usage():
         land = make_landscape(spec.landscape or "", key_values(its))
     method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
-    promise = spec.budget()
-    pays: dict[str, Any] = {"ledger": spec.ledger_in(out), "account": spec.account, "cap": spec.cap()}
-    kept: dict[str, Any] = {"folder": out, "checkpoint_seconds": spec.checkpoint_seconds}
     if not resumed:
         spec.save(out)
-    with usage(), progress_bar(quiet=quiet) as watched:
-        if resumed:
-            result = resume(land, n, method, callback=watched, **kept)
-        else:
-            result = minimize(land, n, method, budget=promise, n_public=n, callback=watched, **pays, **kept)
+    result, watched = _descend(spec, out, (land, spec.n_public, method), {}, quiet=quiet, resumed=resumed)
     found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
     curve = watched.curve_of(result.privacy.epsilon) or []
     details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
-from quietgrad.privacy.closed_form_accountants import gaussian_profile, pure_profile
+from quietgrad.privacy.closed_form_accountants import gaussian_profile, pure_profile, rdp_profile, zcdp_profile
 from quietgrad.privacy.composition import (
     AccountantRefusal,
     count_releases,
@@ -76,12 +76,7 @@ class ProvedGuarantee:
 
     def to_json(self) -> dict[str, Any]:
         """Return the proof as plain JSON values."""
-        return {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "relation": str(self.relation),
-            "accountant": self.accountant,
-        }
+        return {**vars(self), "relation": str(self.relation)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProvedGuarantee:
@@ -262,22 +257,12 @@ def _best(
 
         return pld_profile(event, relation, factor, delta=delta, epsilon=epsilon)
 
-    def zcdp() -> PrivacyProfile:
-        from quietgrad.privacy.closed_form_accountants import zcdp_profile
-
-        return zcdp_profile(event, relation, factor)
-
-    def rdp() -> PrivacyProfile:
-        from quietgrad.privacy.closed_form_accountants import rdp_profile
-
-        return rdp_profile(event, relation, factor)
-
     attempts: dict[str, Callable[[], PrivacyProfile]] = {
         "gaussian-exact": lambda: gaussian_profile(event, factor),
         "pure": lambda: pure_profile(event, relation, factor),
         "pld": pld,
-        "zcdp": zcdp,
-        "rdp": rdp,
+        "zcdp": lambda: zcdp_profile(event, relation, factor),
+        "rdp": lambda: rdp_profile(event, relation, factor),
     }
     if accountant != "best":
         if accountant not in attempts:

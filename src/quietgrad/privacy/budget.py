@@ -6,12 +6,26 @@ import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 _LONGEST_CONDITION = 300  # characters: it stands in one sentence with ε
 
 
-class Relation(StrEnum):
+class _Named(StrEnum):
+    """Names that a user may spell."""
+
+    @classmethod
+    def parse(cls, value: str) -> Self:
+        """Return the one named ``value``."""
+        try:
+            return cls(value)
+        except ValueError:
+            known = " or ".join(repr(str(one)) for one in cls)
+            what = "relation" if cls is Relation else "unit"
+            raise ValueError(f"{what}={value!r}: must be {known}.") from None
+
+
+class Relation(_Named):
     """The neighbouring relation: which pairs of data sets must look alike.
 
     ``add-remove``: one has a record more; the sensitivity of a sum of vectors of norm ≤ C is C.
@@ -22,24 +36,12 @@ class Relation(StrEnum):
     ADD_REMOVE = "add-remove"
     REPLACE_ONE = "replace-one"
 
-    @classmethod
-    def parse(cls, value: str | Relation) -> Relation:
-        """Return the relation named ``value``.
-
-        >>> Relation.parse("replace-one")
-        <Relation.REPLACE_ONE: 'replace-one'>
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(f"relation={value!r}: must be 'add-remove' or 'replace-one'.") from None
-
 
 DEFAULT_RELATION = Relation.ADD_REMOVE.value
 """What every front end promises unless it is told otherwise: as Opacus, DP-EBM and dp-accounting do."""
 
 
-class PrivacyUnit(StrEnum):
+class PrivacyUnit(_Named):
     """Whom a promise is about: what a "record" of a relation is.
 
     ``record``: one row of the data. ``person``: somebody with all their rows, however many. An ε of one says little
@@ -49,20 +51,12 @@ class PrivacyUnit(StrEnum):
     RECORD = "record"
     PERSON = "person"
 
-    @classmethod
-    def parse(cls, value: str | PrivacyUnit) -> PrivacyUnit:
-        """Return the unit named ``value``.
+    def in_words(self, text: str) -> str:
+        """A sentence about records, said of this unit.
 
         >>> PrivacyUnit.parse("person").in_words("every record, of 3 records")
         'every person, of 3 people'
         """
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(f"unit={value!r}: must be 'record' or 'person'.") from None
-
-    def in_words(self, text: str) -> str:
-        """A sentence about records, said of this unit."""
         if self is PrivacyUnit.RECORD:
             return text
         return re.sub(r"\brecord\b", "person", re.sub(r"\brecords\b", "people", text))

@@ -27,7 +27,14 @@ import numpy.typing as npt
 from scipy.special import log_ndtr
 
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.composition import AccountantRefusal, check_relation, count_releases, fold, root_search
+from quietgrad.privacy.composition import (
+    AccountantRefusal,
+    bisect,
+    check_relation,
+    count_releases,
+    fold,
+    root_search,
+)
 from quietgrad.privacy.events import (
     ZCDP,
     Composed,
@@ -301,14 +308,8 @@ def _smallest_epsilon(delta_at: Callable[[float], float], mu: float, delta: floa
     """The smallest ε ≥ 0 with δ(ε) ≤ ``delta`` for a profile that is at most that of ``mu``."""
     if delta_at(0.0) <= delta:
         return 0.0
-    low, high = 0.0, mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > high) ≤ δ
-    while high - low > 1e-13 * max(high, 1e-3):
-        middle = (low + high) / 2
-        if delta_at(middle) > delta:
-            low = middle
-        else:
-            high = middle
-    return high
+    most = mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > most) ≤ δ
+    return bisect(lambda x: delta_at(x) > delta, 0.0, most, lambda at: 1e-13 * max(at, 1e-3))[1]
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,11 @@ def fold(
     """Add up over a composition, multiply repetitions, take the worst of parallel parts; ``leaf`` says the rest."""
     match event:
         case Composed(parts=parts):
-            return add([fold(part, leaf, add, worst) for part in parts])
+            total: _Value = add([fold(part, leaf, add, worst) for part in parts])
+            return total
         case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return worst([fold(part, leaf, add, worst) for part in parts])
+            largest: _Value = worst([fold(part, leaf, add, worst) for part in parts])
+            return largest
         case Repeated(inner=inner, count=count):
             return count * fold(inner, leaf, add, worst)
     return leaf(event)
@@ -293,10 +295,14 @@ def root_search(function: Callable[[float], float], guess: float, rtol: float = 
         high, low = low, low / 2
     while function(high) <= 0:
         low, high = high, high * 2
-    while high - low > rtol * high:
+    return bisect(lambda x: function(x) <= 0, low, high, lambda at: rtol * at)[0]
+
+
+def bisect(
+    holds: Callable[[float], bool], low: float, high: float, width: Callable[[float], float]
+) -> tuple[float, float]:
+    """Narrow an interval at whose lower end something holds and at whose upper end it does not."""
+    while high - low > width(high):
         middle = (low + high) / 2
-        if function(middle) > 0:
-            high = middle
-        else:
-            low = middle
-    return low
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low, high

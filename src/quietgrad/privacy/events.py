@@ -8,12 +8,10 @@ state results that were already proved, so they carry the relation they were pro
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, TypeGuard
 
 from quietgrad.privacy.budget import Relation
@@ -28,18 +26,19 @@ class Event:
     """
 
     kind: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
 
     def __init_subclass__(cls, kind: str) -> None:
         cls.kind = kind
         _KINDS[kind] = cls
 
     def __post_init__(self) -> None:
-        for name in _fields(type(self)):
+        for name in self.__match_args__:
             object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as plain JSON values, with its kind under ``"event"``."""
-        return {"event": self.kind, **{name: _to_json(getattr(self, name)) for name in _fields(type(self))}}
+        return {"event": self.kind, **{name: _to_json(getattr(self, name)) for name in self.__match_args__}}
 
 
 def from_json(data: dict[str, Any]) -> Event:
@@ -50,14 +49,9 @@ def from_json(data: dict[str, Any]) -> Event:
     """
     try:
         kind = _KINDS[data["event"]]
-        return kind(**{name: _from_json(data[name]) for name in _fields(kind)})
+        return kind(**{name: _from_json(data[name]) for name in kind.__match_args__})
     except (KeyError, TypeError) as error:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
-
-
-@cache
-def _fields(kind: type[Event]) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
 def _to_json(value: Any) -> Any:

@@ -32,17 +32,6 @@ from quietgrad.privacy.noise import (
     sigma_for,
 )
 
-__all__ = [
-    "AboveThreshold",
-    "GaussianPartitionSelection",
-    "GaussianNoise",
-    "L2LaplaceNoise",
-    "Mechanism",
-    "ExponentialMechanism",
-    "NoiseSource",
-    "from_json",
-]
-
 Floats = npt.NDArray[np.float64]
 Sampled = Callable[[events.Event], events.Event]
 """What secret sampling makes of the event of one release."""
