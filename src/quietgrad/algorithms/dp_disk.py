@@ -18,8 +18,9 @@ from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
+from quietgrad.sampling import SamplingName, sampling_of
 from quietgrad.vectors import Vector
 
 

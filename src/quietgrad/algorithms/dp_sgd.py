@@ -14,8 +14,9 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
-from quietgrad.oracles.base import Noise, Oracle, SamplingName, noise_multiplier
+from quietgrad.oracles.base import Noise, Oracle, noise_multiplier
 from quietgrad.oracles.gradient_estimators import MiniBatch
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, sqrt
 
 

@@ -14,9 +14,10 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.objectives.base import LossConstants
-from quietgrad.oracles.base import Noise, Oracle, SamplingName
+from quietgrad.oracles.base import Noise, Oracle
 from quietgrad.oracles.gradient_estimators import RecursiveMomentum, first_apart
 from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
 
 

@@ -18,9 +18,10 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
 from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.objectives.base import LossConstants
-from quietgrad.oracles.base import Oracle, SamplingName
+from quietgrad.oracles.base import Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
 
 

@@ -16,10 +16,11 @@ from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, LossConstants
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Noise, SamplingName, sampling_of, slot_of
+from quietgrad.oracles.base import Noise, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
+from quietgrad.sampling import SamplingName, sampling_of
 from quietgrad.vectors import Vector, copy
 
 
