@@ -132,7 +132,7 @@ class StagewiseDPSGD(Algorithm):
         if self._slot(1) == "stages":
             if self.returns == "random":
                 raise ValueError(
-                    "returns='random': a random number of releases has no price here; return the last."
+                    "returns='random': the ε of a random number of releases is not known here; return the last."
                 )
             return Schedule((slot_of("stages", sampling, self.steps, self.noise),))
         slots = []

@@ -279,8 +279,8 @@ class Charge:
             pays = False
         if not pays:
             raise UnprovableError(
-                "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
-                "WhitenedGD, DPGD) and declared classes can be searched over."
+                "a round of a search is accounted as one Gaussian release: only full-batch methods "
+                "(algorithm=None, WhitenedGD, DPGD) and declared classes can be searched over."
             )
         return Charge(event)
 

@@ -64,8 +64,8 @@ class Slot:
             raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
         if self.law is not None and self.mechanism.together:
             raise ValueError(
-                f"slot {self.name!r}: a random number of releases has no price under noise that is correlated over "
-                "them; return the last iterate or an average."
+                f"slot {self.name!r}: the ε of a random number of releases is not known under correlated noise; "
+                "return the last iterate or an average."
             )
         self.mechanism.check(self.count, self.sampling.participation(self.count), self.sampling.describe())
 
@@ -566,7 +566,10 @@ def plan(
     schedule = algorithm.schedule(int(n))
     if looks:
         if schedule.composition != "sequential":
-            raise ValueError(f"{algorithm.name}: a method that cannot share its budget with a look at the data.")
+            raise ValueError(
+                f"{algorithm.name}: cannot share its budget with other releases, such as range estimates. "
+                "Declare the bounds."
+            )
         schedule = replace(schedule, slots=(*looks, *schedule.slots))
 
     def made(z: float, paper: str | None = None) -> Plan:
@@ -587,5 +590,7 @@ def plan(
     if printed is not None:
         return made(printed, algorithm.name)
     if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
-        raise ValueError(f"{algorithm.name}: its releases are not Gaussian, and the records were counted as if.")
+        raise ValueError(
+            f"{algorithm.name}: its releases are not Gaussian, but the records were counted by a Gaussian release."
+        )
     return calibrate_plan(made, budget) if noise_multiplier is None else made(noise_multiplier)
