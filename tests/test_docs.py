@@ -280,7 +280,7 @@ def test_every_page_is_found_from_a_short_sidebar() -> None:
     assert sorted(reached) == sorted(pages - {"index"}), "each page stands in the contents once"
 
 
-PROOFS = {"torch-proof", "accounting", "correlated-proof", "reproductions"}
+PROOFS = {"accounting-proof", "torch-proof", "correlated-proof"}
 GENERATED = {"licences"}
 
 
