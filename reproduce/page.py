@@ -3,8 +3,9 @@
     quietgrad reproduce page                       # or: python reproduce/page.py [FILE]
 
 The text is that of the documentation; a line ``<!-- exhibits: 000 -->`` in it becomes that paper's tables and
-figures, each under its own number, drawn from the result files. The documentation site shows the same drawings. Nothing is fetched when the page is opened. Charts
-stand one above the other on a narrow screen and side by side on a wide one; tables scroll by themselves.
+figures, each under its own number, drawn from the result files. The documentation site shows the same drawings.
+Nothing is fetched when the page is opened. Charts stand one above the other on a narrow screen and side by side on
+a wide one; tables scroll by themselves.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def page() -> str:
     source = "\n".join(sources())
     body = MarkdownIt("commonmark").enable("table").render(source)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'<h2>Paper (\d{3})', r'<h2 id="paper-\1">Paper \1', body).replace(
+    body = re.sub(r"<h2>Paper (\d{3})", r'<h2 id="paper-\1">Paper \1', body).replace(
         "<h2>Studies", '<h2 id="paper-studies">Studies'
     )
     body = re.sub(r'href="reproductions/(\w+)\.md', r'href="#paper-\1', body)

@@ -1,4 +1,4 @@
-"""What the pages of reproductions state is computed again from the result files, and must be said in those words."""
+"""What the pages of reproductions state is computed again from the result files and found in those words."""
 
 from __future__ import annotations
 

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Delta, Epsilon, Json, RelationName, budget, show_json, show_rows, usage, writable
+from quietgrad.cli.options import (
+    Delta,
+    Epsilon,
+    Explain,
+    Json,
+    RelationName,
+    budget,
+    say_meaning,
+    show_json,
+    show_rows,
+    usage,
+    writable,
+)
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
@@ -42,6 +54,7 @@ def account(
     plot: Annotated[
         Path | None, typer.Option(help="Draw ε over the steps to this .png, .svg or .pdf.", show_default=False)
     ] = None,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """State the ε of a run of noisy sums, and which accountant proves it."""
@@ -50,6 +63,7 @@ def account(
     with usage():
         event = described_run(sampling, n, batch_size, rate, steps, noise_multiplier)
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
+    say_meaning(explain, proof.epsilon, delta)
     answer: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
     if plot is not None:
         curve = [

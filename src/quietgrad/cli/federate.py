@@ -13,6 +13,7 @@ from quietgrad.cli.options import (
     Clip,
     Delta,
     Epsilon,
+    Explain,
     Gamma,
     Json,
     Label,
@@ -92,6 +93,7 @@ def simulate(
     task: TaskName = None,
     non_private: Annotated[bool, typer.Option("--non-private", help="Without noise: NOT PRIVATE.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
@@ -128,7 +130,7 @@ def simulate(
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
     result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
-    show(result, out, as_json=as_json)
+    show(result, out, as_json=as_json, explain=explain)
 
 
 @app.command(
@@ -273,7 +275,7 @@ def server(
     plan: Plan,
     keys: Keys,
     out: Annotated[Path, typer.Option(help="Folder for the model, result and ledger.")] = Path("runs/federation"),
-    wait: Annotated[float, typer.Option(help="Seconds to wait for everybody at the beginning.")] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for all parties at the beginning.")] = 600.0,
     patience: Patience = 7200.0,
     address: Address = None,
     ledger: Ledger = None,
@@ -281,6 +283,7 @@ def server(
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Coordinate a federation, or continue one that was interrupted; with a server's keys, add up its shares."""
@@ -296,7 +299,7 @@ def server(
         return
     result = federate_roles.coordinate(mine, wait=wait, patience=patience, tell=tell)
     federate_roles.remember_reading(mine.file, out)
-    show_result(result, out, as_json=as_json)
+    show_result(result, out, as_json=as_json, explain=explain)
 
 
 @app.command(

@@ -20,12 +20,14 @@ import typer
 from quietgrad.cli.options import (
     Classes,
     Delta,
+    Explain,
     Json,
     Label,
     RelationName,
     TaskName,
     class_labels,
     say,
+    say_meaning,
     show_json,
     usage,
 )
@@ -151,6 +153,7 @@ def frontier(
     force: Annotated[
         bool, typer.Option("--force", help=f"Go on even if every point would be more uncertain than ± {_WIDEST:g}.")
     ] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Fit the default model at each ε, score it on held-out records, and draw accuracy against ε."""
@@ -189,6 +192,7 @@ def frontier(
         from quietgrad.report.figures import save_chart
 
         save_chart(plot, chart)
+    say_meaning(explain, max(levels), delta)
     if as_json:
         show_json({"data": table.name, **found})
         return

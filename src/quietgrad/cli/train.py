@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +18,7 @@ from quietgrad.cli.options import (
     Drop,
     Encoding,
     Epsilon,
+    Explain,
     Gamma,
     Holdout,
     Json,
@@ -34,6 +34,7 @@ from quietgrad.cli.options import (
     class_labels,
     dataset_names,
     say,
+    say_meaning,
     show_json,
     show_rows,
     usage,
@@ -105,7 +106,7 @@ def train(
             "--from", help="Take all options from a TOML file or the run.json of a run.", show_default=False
         ),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say first what ε and δ mean.")] = False,
+    explain: Explain = False,
     algorithm: Annotated[
         str | None,
         typer.Option(
@@ -167,7 +168,7 @@ def train(
     evaluate_train: Annotated[
         bool, typer.Option("--evaluate-train", help="Score the private training records too, without noise.")
     ] = False,
-    non_private: Annotated[bool, typer.Option("--non-private", help="No noise and no promise.")] = False,
+    non_private: Annotated[bool, typer.Option("--non-private", help="No noise: NOT PRIVATE.")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="At most so often a checkpoint is written.")] = 10.0,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
@@ -219,13 +220,11 @@ def train(
         raise typer.BadParameter("a landscape's records are synthetic; give no --person.", param_hint="--person")
     with usage():
         spec.check()
-    if explain:
-        _explain(spec)
     _check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:
         say(words, err=True)
     result = run(spec, out, quiet=quiet or as_json)
-    show(result, out, as_json=as_json)
+    show(result, out, as_json=as_json, explain=explain)
 
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
@@ -356,8 +355,10 @@ def finish(
     return _conclude(spec, out, data, result)
 
 
-def show(result: Result, out: Path, *, as_json: bool) -> None:
-    """Tell what came out."""
+def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> None:
+    """Tell what came out, and what its ε means if asked."""
+    privacy = result.privacy
+    say_meaning(explain, privacy.epsilon if privacy.is_private else None, privacy.delta, privacy.unit)
     if as_json:
         show_json({"folder": str(out), **{k: v for k, v in result.to_json().items() if k != "history"}})
         return
@@ -410,17 +411,6 @@ def _cautions(result: Result) -> list[tuple[str, str]]:
         why = "they clip it, or are far too wide; correct the schema"
         rows.append(("caution", f"nearly every record lies at one end of the declared bounds of {named}: {why}"))
     return rows
-
-
-def _explain(spec: RunSpec) -> None:
-    if spec.non_private or spec.epsilon is None:
-        return
-    factor = math.exp(min(spec.epsilon, 700.0))
-    say(
-        f"ε = {spec.epsilon:g}: one person's records make any outcome at most e^ε = {factor:.3g} times as "
-        f"likely, up to a failure probability of δ = {spec.delta:g}; smaller is more private, and 1 is usual.",
-        err=True,
-    )
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -496,6 +486,7 @@ resume_app = typer.Typer(add_completion=False)
 def resume_command(
     folder: Annotated[Path, typer.Argument(help="The --out folder of the interrupted run.", show_default=False)],
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Continue where a run stopped: the model is that of an undisturbed run, and nothing is spent twice.
@@ -521,4 +512,4 @@ def resume_command(
             result = finish(spec, folder, spec.load_data(), result)
         elif not as_json:
             say(f"{folder}: the run was finished already.")
-    show(result, folder, as_json=as_json)
+    show(result, folder, as_json=as_json, explain=explain)
