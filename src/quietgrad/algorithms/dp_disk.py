@@ -70,7 +70,9 @@ class KalmanGradient(Oracle):
 
 @dataclass(frozen=True)
 class DPDiSK(FirstOrder):
-    """θ ← θ − η_t·g̃_t, g̃ the filtered gradient of :class:`KalmanGradient`.
+    """DP-SGD on gradients that pass a Kalman filter (DiSK).
+
+    θ ← θ − η_t·g̃_t, g̃ the filtered gradient of :class:`KalmanGradient`.
 
     Args:
         kappa: κ, the weight of what is fresh; 1 would be DP-SGD.

@@ -23,7 +23,9 @@ from quietgrad.vectors import Vector, norm
 
 @dataclass(frozen=True)
 class DPSRM(FirstOrder):
-    """θ ← θ − η_t v_t with v_t = (1−γ)v_{t−1} + (1/b)·(noisy sum of clipped combinations).
+    """Stochastic recursive momentum with clipping and noise (DP-SRM).
+
+    θ ← θ − η_t v_t with v_t = (1−γ)v_{t−1} + (1/b)·(noisy sum of clipped combinations).
 
     Args:
         steps: T updates; one release ``first`` and T − 1 releases ``next``.

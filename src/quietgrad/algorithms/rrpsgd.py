@@ -27,7 +27,9 @@ from quietgrad.vectors import Vector, norm
 
 @dataclass(frozen=True)
 class RRPSGD(FirstOrder):
-    """R steps of noisy mini-batch descent, R random; returns the iterate at R and nothing else.
+    """Noisy mini-batch descent that stops at a random round (RRPSGD).
+
+    R steps of noisy mini-batch descent, R random; returns the iterate at R and nothing else.
 
     Args:
         batch_size: records per step; the paper has 1 and n² steps, (n/b)² steps of b records spend as much privacy
@@ -119,7 +121,9 @@ class RRPSGD(FirstOrder):
 
 @dataclass(frozen=True)
 class BassilySGD(FirstOrder):
-    """(n/b)² noisy mini-batch steps, η_t ∝ 1/√t (convex) or 1/(μt) (strongly convex), projected to a ball.
+    """Noisy SGD for convex losses by Bassily, Smith and Thakurta.
+
+    (n/b)² noisy mini-batch steps, η_t ∝ 1/√t (convex) or 1/(μt) (strongly convex), projected to a ball.
 
     Args:
         steps: :meth:`for_data` sets (n/b)²; the original has n² steps of one record.

@@ -26,7 +26,9 @@ from quietgrad.vectors import Vector, copy
 
 @dataclass(frozen=True)
 class StagewiseDPSGD(Algorithm):
-    """ω ← ω − η^k·ĝ + ϱ_t(ω − ω_prev); ``early_momentum=0`` is DPageS.
+    """DP-SGD with a step length that falls in stages, and early momentum.
+
+    ω ← ω − η^k·ĝ + ϱ_t(ω − ω_prev); ``early_momentum=0`` is DPageS.
 
     Args:
         stages: K.

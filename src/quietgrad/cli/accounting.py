@@ -181,7 +181,7 @@ def calibrate(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Search again even if the answer is kept.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the least noise, the most steps or the largest batch that keep a budget; ε lands on the safe side."""
+    """Find the least noise, the most steps or the largest batch within a budget; ε is proved."""
     promise = budget(epsilon, delta, relation)
     given: dict[str, Any] = {"steps": steps, "noise_multiplier": noise_multiplier, "n": n}
     if find not in _NEEDS:

@@ -27,7 +27,9 @@ def certificate(
     ] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(help="Where the run was paid, if its folder does not say.", show_default=False),
+        typer.Option(
+            help="Ledger that was charged for the run, if its folder does not name it.", show_default=False
+        ),
     ] = None,
     run_only: Annotated[
         bool, typer.Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")

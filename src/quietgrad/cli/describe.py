@@ -46,10 +46,12 @@ def describe(
         "description.html"
     ),
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
+    account: Annotated[
+        str, typer.Option(help="Ledger account to charge: a name for the people in the data.")
+    ] = "default",
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
     n_public: Annotated[int | None, typer.Option(help="Public number of records; else counted privately.")] = None,
-    person: Annotated[str | None, typer.Option(help="Column of the ids of the people rows are about.")] = None,
+    person: Annotated[str | None, typer.Option(help="Column of person ids: ε then holds per person.")] = None,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:

@@ -31,7 +31,7 @@ from quietgrad.cli.options import (
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 app = typer.Typer(
-    help="Many parties train one model; nobody shows records to anybody.",
+    help="Train one model with many parties; no party shows its records to another.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -39,7 +39,7 @@ app = typer.Typer(
 Plan = Annotated[Path, typer.Argument(help="The plan that all members agreed on, a TOML file.", show_default=False)]
 Keys = Annotated[Path, typer.Option(help="This member's folder of keys, made by `provision`.", show_default=False)]
 Ledger = Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")]
-Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")]
+Account = Annotated[str, typer.Option(help="Ledger account to charge: a name for the people in the data.")]
 CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
 Pin = Annotated[str | None, typer.Option(help="Digest of the plan that was approved; refuse any other.")]
 Address = Annotated[str | None, typer.Option(help="HOST:PORT, if not the plan's.")]
@@ -70,7 +70,7 @@ def simulate(
     dirichlet: Annotated[float | None, typer.Option(help="Skew the parties' labels: α of a Dirichlet.")] = None,
     quorum: Annotated[int | None, typer.Option(help="Fewest parties a round is completed with; else all.")] = None,
     colluders: Annotated[int, typer.Option(help="masks: parties that may work with the coordinator.")] = 1,
-    spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
+    spare: Annotated[int, typer.Option(help="Rounds reserved in the budget to replace lost ones.")] = 0,
     cohort: Annotated[int | None, typer.Option(help="Parties asked in a round, drawn anew; else all.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
     epsilon: Epsilon = None,
@@ -179,10 +179,12 @@ def provision(
 @app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
 def show(
     plan: Plan,
-    keys: Annotated[Path | None, typer.Option(help="A member's keys: prints everybody's identities too.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="A member's keys: prints the identities of all members too.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
+    """Show a plan: its queries, its cost, the adversary, and its digest."""
     from quietgrad.cli.federate_roles import threat_rows
     from quietgrad.federation import approved
     from quietgrad.federation.plan_file import read_plan
@@ -246,7 +248,7 @@ def match(
     new_key: Annotated[bool, typer.Option("--new-key", help="Draw the key: at one party, once.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
+    """Find, with the other parties, the people that several of them know, by a keyed hash of ids."""
     from quietgrad.cli import federate_roles
     from quietgrad.federation.plan_file import read_plan
 
@@ -324,7 +326,7 @@ def party(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
+    """Take part with this site's records: answer what the approved plan allows, and refuse everything else."""
     from quietgrad.cli import federate_roles
 
     mine = federate_roles.approval(
@@ -363,7 +365,7 @@ def approve(
     people_lists: PeopleLists = None,
     as_json: Json = False,
 ) -> None:
-    """Approve one plan for an engine that runs here already: a file of this member's own, never shipped."""
+    """Approve one plan for an engine that already runs here; the approval is a local file that is never sent."""
     from quietgrad.cli import federate_roles
 
     mine = federate_roles.approval(
@@ -387,7 +389,7 @@ def job(
     out: Annotated[Path, typer.Option(help="Folder for the job; new or empty.")] = Path("job"),
     as_json: Json = False,
 ) -> None:
-    """Write what is submitted to a FLARE or Flower that is there already; there is nothing secret in it."""
+    """Write the job to submit to an existing FLARE or Flower; it contains no secrets."""
     from quietgrad.cli.options import usage
     from quietgrad.federation.jobs import CLASSES, write_job
     from quietgrad.federation.plan_file import read_plan

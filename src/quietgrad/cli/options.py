@@ -44,7 +44,7 @@ RelationName = Annotated[
     str,
     typer.Option(
         "--relation",
-        help="Neighbouring data sets: add-remove or replace-one.",
+        help="Neighbouring relation: add-remove (one record more or less) or replace-one.",
         autocompletion=lambda: ["add-remove", "replace-one"],
     ),
 ]

@@ -297,13 +297,13 @@ def evaluate(
     epsilon: Annotated[float, typer.Option(help="ε of the evaluation.")] = 0.3,
     delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
     relation: RelationName = DEFAULT_RELATION,
-    ledger: Annotated[
-        Path | None, typer.Option(help="Ledger file; else the one that the run was paid from.")
-    ] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the one charged for the run.")] = None,
+    account: Annotated[
+        str, typer.Option(help="Ledger account to charge: a name for the held-out people.")
+    ] = "held-out",
     person: Annotated[
         str | None,
-        typer.Option(help="Column of the ids of the people rows are about; by default the one trained by."),
+        typer.Option(help="Column of person ids; by default the one used in training."),
     ] = None,
     training_people: Annotated[
         bool, typer.Option("--training-people", help="Score people that were trained on; the score says so.")

@@ -87,7 +87,7 @@ def train(
         ),
     ] = None,
     inference: Annotated[
-        bool, typer.Option("--inference", help="Buy standard errors of the coefficients, too (linear models).")
+        bool, typer.Option("--inference", help="Also release standard errors of the coefficients (linear models).")
     ] = False,
     class_weight: Annotated[
         str | None, typer.Option(help="Weights of the classes, such as no=1,yes=5.", show_default=False)
@@ -153,17 +153,19 @@ def train(
     ] = None,
     person: Annotated[
         str | None,
-        typer.Option(help="Column of the ids of the people rows are about: ε is then per person, n their number."),
+        typer.Option(help="Column of person ids: ε then holds per person, and n counts people."),
     ] = None,
     combine: Annotated[str, typer.Option(help="A person counts with the mean or the sum of their rows.")] = "mean",
     records_per_person: Annotated[
-        int | None, typer.Option(help="The most of a person's rows that one release looks at.")
+        int | None, typer.Option(help="Largest number of a person's rows used in one release.")
     ] = None,
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
     records_public: Annotated[
-        int | None, typer.Option(help="How many rows people have together, if that is public; else it is not said.")
+        int | None, typer.Option(help="Number of rows of all people together, if that is public.")
     ] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
+    account: Annotated[
+        str, typer.Option(help="Ledger account to charge: a name for the people in the data.")
+    ] = "default",
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
     evaluate_train: Annotated[
         bool, typer.Option("--evaluate-train", help="Score the private training records too, without noise.")

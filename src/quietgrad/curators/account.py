@@ -325,7 +325,7 @@ def note_pickled(account: str) -> None:
 
 
 def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = DEFAULT_RELATION) -> float:
-    """The ε that all runs of this process without a ledger spent together on ``account``.
+    """Return the ε that all runs of this process without a ledger spent together on ``account``.
 
     Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
     records. Other processes are not seen: give every run a ledger instead. If a model of this account went to one

@@ -539,7 +539,7 @@ def plan(
     unit: str | PrivacyUnit = "record",
     records_public: int | None = None,
 ) -> Plan:
-    """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
+    """Calibrate ``algorithm`` to ``budget`` for ``n`` records, without reading data.
 
     Args:
         n: the number of records, or of people if they are the ``unit``; a public constant, or what

@@ -47,7 +47,7 @@ class VerifyReport:
 
 
 class Ledger:
-    """An append-only, hash-chained file of reservations; safe with many processes and against crashes.
+    """An append-only, hash-chained file of reservations, safe for many processes.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()

@@ -134,7 +134,7 @@ def stream(
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Stream:
-    """A model that learns from people as they arrive, each of them once.
+    """Open a model that learns from people as they arrive, each of them once.
 
     Args:
         objective: a loss of :mod:`quietgrad.objectives`, or a module of torch wrapped as one.
