@@ -168,7 +168,7 @@ def test_refusals(tmp_path: Path) -> None:
         model.fit()
     with pytest.raises(ValueError, match="no record has arrived"):
         model.close()
-    with pytest.raises(ValueError, match="no model before"):
+    with pytest.raises(ValueError, match="so there is no model"):
         _ = model.params
     model.fit(batches()[0])
     X, y = batches()[1]
