@@ -324,7 +324,7 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
 
 def test_a_choice_that_no_filter_pays_for_is_refused() -> None:
     session = CentralCurator(Logistic(), (X, Y)).open(plan(DPGD(steps=5), n=len(X), budget=BUDGET))
-    with pytest.raises(BudgetError, match="asked by release"):
+    with pytest.raises(BudgetError, match="planned as a sum"):
         session.choose("gradient", [Loss(np.zeros(3), 1.0), Loss(np.ones(3), 1.0)], rho=1e9)
 
 

@@ -165,7 +165,7 @@ def two_or_more(classes: Any) -> int:
     if len(classes) < 2:
         raise TooNoisyError(
             "y: fewer than two labels could be detected privately. Pass classes=[...] if the label set is public. "
-            "The label release was charged; the rest of the budget was not."
+            "The whole budget of this fit was charged, because the stop depends on a release."
         )
     return len(classes)
 
