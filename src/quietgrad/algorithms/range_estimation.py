@@ -273,8 +273,7 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if rough is None:
         raise TooNoisyError(
             "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
-            "high). The "
-            "whole budget of this run was charged, because the stop depends on a release."
+            "high). The whole budget of this run was charged, because the stop depends on a release."
         )
     if look.whole:
         return rough
