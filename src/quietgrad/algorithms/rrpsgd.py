@@ -20,6 +20,7 @@ from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRa
 from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch
+from quietgrad.plans.schedule import plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
@@ -94,8 +95,6 @@ class RRPSGD(FirstOrder):
         >>> made.steps, made.smoothness, made.learning_rate < 1 / made.smoothness
         (400, 0.25, True)
         """
-        from quietgrad.plans.schedule import plan  # a theorem's step needs the noise, and the noise a price
-
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,

@@ -26,6 +26,7 @@ from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Sampler, Sampling
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
@@ -461,8 +462,6 @@ class CentralSession:
             if self._filter:
                 raise BudgetError(_FILTER_ONLY)
             return self._multipliers[slot]
-        from quietgrad.privacy.accounting import noise_multiplier_for_rho
-
         self._spend(rho)
         assert self.plan.budget is not None
         return noise_multiplier_for_rho(rho, self.plan.budget.relation)

@@ -13,7 +13,7 @@ from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.correlated import CorrelatedNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.sampling import (
     Sampling,
 )
@@ -103,8 +103,6 @@ def read_noise(given: Any) -> CorrelatedNoise:
     >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """
-    from quietgrad.privacy.mechanisms import from_json
-
     made = from_json(given) if isinstance(given, Mapping) else None
     if not isinstance(made, CorrelatedNoise):
         raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.registry import entry
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
@@ -328,8 +329,6 @@ def _resumed(
 
 def _algorithm_of(kept: Run) -> Algorithm:
     """The method that the folder names."""
-    from quietgrad.algorithms.registry import entry
-
     try:
         made: Algorithm = entry(kept.plan.algorithm).make(kept.plan.config)
     except ValueError:
