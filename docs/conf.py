@@ -1,5 +1,6 @@
 """Sphinx settings: Markdown pages, tutorials that are run, and the docstrings of the public names."""
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,20 @@ def _redirects(app: Any, error: Exception | None) -> None:
         )
 
 
+def _exhibits(app: Any, name: str, source: list[str]) -> None:
+    """Draw the papers' tables and figures where a page of reproductions says so."""
+    if "<!-- exhibits:" not in source[0]:
+        return
+    drawing = runpy.run_path(str(HERE.parent / "reproduce" / "page.py"))
+    style = f"<style>{drawing['CHARTS']}{drawing['STYLE']}</style>"
+    source[0] = drawing["EXHIBITS"].sub(
+        lambda found: f"```{{raw}} html\n{style}{drawing['of_paper'](found[1])}\n```", source[0]
+    )
+
+
 def setup(app: Any) -> None:
-    """Tutorials are sources of their own kind."""
+    """Tutorials are sources of their own kind; pages of reproductions get their drawings."""
     TutorialParser.outdir = Path(app.outdir)
     app.add_source_parser(TutorialParser)
+    app.connect("source-read", _exhibits)
     app.connect("build-finished", _redirects)

@@ -1,10 +1,11 @@
-"""The page of reproductions: ``docs/reproductions.md`` and every exhibit of the papers in one HTML file.
+"""The pages of reproductions in one HTML file: ``docs/reproductions.md``, those below it, and every exhibit.
 
     quietgrad reproduce page                       # or: python reproduce/page.py [FILE]
 
 The text is that of the documentation; a line ``<!-- exhibits: 000 -->`` in it becomes that paper's tables and
-figures, each under its own number, drawn from the result files. Nothing is fetched when the page is opened. Charts
-stand one above the other on a narrow screen and side by side on a wide one; tables scroll by themselves.
+figures, each under its own number, drawn from the result files. The documentation site shows the same drawings.
+Nothing is fetched when the page is opened. Charts stand one above the other on a narrow screen and side by side on
+a wide one; tables scroll by themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from exhibits import ROOT, Exhibit, exhibits
 from quietgrad.charts import STYLE as CHARTS
 from quietgrad.charts import Lines
 
-STYLE = """
+PAGE = """
 :root { color-scheme: light dark;
   --ink: #1b1b1f; --paper: #ffffff; --soft: #f2f2f5; --line: #c9c9d1; --link: #0b57a4 }
 @media (prefers-color-scheme: dark) {
@@ -35,16 +36,23 @@ pre { background: var(--soft); padding: .7rem; overflow-x: auto } pre code { ove
 td code { overflow-wrap: normal; white-space: nowrap } td:last-child { min-width: 7rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .87rem; margin: .6rem 0 }
 th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left; vertical-align: top }
-th { background: var(--soft) } .exhibit td { min-width: 0; white-space: nowrap }
-.exhibit { border-top: 1px solid var(--line); margin-top: 1.5rem } .exhibit h3 { margin: .6rem 0 .2rem }
+th { background: var(--soft) }
+"""
+"""How the one file looks."""
+STYLE = """
+.exhibit { border-top: 1px solid var(--line, #8888); margin-top: 1.5rem } .exhibit h3 { margin: .6rem 0 .2rem }
+.exhibit td { min-width: 0; white-space: nowrap } .exhibit .scroll { overflow-x: auto }
+.exhibit table { border-collapse: collapse; font-size: .87rem }
+.exhibit th, .exhibit td { border: 1px solid var(--line, #8888); padding: .2rem .5rem; text-align: left }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem }
 figure { margin: .4rem 0; min-width: 0 } figcaption { font-weight: 600; font-size: .9rem }
 figure > svg.chart { width: 100%; height: auto } figure > svg.chart text { font-size: 16px }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: .2rem 0; padding: 0;
   font-size: .8rem }
 .legend svg { width: 2.2rem; height: .7rem; margin-right: .3rem; vertical-align: middle }
-summary { cursor: pointer; font-size: .9rem }
+.exhibit summary { cursor: pointer; font-size: .9rem }
 """
+"""How exhibits look, here and on the documentation site."""
 _FEW = 16  # rows of a table that is shown without asking
 
 
@@ -94,26 +102,43 @@ def shown(cell: Any) -> str:
     return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
+EXHIBITS = re.compile(r"<!-- exhibits: (\d{3}) -->")
+
+
+def of_paper(number: str) -> str:
+    """All tables and figures of one paper, with links to each."""
+    mine = [exhibit for exhibit in exhibits() if exhibit.paper == number]
+    links = " · ".join(f'<a href="#{exhibit.anchor}">{exhibit.name}</a>' for exhibit in mine)
+    return f"<nav>{links}</nav>" + "".join(map(drawn, mine))
+
+
+def sources() -> list[str]:
+    """The texts of the documentation in their order, those below the first page one heading lower."""
+    docs = ROOT / "docs"
+    first = (docs / "reproductions.md").read_text(encoding="utf-8")
+    below = re.findall(r"^reproductions/\w+$", first, re.MULTILINE)
+    texts = ((docs / f"{name}.md").read_text(encoding="utf-8") for name in below)
+    start = re.sub(r"^```\{toctree\}\n.*?^```\n", "", first, flags=re.MULTILINE | re.DOTALL)
+    return [start, *(re.sub(r"^(#+ )", r"#\1", text, flags=re.MULTILINE) for text in texts)]
+
+
 def page() -> str:
     """The whole document."""
     from markdown_it import MarkdownIt
 
-    source = (ROOT / "docs" / "reproductions.md").read_text(encoding="utf-8")
+    source = "\n".join(sources())
     body = MarkdownIt("commonmark").enable("table").render(source)
     body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'href="([\w-]+)\.md', r'href="\1.html', body).replace(" ± ", "&nbsp;±&nbsp;")
-    everything = list(exhibits())
-
-    def of_paper(found: re.Match[str]) -> str:
-        mine = [exhibit for exhibit in everything if exhibit.paper == found[1]]
-        links = " · ".join(f'<a href="#{exhibit.anchor}">{exhibit.name}</a>' for exhibit in mine)
-        return f"<nav>{links}</nav>" + "".join(map(drawn, mine))
-
-    body = re.sub(r"<!-- exhibits: (\d{3}) -->", of_paper, body)
+    body = re.sub(r"<h2>Paper (\d{3})", r'<h2 id="paper-\1">Paper \1', body).replace(
+        "<h2>Studies", '<h2 id="paper-studies">Studies'
+    )
+    body = re.sub(r'href="reproductions/(\w+)\.md', r'href="#paper-\1', body)
+    body = re.sub(r'href="(?:\.\./)?([\w/-]+)\.md', r'href="\1.html', body).replace(" ± ", "&nbsp;±&nbsp;")
+    body = EXHIBITS.sub(lambda found: of_paper(found[1]), body)
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
         f'<!doctype html><html lang="en"><head>{head}<title>quietgrad: reproductions</title><link rel="icon" '
-        f'href="data:,"><style>{CHARTS}{STYLE}</style></head><body>{body}</body></html>\n'
+        f'href="data:,"><style>{CHARTS}{PAGE}{STYLE}</style></head><body>{body}</body></html>\n'
     )
 
 

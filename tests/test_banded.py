@@ -350,7 +350,7 @@ def test_nothing_is_asked_between_releases_that_belong_together() -> None:
     query = Gradient(np.zeros(6), 1.0)
     session.release("look", query)
     session.release("gradient", query)
-    with pytest.raises(BudgetError, match="look before"):
+    with pytest.raises(BudgetError, match="cannot be released between"):
         session.release("look", query)
     for _ in range(7):
         session.release("gradient", query)

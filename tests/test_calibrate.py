@@ -128,7 +128,7 @@ def test_a_jump_in_epsilon_is_taken_from_above() -> None:
 
 def test_what_no_noise_can_reach_is_refused() -> None:
     fixed = Pure(2.0, Relation.ADD_REMOVE)
-    with pytest.raises(BudgetError, match=r"no noise reaches it.*already costs ε = 2"):
+    with pytest.raises(BudgetError, match=r"cannot be reached.*already cost ε = 2"):
         calibrate_event(lambda z: Composed((gaussian(z), fixed)), budget=Budget(1.0, 1e-5))
     with pytest.raises(ValueError, match="does not depend on the noise multiplier"):
         calibrate_event(lambda z: fixed, budget=Budget(5.0, 1e-5))

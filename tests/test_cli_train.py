@@ -173,7 +173,7 @@ def test_an_account_is_shared_and_its_cap_refuses(
     shared = ("--ledger", str(tmp_path / "all.jsonl"), "--account", "patients", "--cap-epsilon", "2.5")
     train(table, tmp_path / "one", *shared)
     train(table, tmp_path / "two", *shared, code=1)
-    assert "the cap is ε=2.5" in capsys.readouterr().err
+    assert "Cap: ε=2.5" in capsys.readouterr().err
     assert not (tmp_path / "two" / "result.json").exists()
     assert not list((tmp_path / "state" / "keys").iterdir())
     assert not (tmp_path / "two" / "checkpoint.safetensors").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import inspect
 import json
@@ -280,7 +281,7 @@ def test_every_page_is_found_from_a_short_sidebar() -> None:
     assert sorted(reached) == sorted(pages - {"index"}), "each page stands in the contents once"
 
 
-PROOFS = {"torch-proof", "accounting", "correlated-proof", "reproductions"}
+PROOFS = {"accounting-proof", "torch-proof", "correlated-proof"}
 GENERATED = {"licences"}
 
 
@@ -308,6 +309,18 @@ RIDDLES = re.compile(r"\b(nobody|whoever|somebody|everybody)\b", re.IGNORECASE)
 def test_pages_name_the_actor(page: Path) -> None:
     text = re.sub(r"`[^`\n]*`", "", page.read_text(encoding="utf-8"))
     assert not RIDDLES.findall(text)
+
+
+def test_errors_name_the_actor() -> None:
+    """The texts of everything that is raised, in all modules."""
+    raised = [
+        (f"{path.name}:{node.lineno}", ast.unparse(node.exc))
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Raise) and node.exc is not None
+    ]
+    assert len(raised) > 1000
+    assert not [where for where, text in raised if RIDDLES.search(text)]
 
 
 def test_links_between_pages_lead_somewhere() -> None:

@@ -460,7 +460,7 @@ def test_a_session_does_not_go_back() -> None:
     X, y = problem(N)
     door = CentralCurator(objective(), (X, y)).open(PLAN)
     ask(door)
-    with pytest.raises(BudgetError, match="use noise twice"):
+    with pytest.raises(BudgetError, match="reuse their noise"):
         door.advance({"gradient": 0}, None)
 
 

@@ -107,7 +107,7 @@ def test_rare_labels_stay_unknown_and_common_ones_are_found() -> None:
 
 def test_too_few_records_to_find_classes_is_said() -> None:
     X, y = separable(40)
-    with pytest.raises(DataError, match="Declare them as public"):
+    with pytest.raises(DataError, match="if the label set is public"):
         PrivateLogisticRegression(epsilon=0.1, delta=1e-6).fit(X, y)
 
 

@@ -160,7 +160,7 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
     assert event is not None
     Ledger("ledger.jsonl").reserve("default", event, delta=1e-5, relation="add-remove", run="earlier")
     words = "party plan.toml --keys keys/a --data rows.csv --out run --ledger ledger.jsonl --cap-epsilon 1.2"
-    assert "the cap is ε=1.2" in refusal(capfd, words)
+    assert "Cap: ε=1.2" in refusal(capfd, words)
     assert [entry.kind for entry in Ledger("ledger.jsonl").entries()] == ["open", "reserve"]
     # The same party in the middle of a run has paid already and may come back.
     data = (np.ones((4, 2)), np.array([0, 1, 0, 1]))
@@ -169,7 +169,7 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
         keys, cap = Credentials.read("keys/a"), Budget(most, 1e-5)
         return approved.make_party(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
 
-    with pytest.raises(BudgetError, match="the cap is"):
+    with pytest.raises(BudgetError, match="exceed the cap"):
         ready()
     assert not list((folder / "run").iterdir())
     party = ready(3.0)

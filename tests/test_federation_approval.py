@@ -346,7 +346,7 @@ def test_default_cap_is_what_the_plan_costs(keys: Credentials, tmp_path: Path) -
     party = approve("one")
     assert say(party, "open").kind == "ready"
     party.close()
-    with pytest.raises(BudgetError, match="the cap is ε=1 "):
+    with pytest.raises(BudgetError, match="Cap: ε=1 "):
         approve("two")
     approve("two", cap=qg.Budget(3.0, 1e-5)).close()
     Ledger(tmp_path / "ledger.jsonl").set_cap("default", qg.Budget(2.0, 1e-5))

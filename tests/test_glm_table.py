@@ -23,9 +23,9 @@ GOOD = np.array([[1.0, 2.0], [3.0, 4.0]])
 @pytest.mark.parametrize(
     ("X", "y", "message"),
     [
-        ([[1.0, np.nan], [0.0, 0.0]], [0, 1], "X: contains NaN or infinity"),
-        ([[1.0, np.inf], [0.0, 0.0]], [0, 1], "X: contains NaN or infinity"),
-        (sparse.csr_array([[1.0, np.nan], [0.0, 0.0]]), [0, 1], "X: contains NaN or infinity"),
+        ([[1.0, np.nan], [0.0, 0.0]], [0, 1], "X: contains NaN or infinite values"),
+        ([[1.0, np.inf], [0.0, 0.0]], [0, 1], "X: contains NaN or infinite values"),
+        (sparse.csr_array([[1.0, np.nan], [0.0, 0.0]]), [0, 1], "X: contains NaN or infinite values"),
         (np.zeros((0, 2)), [], "X: has no records"),
         (np.zeros((2, 0)), [0, 1], "X: has no features"),
         (sparse.csr_array((0, 2)), [], "X: has no records"),

@@ -37,7 +37,7 @@ def ledger(tmp_path: Path) -> Ledger:
 def test_a_cap_holds_for_every_spelling(ledger: Ledger, spelling: str) -> None:
     ledger.set_cap("patients", Budget(1.01 * epsilon(1), 1e-5))
     ledger.reserve("patients", RUN, run="a", **PROMISE)
-    with pytest.raises(BudgetError, match="account 'patients': the cap is"):
+    with pytest.raises(BudgetError, match="account 'patients': this run would exceed the cap"):
         ledger.reserve(spelling, RUN, run="b", **PROMISE)
     with pytest.raises(BudgetError):
         ledger.check_cap(spelling, RUN, relation="add-remove")

@@ -103,7 +103,7 @@ def test_a_plan_for_records_does_not_open_on_people() -> None:
     assert "n = 300 people" in plan.explain()
     assert "a person more or less moves it by at most C" in plan.explain()
     session = curator.open(plan)
-    with pytest.raises(DataError, match="what counts as one cannot change"):
+    with pytest.raises(DataError, match="privacy unit cannot change"):
         session.reread(LOSS, (X, y))
 
 
@@ -355,7 +355,7 @@ def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> 
     again[np.flatnonzero(early)[0]] = True
     with pytest.raises(DataError, match="somebody of this batch was in an earlier one"):
         model.partial_fit(X[again], y[again], person=ids[again].tolist())
-    with pytest.raises(DataError, match="what counts as one cannot change"):
+    with pytest.raises(DataError, match="privacy unit cannot change"):
         model.partial_fit(X[late], y[late])
     assert (model.coef_ == before).all()
     model.partial_fit(X[late], y[late], person=ids[late].tolist())
@@ -363,7 +363,7 @@ def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> 
     pickle.loads(pickle.dumps(model))  # who was met is not in it
     assert all("met" not in name for name in vars(model))
     rows = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0).partial_fit(X[early], y[early])
-    with pytest.raises(DataError, match="what counts as one cannot change"):
+    with pytest.raises(DataError, match="privacy unit cannot change"):
         rows.partial_fit(X[late], y[late], person=ids[late])
 
 

@@ -142,7 +142,7 @@ def test_estimators_promise_to_the_people_of_a_scan(tmp_path: Path, table: Any) 
         assert fitted.privacy_.unit == "person"
         assert list(fitted.feature_names_in_) == ["x0", "x1", "x2"]
     assert score.privacy.unit == "person"
-    with pytest.raises(DataError, match="names its people"):  # never by row, once people are named
+    with pytest.raises(DataError, match="made with a person column"):  # never by row, once people are named
         LOSS.prepare(named)
 
 

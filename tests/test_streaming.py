@@ -164,11 +164,11 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="batches of a public size"):
         qg.stream(objective(), qg.DPGD(steps=5), budget=BUDGET)
     model = qg.stream(objective(), METHOD, budget=BUDGET)
-    with pytest.raises(ValueError, match="somebody in it"):
+    with pytest.raises(ValueError, match="must not be empty"):
         model.fit()
-    with pytest.raises(ValueError, match="nobody has arrived"):
+    with pytest.raises(ValueError, match="no record has arrived"):
         model.close()
-    with pytest.raises(ValueError, match="no model before"):
+    with pytest.raises(ValueError, match="so there is no model"):
         _ = model.params
     model.fit(batches()[0])
     X, y = batches()[1]

@@ -225,7 +225,7 @@ def test_a_refusal_after_looking_costs_the_whole_plan(tmp_path: Path) -> None:
     X, y = table(4000)
     rare = np.where(np.arange(4000) < 3, y, 7)
     path = tmp_path / "ledger.jsonl"
-    with pytest.raises(TooNoisyError, match="Declare them as public"):
+    with pytest.raises(TooNoisyError, match="The whole budget of this fit was charged"):
         PrivateLogisticRegression(epsilon=1.0, ledger=path, relation="replace-one").fit(X, rare)
     book = qg.Ledger(path)
     assert [held.state for held in book.book().of("default")] == ["closed"]

@@ -168,7 +168,7 @@ def single(objective: LinearObjective, query: Any, row: Any, target: Any, is_spa
 def test_what_is_not_a_number_is_refused_before_anything_is_asked(bad: float) -> None:
     X = np.ones((50, D))
     X[7, 3] = bad
-    with pytest.raises(DataError, match="NaN or infinity"):
+    with pytest.raises(DataError, match="NaN or infinite"):
         CentralCurator(Logistic(), (X, np.zeros(50)))
 
 

@@ -403,6 +403,6 @@ def test_explain_says_how_and_why(caplog: pytest.LogCaptureFixture) -> None:
 def test_explain_refuses_by_name() -> None:
     found = qt.explain(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)), data(), CE)
     assert [part.how for part in found.refused] == ["refused"]
-    assert str(found).startswith("refused: layer '1' (BatchNorm1d) mixes the examples")
+    assert str(found).startswith("refused: layer '1' (BatchNorm1d) computes statistics across the batch")
     pairs = qt.explain(nn.Linear(6, 2), data(), lambda out, y: (out[0] - out[1]).square().sum())
     assert "batch of one record" in str(pairs)

@@ -79,7 +79,7 @@ def test_what_keeps_something_stays_within_c_or_is_refused(name: str) -> None:
 def test_what_needs_a_second_record_is_told_so() -> None:
     with pytest.raises(QuietgradError, match="one record"):
         clipped_sum(Case(plain, loss=triplet), table(), range(20))
-    with pytest.raises(ValueError, match="mixes the examples"):
+    with pytest.raises(ValueError, match="statistics across the batch"):
         clipped_sum(Case(lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4))), table(), range(20))
     # over one record there is nothing to contrast: it learns nothing, and tells nothing
     assert not clipped_sum(Case(plain, loss=contrastive), table(), range(20)).any()

@@ -221,7 +221,7 @@ class FirstOrder(Algorithm):
         if self.returns not in get_args(Output):
             raise ValueError(f"returns={self.returns!r}: must be one of {', '.join(get_args(Output))}.")
         if self.returns == "random" and self.first_round + self.steps < 2:
-            raise ValueError("steps=1: with returns='random' nothing would be asked; take 2 steps or more.")
+            raise ValueError("steps=1: returns='random' needs 2 steps or more.")
         object.__setattr__(self, "_rate", self.rate())
         object.__setattr__(self, "_oracle", self.oracle())
 

@@ -18,8 +18,9 @@ from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, JointMomentum
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Estimate, Noise, Oracle, SamplingName, sampling_of, settings_of, slot_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
+from quietgrad.sampling import SamplingName, sampling_of
 from quietgrad.vectors import Vector
 
 
@@ -69,7 +70,9 @@ class KalmanGradient(Oracle):
 
 @dataclass(frozen=True)
 class DPDiSK(FirstOrder):
-    """θ ← θ − η_t·g̃_t, g̃ the filtered gradient of :class:`KalmanGradient`.
+    """DP-SGD on gradients that pass a Kalman filter (DiSK).
+
+    θ ← θ − η_t·g̃_t, g̃ the filtered gradient of :class:`KalmanGradient`.
 
     Args:
         kappa: κ, the weight of what is fresh; 1 would be DP-SGD.

@@ -14,14 +14,17 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
-from quietgrad.oracles.base import Noise, Oracle, SamplingName, noise_multiplier
+from quietgrad.oracles.base import Noise, Oracle, noise_multiplier
 from quietgrad.oracles.gradient_estimators import MiniBatch
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, sqrt
 
 
 @dataclass(frozen=True)
 class DPSGD(FirstOrder):
-    """θ ← θ − η_t·m_t with m_t the noisy mean of clipped gradients, or its momentum.
+    """Differentially private stochastic gradient descent (DP-SGD).
+
+    θ ← θ − η_t·m_t with m_t the noisy mean of clipped gradients, or its momentum.
 
     Args:
         steps: T, the number of updates (and releases).
@@ -89,7 +92,9 @@ class SGD(DPSGD):
 
 @dataclass(frozen=True)
 class DPGD(FirstOrder):
-    """θ ← θ − η_t·(1/n)[Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], with optional heavy-ball momentum.
+    """Full-batch gradient descent with clipped gradients and noise (DP-GD).
+
+    θ ← θ − η_t·(1/n)[Σ clip_C(∇fᵢ(θ)) + N(0, (zC)² I)], with optional heavy-ball momentum.
 
     T releases of all n records are μ-GDP with μ = √T·Δ/σ exactly: no amplification, no slack.
 
@@ -132,7 +137,9 @@ class GD(DPGD):
 
 @dataclass(frozen=True)
 class DPAdam(FirstOrder):
-    """θ ← θ − η_t·m̂/(√v̂ + stabiliser), m and v running moments of the noisy mean gradient.
+    """Adam on noisy mean gradients (DP-Adam).
+
+    θ ← θ − η_t·m̂/(√v̂ + stabiliser), m and v running moments of the noisy mean gradient.
 
     The noise adds its variance Φ = (zC/b)², a public number, to every coordinate of v̂; where Φ outweighs the
     squared gradients all coordinates are divided by about the same √Φ, and Adam is SGD with momentum.

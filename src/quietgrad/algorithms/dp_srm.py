@@ -14,15 +14,18 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.objectives.base import LossConstants
-from quietgrad.oracles.base import Noise, Oracle, SamplingName
+from quietgrad.oracles.base import Noise, Oracle
 from quietgrad.oracles.gradient_estimators import RecursiveMomentum, first_apart
 from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
 
 
 @dataclass(frozen=True)
 class DPSRM(FirstOrder):
-    """θ ← θ − η_t v_t with v_t = (1−γ)v_{t−1} + (1/b)·(noisy sum of clipped combinations).
+    """Stochastic recursive momentum with clipping and noise (DP-SRM).
+
+    θ ← θ − η_t v_t with v_t = (1−γ)v_{t−1} + (1/b)·(noisy sum of clipped combinations).
 
     Args:
         steps: T updates; one release ``first`` and T − 1 releases ``next``.

@@ -41,7 +41,9 @@ _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1,
 
 @dataclass(frozen=True)
 class ModelSelection(Algorithm):
-    """SPIDER on (1 − held_out)·n fresh records, then a noisy search over its iterates on the others.
+    """SPIDER, then a private choice among its iterates.
+
+    SPIDER on (1 − held_out)·n fresh records, then a noisy search over its iterates on the others.
 
     Wherever ‖ĝ‖ ≤ 3χ the iterate becomes a candidate, and after ``patience`` such steps the oracle asks in full
     again, which renews the perturbation (in the original, noise is added there; here the privacy noise is it).

@@ -44,7 +44,9 @@ from quietgrad.vectors import Vector, copy
 
 @dataclass(frozen=True)
 class OutputPerturbation(Algorithm):
-    """θ_T of T exact gradient steps, plus noise on the model once; convex losses with bounded rows only.
+    """Exact gradient descent with noise on the final model.
+
+    θ_T of T exact gradient steps, plus noise on the model once; convex losses with bounded rows only.
 
     Args:
         steps: T.
@@ -167,7 +169,9 @@ class OutputPerturbation(Algorithm):
 
 @dataclass(frozen=True)
 class WeightedAverage(Algorithm):
-    """Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
+    """A size-weighted average of the parties' models, with a proved ε.
+
+    Σ (n_j/n)·θ_j over parties, after T local steps each, or the same average in every step.
 
     Args:
         steps: T.

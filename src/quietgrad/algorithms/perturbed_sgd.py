@@ -37,7 +37,9 @@ from quietgrad.vectors import Vector, copy, norm
 
 @dataclass(frozen=True)
 class PerturbedSGD(Algorithm):
-    """x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
+    """SGD that leaves saddle points and states when it has arrived.
+
+    x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
 
     What is left ``None`` is derived when the run starts, all of it public; the formulas are in
     :mod:`quietgrad.algorithms.perturbed_sgd_settings`. ``result.details`` has them, with ``tolerance``, the

@@ -46,6 +46,7 @@ from quietgrad.objectives.base import LossConstants, Objective
 from quietgrad.oracles.base import EstimateError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.calibration import calibrate_event
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
 _PUSH = 0.32  # |N(0, 1)| exceeds it with probability 3/4
@@ -181,8 +182,6 @@ def solve(
     >>> found.alpha == 4 * found.chi, found.learning_rate <= 1.0
     (True, True)
     """
-    from quietgrad.privacy.calibration import calibrate_event
-
     g, m, rho = constants.lipschitz, constants.smoothness, constants.hessian_lipschitz
     for name, value in (("G (lipschitz)", g), ("M (smoothness)", m), ("ρ (hessian_lipschitz)", rho)):
         if value is None or value <= 0.0:

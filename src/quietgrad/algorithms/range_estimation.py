@@ -257,7 +257,10 @@ def _found_counts(look: Look, door: Session, relation: Relation) -> Counts:
     query = TargetMagnitudes(relation)
     found = read_counts(door.release("targets", query), noise_of(door, "targets", query.bound))
     if found is None:
-        raise TooNoisyError("y: no counts stand out of the noise. Use more records or a larger ε.")
+        raise TooNoisyError(
+            "y: no counts stand out of the noise. Use more records or a larger ε. The whole budget of this run was "
+            "charged, because the stop depends on a release."
+        )
     return found
 
 
@@ -269,7 +272,8 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     rough = read_target(counts, noise_of(door, "targets", query.bound), whole=look.whole)
     if rough is None:
         raise TooNoisyError(
-            "y: no range of the targets stands out of the noise. Declare it as public: target_bounds=(low, high)."
+            "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
+            "high). The whole budget of this run was charged, because the stop depends on a release."
         )
     if look.whole:
         return rough

@@ -18,15 +18,19 @@ from typing import ClassVar, Literal
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
 from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.objectives.base import LossConstants
-from quietgrad.oracles.base import Oracle, SamplingName
+from quietgrad.oracles.base import Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch
+from quietgrad.plans.schedule import plan
 from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
 
 
 @dataclass(frozen=True)
 class RRPSGD(FirstOrder):
-    """R steps of noisy mini-batch descent, R random; returns the iterate at R and nothing else.
+    """Noisy mini-batch descent that stops at a random round (RRPSGD).
+
+    R steps of noisy mini-batch descent, R random; returns the iterate at R and nothing else.
 
     Args:
         batch_size: records per step; the paper has 1 and n² steps, (n/b)² steps of b records spend as much privacy
@@ -91,8 +95,6 @@ class RRPSGD(FirstOrder):
         >>> made.steps, made.smoothness, made.learning_rate < 1 / made.smoothness
         (400, 0.25, True)
         """
-        from quietgrad.plans.schedule import plan  # a theorem's step needs the noise, and the noise a price
-
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
         check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
@@ -118,7 +120,9 @@ class RRPSGD(FirstOrder):
 
 @dataclass(frozen=True)
 class BassilySGD(FirstOrder):
-    """(n/b)² noisy mini-batch steps, η_t ∝ 1/√t (convex) or 1/(μt) (strongly convex), projected to a ball.
+    """Noisy SGD for convex losses by Bassily, Smith and Thakurta.
+
+    (n/b)² noisy mini-batch steps, η_t ∝ 1/√t (convex) or 1/(μt) (strongly convex), projected to a ball.
 
     Args:
         steps: :meth:`for_data` sets (n/b)²; the original has n² steps of one record.

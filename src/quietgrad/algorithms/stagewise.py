@@ -16,16 +16,19 @@ from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Gradient, LossConstants
 from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Noise, SamplingName, sampling_of, slot_of
+from quietgrad.oracles.base import Noise, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
+from quietgrad.sampling import SamplingName, sampling_of
 from quietgrad.vectors import Vector, copy
 
 
 @dataclass(frozen=True)
 class StagewiseDPSGD(Algorithm):
-    """ω ← ω − η^k·ĝ + ϱ_t(ω − ω_prev); ``early_momentum=0`` is DPageS.
+    """DP-SGD with a step length that falls in stages, and early momentum.
+
+    ω ← ω − η^k·ĝ + ϱ_t(ω − ω_prev); ``early_momentum=0`` is DPageS.
 
     Args:
         stages: K.
@@ -131,7 +134,7 @@ class StagewiseDPSGD(Algorithm):
         if self._slot(1) == "stages":
             if self.returns == "random":
                 raise ValueError(
-                    "returns='random': a random number of releases has no price here; return the last."
+                    "returns='random': the ε of a random number of releases is not known here; return the last."
                 )
             return Schedule((slot_of("stages", sampling, self.steps, self.noise),))
         slots = []

@@ -67,7 +67,7 @@ def dprime_lower(a: npt.ArrayLike, b: npt.ArrayLike, alpha: float) -> tuple[floa
         return t * unit, 0.0
     if t > 1e4:  # beyond the series' reach: a mean this far out is read off with a normal error, widened
         return t * unit, max(0.0, t - 1.1 * -float(ndtri(alpha / 2)) * math.sqrt(1 + t * t / (2 * freedom))) * unit
-    low, _ = bisect(lambda centre: nctdtr(freedom, centre, t) > 1.0 - alpha / 2, 0.0, t, lambda at: 1e-7 * t)
+    low, _ = bisect(lambda d: bool(nctdtr(freedom, d, t) > 1.0 - alpha / 2), 0.0, t, lambda at: 1e-7 * t)
     return t * unit, low * unit
 
 

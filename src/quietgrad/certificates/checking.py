@@ -39,7 +39,7 @@ _MOST_KINDS = 200  # different events of one account that are added up here
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; ``ok=None`` where there was nothing to look at."""
+    """One check of a certificate; ``ok=None`` where it does not apply."""
 
     what: str
     ok: bool | None
@@ -48,7 +48,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found, and in words what is and what is not shown by it."""
+    """The outcome of checking a certificate: findings, what is shown, what is not."""
 
     claim: str
     findings: tuple[Finding, ...]

@@ -55,7 +55,7 @@ def canonical(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class PrivacyCertificate:
-    """A certificate in memory: what it says, and the signature over it as hexadecimal text, if there is one."""
+    """A certificate in memory: its body, and its signature if it has one."""
 
     body: dict[str, Any]
     signature: dict[str, str] | None = None
@@ -144,7 +144,7 @@ _PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "
 
 
 def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
-    """The unsigned certificate of the run in ``folder``; ``DataError`` if there is nothing to certify.
+    """Make the unsigned certificate of a run; ``DataError`` if nothing can be certified.
 
     ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
     With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
@@ -321,7 +321,7 @@ def new_key(path: str | Path) -> str:
 
 
 def public_key(text: str) -> str:
-    """The public key as hexadecimal digits; ``text`` is these, or PEM, or the name of a file that holds either.
+    """Read a public key as hexadecimal digits from digits, PEM, or a file that holds either.
 
     >>> public_key("AB" * 32) == "ab" * 32
     True

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.ledger import in_words
-from quietgrad.cli.options import Delta, Epsilon, Json, RelationName, budget, show_json, show_rows, usage, writable
+from quietgrad.cli.options import (
+    Delta,
+    Epsilon,
+    Explain,
+    Json,
+    RelationName,
+    budget,
+    say_meaning,
+    show_json,
+    show_rows,
+    usage,
+    writable,
+)
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
@@ -45,6 +57,7 @@ def account(
     plot: Annotated[
         Path | None, typer.Option(help="Draw ε over the steps to this .png, .svg or .pdf.", show_default=False)
     ] = None,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """State the ε of a run of noisy sums, and which accountant proves it."""
@@ -55,6 +68,7 @@ def account(
         run = partial(sampled_gaussian, noise_multiplier, sampling=sampling, n=n, batch_size=batch_size, rate=rate)
         event = run(steps)
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
+    say_meaning(explain, proof.epsilon, delta)
     answer: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
     if plot is not None:
         from quietgrad.charts import Lines, Series
@@ -118,7 +132,7 @@ def calibrate(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Search again even if the answer is kept.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the least noise, the most steps or the largest batch that keep a budget; ε lands on the safe side."""
+    """Find the least noise, the most steps or the largest batch within a budget; ε is proved."""
     promise = budget(epsilon, delta, relation)
     given: dict[str, Any] = {"steps": steps, "noise_multiplier": noise_multiplier, "n": n}
     if find not in _NEEDS:

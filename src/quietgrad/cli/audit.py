@@ -35,7 +35,7 @@ def audit(
     runs: Annotated[
         int | None,
         typer.Option(
-            help="Runs of each of the two neighbouring worlds: more of them tell smaller breaches. By default "
+            help="Runs of each of the two neighbouring worlds: more runs detect smaller violations. By default "
             f"{_FULL} for an algorithm; for a folder what shows half the noise missing, if {_SECONDS:g} s suffice.",
             show_default=False,
         ),

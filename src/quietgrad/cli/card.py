@@ -21,7 +21,9 @@ def card(
     ] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(help="Where the run was paid, if its folder does not say.", show_default=False),
+        typer.Option(
+            help="Ledger that was charged for the run, if its folder does not name it.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json, show_rows
+from quietgrad.cli.options import Explain, Json, say, say_meaning, show_json, show_rows
 from quietgrad.sanitize import sanitize
 
 certificate_app = typer.Typer(add_completion=False)
@@ -27,7 +27,9 @@ def certificate(
     ] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(help="Where the run was paid, if its folder does not say.", show_default=False),
+        typer.Option(
+            help="Ledger that was charged for the run, if its folder does not name it.", show_default=False
+        ),
     ] = None,
     run_only: Annotated[
         bool, typer.Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
@@ -75,6 +77,7 @@ def verify(
     model: Annotated[
         Path | None, typer.Option(help="The model file, if it is at hand.", show_default=False)
     ] = None,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Prove a certificate's ε again, by quietgrad and by dp-accounting, and check chain, plan and signature.
@@ -86,7 +89,11 @@ def verify(
     from quietgrad.certificates import public_key as read_key
 
     demanded = None if public_key is None else read_key(public_key)
-    verdict = check(read(file), public_key=demanded, ledger=ledger, model=model)
+    document = read(file)
+    verdict = check(document, public_key=demanded, ledger=ledger, model=model)
+    if verdict.ok:
+        claim = document.body["claim"]
+        say_meaning(explain, float(claim["epsilon"]), float(claim["delta"]), claim.get("unit", "record"))
     if as_json:
         show_json({"file": str(file), **verdict.to_json()})
         raise typer.Exit(0 if verdict.ok else 1)
@@ -99,7 +106,7 @@ def verify(
             say(sanitize(f"  · {line}"))
     signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
     holds = (
-        "The claim holds as certified." if signed else "The claim follows from the file; nobody signed the file."
+        "The claim holds as certified." if signed else "The claim follows from the file; the file is not signed."
     )
     by = "" if verdict.accountants == 2 else " One accountant proved it."
     say(holds + by if verdict.ok else "The claim is NOT proved: see what says NO above.")

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Delta, Json, RelationName, say, show_json, usage, working, writable
+from quietgrad.cli.options import (
+    Delta,
+    Explain,
+    Json,
+    RelationName,
+    say,
+    say_meaning,
+    show_json,
+    usage,
+    working,
+    writable,
+)
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sanitize import sanitize
 
@@ -35,10 +46,13 @@ def describe(
         "description.html"
     ),
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")] = "default",
+    account: Annotated[
+        str, typer.Option(help="Ledger account to charge: a name for the people in the data.")
+    ] = "default",
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
     n_public: Annotated[int | None, typer.Option(help="Public number of records; else counted privately.")] = None,
-    person: Annotated[str | None, typer.Option(help="Column of the ids of the people rows are about.")] = None,
+    person: Annotated[str | None, typer.Option(help="Column of person ids: ε then holds per person.")] = None,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error."""
@@ -62,6 +76,7 @@ def describe(
     told = found.to_json()
     write_atomically(writable(output), _page(file.name, public, found).encode())
     write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1, default=str) + "\n").encode())
+    say_meaning(explain, found.privacy.epsilon, delta, found.privacy.unit)
     if as_json:
         show_json(told)
         return

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Account, CapEpsilon, Json, say, show_json, show_rows, with_options
+from quietgrad.cli.options import Account, CapEpsilon, Explain, Json, say, show_json, show_rows, with_options
 from quietgrad.cli.run_spec import RunSpec
 
 app = typer.Typer(
-    help="Many parties train one model; nobody shows records to anybody.",
+    help="Train one model with many parties; no party shows its records to another.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -51,10 +51,11 @@ def simulate(
     dirichlet: Annotated[float | None, typer.Option(help="Skew the parties' labels: α of a Dirichlet.")] = None,
     quorum: Annotated[int | None, typer.Option(help="Fewest parties a round is completed with; else all.")] = None,
     colluders: Annotated[int, typer.Option(help="masks: parties that may work with the coordinator.")] = 1,
-    spare: Annotated[int, typer.Option(help="Rounds reserved to pay for lost ones.")] = 0,
+    spare: Annotated[int, typer.Option(help="Rounds reserved in the budget to replace lost ones.")] = 0,
     cohort: Annotated[int | None, typer.Option(help="Parties asked in a round, drawn anew; else all.")] = None,
     processes: Annotated[bool, typer.Option("--processes", help="A process for every party.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Rehearse a federation in this process: real plan, real messages, real secure sums, no network."""
@@ -71,7 +72,7 @@ def simulate(
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
     result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
-    show(result, out, as_json=as_json)
+    show(result, out, as_json=as_json, explain=explain)
 
 
 @app.command(
@@ -120,10 +121,12 @@ def provision(
 @app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
 def show(
     plan: Plan,
-    keys: Annotated[Path | None, typer.Option(help="A member's keys: prints everybody's identities too.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="A member's keys: prints the identities of all members too.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what a plan asks of its parties, what it costs, against whom it protects; and its digest."""
+    """Show a plan: its queries, its cost, the adversary, and its digest."""
     from quietgrad.cli.federate_roles import threat_rows
     from quietgrad.federation import approved
     from quietgrad.federation.plan_file import read_plan
@@ -187,7 +190,7 @@ def match(
     new_key: Annotated[bool, typer.Option("--new-key", help="Draw the key: at one party, once.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find out with the other parties who is known to several of them, by a keyed hash of people's ids."""
+    """Find, with the other parties, the people that several of them know, by a keyed hash of ids."""
     from quietgrad.cli import federate_roles
     from quietgrad.federation.plan_file import read_plan
 
@@ -216,7 +219,7 @@ def server(
     plan: Plan,
     keys: Keys,
     out: Annotated[Path, typer.Option(help="Folder for the model, result and ledger.")] = Path("runs/federation"),
-    wait: Annotated[float, typer.Option(help="Seconds to wait for everybody at the beginning.")] = 600.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for all parties at the beginning.")] = 600.0,
     patience: Patience = 7200.0,
     address: Address = None,
     ledger: Ledger = None,
@@ -224,6 +227,7 @@ def server(
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Coordinate a federation, or continue one that was interrupted; with a server's keys, add up its shares."""
@@ -239,7 +243,7 @@ def server(
         return
     result = federate_roles.coordinate(mine, wait=wait, patience=patience, tell=tell)
     federate_roles.remember_reading(mine.file, out)
-    show_result(result, out, as_json=as_json)
+    show_result(result, out, as_json=as_json, explain=explain)
 
 
 @app.command(
@@ -264,7 +268,7 @@ def party(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing until the end.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Take part with one's own records: answer what the approved plan allows, refuse everything else."""
+    """Take part with this site's records: answer what the approved plan allows, and refuse everything else."""
     from quietgrad.cli import federate_roles
 
     mine = federate_roles.approval(
@@ -303,7 +307,7 @@ def approve(
     people_lists: PeopleLists = None,
     as_json: Json = False,
 ) -> None:
-    """Approve one plan for an engine that runs here already: a file of this member's own, never shipped."""
+    """Approve one plan for an engine that already runs here; the approval is a local file that is never sent."""
     from quietgrad.cli import federate_roles
 
     mine = federate_roles.approval(
@@ -327,7 +331,7 @@ def job(
     out: Annotated[Path, typer.Option(help="Folder for the job; new or empty.")] = Path("job"),
     as_json: Json = False,
 ) -> None:
-    """Write what is submitted to a FLARE or Flower that is there already; there is nothing secret in it."""
+    """Write the job to submit to an existing FLARE or Flower; it contains no secrets."""
     from quietgrad.cli.options import usage
     from quietgrad.federation.jobs import CLASSES, write_job
     from quietgrad.federation.plan_file import read_plan

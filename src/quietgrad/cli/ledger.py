@@ -91,7 +91,7 @@ def verify(
 
 @app.command(epilog="Example: quietgrad ledger head ledger.jsonl >> anchors-kept-elsewhere.txt")
 def head(file: File, as_json: Json = False) -> None:
-    """Print a short digest of the whole ledger to keep elsewhere; `verify --head` tells by it a restored backup."""
+    """Print a digest of the whole ledger to keep elsewhere; `verify --head` then detects a restored backup."""
     digest = _existing(file).head()
     if as_json:
         show_json({"file": str(file), "head": digest})

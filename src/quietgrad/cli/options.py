@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,13 +40,16 @@ def dataset_names() -> list[str]:
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar.")]
-Epsilon = Annotated[float | None, typer.Option(help="ε of the promise.", show_default=False)]
-Delta = Annotated[float, typer.Option(help="δ of the promise: well below 1/n.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Say in one line what ε and δ mean.")]
+Epsilon = Annotated[
+    float | None, typer.Option(help="Privacy budget ε; smaller is more private.", show_default=False)
+]
+Delta = Annotated[float, typer.Option(help="Privacy budget δ: well below 1/n.")]
 RelationName = Annotated[
     str,
     typer.Option(
         "--relation",
-        help="Neighbouring data sets: add-remove or replace-one.",
+        help="Neighbouring relation: add-remove (one record more or less) or replace-one.",
         autocompletion=lambda: ["add-remove", "replace-one"],
     ),
 ]
@@ -84,7 +88,7 @@ def known_task(text: str | None) -> str | None:
     return text
 
 
-Account = Annotated[str, typer.Option(help="Whose privacy is spent: the people in the data.")]
+Account = Annotated[str, typer.Option(help="Ledger account to charge: a name for the people in the data.")]
 CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
 RowBound = Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")]
 SchemaFile = Annotated[str | None, typer.Option(help="Public schema of a CSV or parquet file.")]
@@ -159,11 +163,13 @@ def usage() -> Iterator[None]:
 
 
 def budget(epsilon: float | None, delta: float, relation: str) -> Budget:
-    """The promise that the options state."""
+    """The budget that the options state."""
     from quietgrad.privacy.budget import Budget, Relation
 
     if epsilon is None:
-        raise typer.BadParameter("it is missing: say how much may be revealed, e.g. 1.", param_hint="--epsilon")
+        raise typer.BadParameter(
+            "it is missing: give a privacy budget, such as 1 (smaller is more private).", param_hint="--epsilon"
+        )
     with usage():
         return Budget(epsilon, delta, Relation.parse(relation))
 
@@ -188,6 +194,17 @@ def class_labels(text: str | None) -> list[object] | None:
 def say(text: object, *, err: bool = False, nl: bool = True) -> None:
     """Print for people: lines that are laid out here, with nothing in them that a terminal obeys."""
     typer.echo(sanitize_lines(text), err=err, nl=nl)
+
+
+def say_meaning(asked: bool, epsilon: float | None, delta: float | None, unit: object = "record") -> None:
+    """If ``--explain`` asks for it, say on stderr what the printed ε and δ mean; nothing of a run without noise."""
+    if asked and epsilon is not None and delta is not None and math.isfinite(epsilon):
+        factor = math.exp(min(epsilon, 700.0))
+        say(
+            f"ε = {epsilon:.4g}, δ = {delta:g}: one {unit} changes the probability of any outcome by a factor of "
+            f"at most e^ε = {factor:.3g}, plus at most δ. Smaller is more private; ε = 1 is usual.",
+            err=True,
+        )
 
 
 def say_table(table: Table) -> None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.options import (
+    Explain,
     Json,
     budget,
     say,
+    say_meaning,
     say_table,
     show_json,
     show_rows,
@@ -56,9 +58,10 @@ def plan(
         float | None, typer.Option(help="Fix the noise; ε is then what it proves to be.", show_default=False)
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the algorithms and their settings.")] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
-    """Price a run: each release, its sensitivity and noise, and the ε of them all."""
+    """Compute the cost of a run before it reads data: each release, its sensitivity and noise, and the total ε."""
     if show_list:
         _list(as_json)
         return
@@ -86,6 +89,7 @@ def plan(
         unit = "person" if people else "record"
         the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit,
                              records_public=records_public)  # fmt: skip
+    say_meaning(explain, the_plan.proof.epsilon if the_plan.is_private else None, spec.delta, unit)
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
         proof = None if promise is None else the_plan.proof.to_json()

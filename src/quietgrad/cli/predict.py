@@ -10,7 +10,18 @@ from typing import Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, Keep, RelationName, say, show_json, show_rows, usage, writable
+from quietgrad.cli.options import (
+    Explain,
+    Json,
+    Keep,
+    RelationName,
+    say,
+    say_meaning,
+    show_json,
+    show_rows,
+    usage,
+    writable,
+)
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, objective_from
 from quietgrad.cli.scoring import TRAINING_PEOPLE, save_score, were_trained_on
 from quietgrad.files import is_multi_file, write_atomically
@@ -286,17 +297,18 @@ def evaluate(
     epsilon: Annotated[float, typer.Option(help="ε of the evaluation.")] = 0.3,
     delta: Annotated[float, typer.Option(help="δ of the evaluation.")] = 1e-6,
     relation: RelationName = DEFAULT_RELATION,
-    ledger: Annotated[
-        Path | None, typer.Option(help="Ledger file; else the one that the run was paid from.")
-    ] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy is spent: the held-out people.")] = "held-out",
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the one charged for the run.")] = None,
+    account: Annotated[
+        str, typer.Option(help="Ledger account to charge: a name for the held-out people.")
+    ] = "held-out",
     person: Annotated[
         str | None,
-        typer.Option(help="Column of the ids of the people rows are about; by default the one trained by."),
+        typer.Option(help="Column of person ids; by default the one used in training."),
     ] = None,
     training_people: Annotated[
         bool, typer.Option("--training-people", help="Score people that were trained on; the score says so.")
     ] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
@@ -357,6 +369,7 @@ def evaluate(
     if trained:
         score = replace(score, notes=(TRAINING_PEOPLE, *score.notes))
     save_score(score, folder, "training" if trained else "held-out")
+    say_meaning(explain, score.privacy.epsilon, delta, score.privacy.unit)
     if as_json:
         show_json({**score.to_json(), "people": "training" if trained else "held-out"})
         return

@@ -20,12 +20,14 @@ import typer
 from quietgrad.cli.options import (
     Classes,
     Delta,
+    Explain,
     Json,
     Label,
     RelationName,
     TaskName,
     class_labels,
     say,
+    say_meaning,
     show_json,
     usage,
 )
@@ -51,7 +53,9 @@ def report(
     ] = None,
     ledger: Annotated[
         Path | None,
-        typer.Option(help="Where the runs were paid, if their folders do not say.", show_default=False),
+        typer.Option(
+            help="Ledger that was charged for the runs, if their folders do not name it.", show_default=False
+        ),
     ] = None,
     picture: Annotated[str, typer.Option(help="Of what kind: svg, png or pdf.")] = "svg",
     as_json: Json = False,
@@ -132,8 +136,8 @@ def frontier(
         "runs/frontier"
     ),
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
-    account: Annotated[str, typer.Option(help="Whose privacy the fits spend.")] = "default",
-    held_out: Annotated[str, typer.Option(help="Whose privacy the scores spend.")] = "held-out",
+    account: Annotated[str, typer.Option(help="Ledger account charged for the fits.")] = "default",
+    held_out: Annotated[str, typer.Option(help="Ledger account charged for the scores.")] = "held-out",
     cap_epsilon: Annotated[
         float | None, typer.Option(help="Refuse if the fits together could exceed this ε.", show_default=False)
     ] = None,
@@ -147,10 +151,11 @@ def frontier(
     n_public: Annotated[
         int | None, typer.Option(help="Public number of records; else they are counted roughly, for you alone.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before people's privacy is spent.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before privacy budget is spent.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help=f"Go on even if every point would be more uncertain than ± {_WIDEST:g}.")
     ] = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Fit the default model at each ε, score it on held-out records, and draw accuracy against ε."""
@@ -189,6 +194,7 @@ def frontier(
         from quietgrad.report.figures import save_chart
 
         save_chart(plot, chart)
+    say_meaning(explain, max(levels), delta)
     if as_json:
         show_json({"data": table.name, **found})
         return

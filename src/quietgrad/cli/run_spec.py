@@ -96,7 +96,7 @@ class RunSpec:
         ),
     ] = None
     inference: Annotated[
-        bool, Option("--inference", help="Buy standard errors of the coefficients, too (linear models).")
+        bool, Option("--inference", help="Also release standard errors of the coefficients (linear models).")
     ] = False
     class_weight: Annotated[str | None, Option(help="Weights of the classes, such as no=1,yes=5.")] = None
     holdout: Holdout = None
@@ -150,22 +150,22 @@ class RunSpec:
     ] = None
     person: Annotated[
         str | None,
-        Option(help="Column of the ids of the people rows are about: ε is then per person, n their number."),
+        Option(help="Column of person ids: ε then holds per person, and n counts people."),
     ] = None
     combine: Annotated[str, Option(help="A person counts with the mean or the sum of their rows.")] = "mean"
     records_per_person: Annotated[
-        int | None, Option(help="The most of a person's rows that one release looks at.")
+        int | None, Option(help="Largest number of a person's rows used in one release.")
     ] = None
     ledger: Annotated[str | None, Option(help="Ledger file; else the project's own.")] = None
     records_public: Annotated[
-        int | None, Option(help="How many rows people have together, if that is public; else it is not said.")
+        int | None, Option(help="Number of rows of all people together, if that is public.")
     ] = None
     account: Account = "default"
     cap_epsilon: CapEpsilon = None
     evaluate_train: Annotated[
         bool, Option("--evaluate-train", help="Score the private training records too, without noise.")
     ] = False
-    non_private: Annotated[bool, Option("--non-private", help="No noise and no promise.")] = False
+    non_private: Annotated[bool, Option("--non-private", help="No noise: NOT PRIVATE.")] = False
     checkpoint_seconds: Annotated[float, Option(help="At most so often a checkpoint is written.")] = 10.0
     cluster: Annotated[
         str | None, Option(help="Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.ledger import reminder, so_far
-from quietgrad.cli.options import Json, Quiet, say, show_json, show_rows, usage, with_options, working
+from quietgrad.cli.options import (
+    Explain,
+    Json,
+    Quiet,
+    say,
+    say_meaning,
+    show_json,
+    show_rows,
+    usage,
+    with_options,
+    working,
+)
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.run_spec import RunSpec, objective_from
 from quietgrad.cli.scoring import (
@@ -46,7 +56,7 @@ def train(
             "--from", help="Take all options from a TOML file or the run.json of a run.", show_default=False
         ),
     ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say first what ε and δ mean.")] = False,
+    explain: Explain = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
     ] = False,
@@ -60,13 +70,11 @@ def train(
         spec = RunSpec.read(from_file)
     with usage():
         spec.check()
-    if explain:
-        _explain(spec)
     _check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:
         say(words, err=True)
     result = run(spec, out, quiet=quiet or as_json)
-    show(result, out, as_json=as_json)
+    show(result, out, as_json=as_json, explain=explain)
 
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
@@ -198,8 +206,10 @@ def finish(
     return _conclude(spec, out, data, result)
 
 
-def show(result: Result, out: Path, *, as_json: bool) -> None:
-    """Tell what came out."""
+def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> None:
+    """Tell what came out, and what its ε means if asked."""
+    privacy = result.privacy
+    say_meaning(explain, privacy.epsilon if privacy.is_private else None, privacy.delta, privacy.unit)
     if as_json:
         show_json({"folder": str(out), **{k: v for k, v in result.to_json().items() if k != "history"}})
         return
@@ -252,17 +262,6 @@ def _cautions(result: Result) -> list[tuple[str, str]]:
         why = "they clip it, or are far too wide; correct the schema"
         rows.append(("caution", f"nearly every record lies at one end of the declared bounds of {named}: {why}"))
     return rows
-
-
-def _explain(spec: RunSpec) -> None:
-    if spec.non_private or spec.epsilon is None:
-        return
-    factor = math.exp(min(spec.epsilon, 700.0))
-    say(
-        f"ε = {spec.epsilon:g}: one person's records make any outcome at most e^ε = {factor:.3g} times as "
-        f"likely, up to a failure probability of δ = {spec.delta:g}; smaller is more private, and 1 is usual.",
-        err=True,
-    )
 
 
 def _given(context: typer.Context) -> set[str]:
@@ -321,6 +320,7 @@ resume_app = typer.Typer(add_completion=False)
 def resume_command(
     folder: Annotated[Path, typer.Argument(help="The --out folder of the interrupted run.", show_default=False)],
     quiet: Quiet = False,
+    explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Continue where a run stopped: the model is that of an undisturbed run, and nothing is spent twice.
@@ -346,4 +346,4 @@ def resume_command(
             result = finish(spec, folder, spec.load_data(), result)
         elif not as_json:
             say(f"{folder}: the run was finished already.")
-    show(result, folder, as_json=as_json)
+    show(result, folder, as_json=as_json, explain=explain)

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import account as price
+from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import (
     COUNTED,
     DEFAULT,
@@ -24,9 +27,11 @@ from quietgrad.privacy.ledger_state import (
     NAMELESS,
     canonical_account_name,
     check_account_name,
+    fingerprint,
     run_of,
     unnamed,
 )
+from quietgrad.privacy.project import project_ledger
 
 __all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "note_pickled", "spent"]
 
@@ -77,8 +82,6 @@ class Account:
         """
         if ledger is not None or seeded:
             return cls(name, ledger, cap)
-        from quietgrad.privacy.project import project_ledger
-
         try:
             return cls(name, project_ledger(_WAIT), cap, by_default=True)
         except (QuietgradError, OSError, RuntimeError) as error:
@@ -93,8 +96,6 @@ class Account:
         """
         if not self.by_default or self.asked:
             return self
-        from quietgrad.privacy.ledger_state import fingerprint
-
         try:
             ledger = self.open()
             assert ledger is not None
@@ -143,8 +144,6 @@ class Account:
         here = (canonical_account_name(self.asked or self.name), budget.relation, unit)
         if ledger is None:
             return _tallied(Charge(event, tallied=here, note=self.note))
-        from quietgrad.privacy.ledger_state import fingerprint
-
         mark = self.table if self.table or contents is None else fingerprint(contents)
         try:
             reservation = _unhindered(ledger.reserve, self.by_default)(
@@ -217,8 +216,6 @@ class Account:
 
     def open(self) -> Ledger | None:
         """The ledger itself; ``None`` if nothing is durable."""
-        from quietgrad.privacy.ledger import Ledger
-
         return self.ledger if self.ledger is None or isinstance(self.ledger, Ledger) else Ledger(self.ledger)
 
 
@@ -263,8 +260,6 @@ class Charge:
 
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
         """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
-        from quietgrad.privacy.accounting import gdp_mu
-
         if self.closed:
             raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
@@ -279,8 +274,8 @@ class Charge:
             pays = False
         if not pays:
             raise UnprovableError(
-                "a round of a search is priced as one Gaussian release: only full-batch methods (algorithm=None, "
-                "WhitenedGD, DPGD) and declared classes can be searched over."
+                "a round of a search is accounted as one Gaussian release: only full-batch methods "
+                "(algorithm=None, WhitenedGD, DPGD) and declared classes can be searched over."
             )
         return Charge(event)
 
@@ -325,7 +320,7 @@ def note_pickled(account: str) -> None:
 
 
 def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = DEFAULT_RELATION) -> float:
-    """The ε that all runs of this process without a ledger spent together on ``account``.
+    """Return the ε that all runs of this process without a ledger spent together on ``account``.
 
     Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
     records. Other processes are not seen: give every run a ledger instead. If a model of this account went to one
@@ -334,8 +329,6 @@ def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Rela
     >>> spent("nobody")
     0.0
     """
-    from quietgrad.privacy.accounting import account as price
-
     with _tally_lock:
         parts = list(_tally.get(canonical_account_name(account), []))
         elsewhere = canonical_account_name(account) in _elsewhere

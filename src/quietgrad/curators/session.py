@@ -26,6 +26,7 @@ from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Sampler, Sampling
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
@@ -179,8 +180,8 @@ class CentralSession:
         chosen = self._slot(slot)
         if chosen.mechanism.verb != verb:
             raise BudgetError(
-                f"{slot!r} was planned as {chosen.mechanism.what}, to be asked by {chosen.mechanism.verb}(): by "
-                f"{verb}() it would cost otherwise."
+                f"{slot!r} was planned as {chosen.mechanism.what}, which {chosen.mechanism.verb}() releases. "
+                f"{verb}() would have another cost; plan a release for it."
             )
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
@@ -188,7 +189,8 @@ class CentralSession:
         for other in self._spanning:
             if other != slot and 0 < self._used[other] < self._slots[other].count:
                 raise BudgetError(
-                    f"{slot!r} between releases of {other!r}, whose noise is correlated: look before."
+                    f"{slot!r}: cannot be released between the releases of {other!r}, whose noise is correlated. "
+                    "Release it before them."
                 )
         number = self._used[slot]
         if number >= chosen.count:
@@ -332,7 +334,7 @@ class CentralSession:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         if isinstance(objective, UserLevelObjective) != isinstance(self._reading, UserLevelObjective):
             raise DataError(
-                "what counts as one cannot change within a run: go on by record, or by person, as begun."
+                "the privacy unit cannot change within a run. Continue by record or by person, as begun."
             )
         records = objective.prepare(data)
         if len(records) != len(self._records):
@@ -365,7 +367,7 @@ class CentralSession:
     def advance(self, used: Mapping[str, int], rho_left: float | None) -> None:
         """Continue after the first ``used`` releases of each slot; before anything else is asked."""
         if any(self._used.values()):
-            raise BudgetError("this session has begun: to go back in it would use noise twice.")
+            raise BudgetError("this session has made releases; going back would reuse their noise. Open a new one.")
         for name, count in used.items():
             self._slot(name)
             self._used[name] = count
@@ -460,8 +462,6 @@ class CentralSession:
             if self._filter:
                 raise BudgetError(_FILTER_ONLY)
             return self._multipliers[slot]
-        from quietgrad.privacy.accounting import noise_multiplier_for_rho
-
         self._spend(rho)
         assert self.plan.budget is not None
         return noise_multiplier_for_rho(rho, self.plan.budget.relation)

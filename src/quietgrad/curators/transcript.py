@@ -239,8 +239,8 @@ class SealedLog(LockedAppendFile):
             expected = self._seal(said)
             if not hmac.compare_digest(seal.encode(errors="replace"), expected.hex().encode()):
                 raise LedgerError(
-                    f"{self.path}: was altered, or is of another run, so nobody can tell what was released; start "
-                    "a new run, which is charged for itself."
+                    f"{self.path}: was altered, or is of another run, so it is unknown what was released. Start "
+                    "a new run; it is charged in full."
                 )
             self._last = expected
             text, _, at = said.rpartition(" ")

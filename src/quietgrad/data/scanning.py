@@ -353,7 +353,9 @@ def scan(
     filesystem: Any = None,
     cluster: Any = None,
 ) -> Scan:
-    """A table that is never materialised, for estimators, ``minimize`` and the command line in place of an array.
+    """Open a table that is read in blocks and never loaded whole.
+
+    Estimators, ``minimize`` and the command line take it in place of an array.
 
     Args:
         source: a path, a pattern such as ``"people/*.parquet"``, a folder, an address (``"s3://…"``), a list of

@@ -106,7 +106,7 @@ class PrivateModel(SpendsPrivacy):
         """Refuse a single record where it is public that it is one; under add-remove nobody is told."""
         if rows < 2 and Relation.parse(self.relation) is Relation.REPLACE_ONE:
             raise DataError(
-                "X: one sample (n_samples = 1) tells nothing that noise would not hide; give more records."
+                "X: one sample (n_samples = 1) is too few: the noise hides a single record. Give more records."
             )
 
     def _scanned(self, X: Any) -> Any:

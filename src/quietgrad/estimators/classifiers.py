@@ -110,8 +110,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
         if 2.0 * least > n:
             raise DataError(
-                f"y: at this budget one class is found only if it has about {math.ceil(least)} records, and two of "
-                "those cannot be. Declare them as public: classes=[...]."
+                f"y: at this budget a label is detected only if about {math.ceil(least)} records have it, and the "
+                "table is too small for two such labels. Pass classes=[...] if the label set is public."
             )
         return slot
 
@@ -164,8 +164,8 @@ def two_or_more(classes: Any) -> int:
     """How many classes were found; fewer than two are refused."""
     if len(classes) < 2:
         raise TooNoisyError(
-            "y: at most one class is frequent enough to be found privately. Declare them as public: classes=[...]. "
-            "What the look at the labels cost is spent; the rest is not."
+            "y: fewer than two labels could be detected privately. Pass classes=[...] if the label set is public. "
+            "The whole budget of this fit was charged, because the stop depends on a release."
         )
     return len(classes)
 

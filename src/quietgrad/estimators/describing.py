@@ -76,7 +76,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class Description:
-    """What was released of a table; every error is one standard error of the privacy noise.
+    """A private description of a table; errors are standard errors of the noise.
 
     ``table`` has a row for each column; ``histograms`` and ``pairs`` have a row for each cell, with its count and
     error. They are data frames if pandas is installed, else lists of mappings.
@@ -173,7 +173,7 @@ def describe(
     n_public: int | None = None,
     person: Any = None,
 ) -> Description:
-    """Counts, means, quantiles, histograms and two-way tables of a data frame within (ε, δ).
+    """Release counts, means, quantiles, histograms and two-way tables within (ε, δ).
 
     Args:
         frame: a data frame, or a mapping of names to columns.

@@ -93,7 +93,7 @@ def newcomers(model: Any, person: Any, disjoint: bool | None) -> Newcomers:
         DataError: nothing was reserved.
     """
     if disjoint not in (None, True, False):
-        raise ValueError("disjoint: must be True (a promise), False, or None.")
+        raise ValueError("disjoint: must be True (you declare it), False, or None.")
     before = getattr(model, "result_", None)
     if before is not None:
         _check_alike(model, before, person)
@@ -118,9 +118,7 @@ def _check_alike(model: Any, before: Result, person: Any) -> None:
     """Parts have one unit and one relation, or no one sentence is true of all of them."""
     privacy = before.privacy
     if (person is None) != (privacy.unit is PrivacyUnit.RECORD):
-        raise DataError(
-            "what counts as one cannot change from part to part: go on by record, or by person, as begun."
-        )
+        raise DataError("the privacy unit cannot change between parts. Continue by record or by person, as begun.")
     if privacy.events is None or privacy.relation is not Relation.parse(model.relation):
         raise DataError(
             "partial_fit: the model was fitted under another relation or without noise. Go on as begun, or anew."

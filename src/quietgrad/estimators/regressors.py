@@ -69,7 +69,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
             return checked_bounds("target_bounds", self.target_bounds)
         if n is not None and self._signal(n) < _LEAST_SIGNAL:
             raise DataError(
-                "y: at this n and ε no range of the targets can be found privately. Declare it as public: "
+                "y: at this n and ε the range of the targets cannot be estimated privately. Pass a public range: "
                 "target_bounds=(low, high)."
             )
         return None

@@ -25,7 +25,7 @@ _NAMES = {kind: loss for loss, kind in _KINDS.items()}
 
 
 def from_run(folder: str | Path) -> Any:
-    """The fitted estimator of a run that ``quietgrad train`` (or :func:`to_run`) left in ``folder``.
+    """Read the fitted estimator of a run that ``quietgrad train`` (or :func:`to_run`) left in ``folder``.
 
     >>> import tempfile
     >>> from quietgrad.estimators import PrivateLogisticRegression

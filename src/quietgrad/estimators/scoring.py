@@ -45,7 +45,7 @@ _SUMS = ("square", "absolute", "target", "target square")
 
 @dataclass(frozen=True)
 class PrivateScore:
-    """What one private release tells of a model; each number with its standard error.
+    """Private scores of a model from one release, each with its standard error.
 
     ``calibration`` rows are (mean predicted probability, observed frequency, standard error, share of the people);
     ``confusion`` is (true × predicted) shares of the people. ``None`` where a number does not apply.

@@ -142,7 +142,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             whom.check(method, None)
             if not isinstance(method, (WhitenedGD, DPGD)):
                 raise UnprovableError(
-                    "algorithm: a round of a search is priced as one Gaussian release: only the default, "
+                    "algorithm: a round of a search is accounted as one Gaussian release: only the default, "
                     "WhitenedGD and DPGD can be searched over."
                 )
         curator = CentralCurator(

@@ -71,7 +71,7 @@ def plan_scaling(n: int, features: int, budget: Budget) -> Plan:
 
 @dataclass(eq=False, repr=False)
 class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # type: ignore[misc]
-    """Scale features into [−1, 1] by ranges that are declared or found privately; zeros of sparse rows stay zeros.
+    """Scaling of features into [−1, 1] by declared or privately estimated ranges.
 
     Args:
         epsilon, delta, relation: the promise of one fit; nothing is spent if all bounds are declared.
@@ -155,7 +155,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
 
 @dataclass(eq=False, repr=False)
 class PrivateBinner(PrivateScaler):
-    """Cut each feature's declared or privately found range into bins, one column of zeros and ones for each.
+    """Bins of each feature's declared or privately estimated range, one-hot encoded.
 
     Args:
         bins: of each feature; narrower near zero.
@@ -194,7 +194,7 @@ def _no_labels(y: Any) -> Any:
 
 
 class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Categories as columns of zeros and ones by a public vocabulary; it reads none from records, so it is free.
+    """One-hot encoding by a public vocabulary; it reads no records and costs nothing.
 
     Args:
         categories: vocabulary by column name or position; columns of pandas' category or boolean type declare

@@ -35,15 +35,10 @@ from quietgrad.objectives.privacy_units import (
     check_combination,
 )
 from quietgrad.objectives.tables.scanned import ScannedPeople
-from quietgrad.objectives.tables.table import lay_out, refuse_text
+from quietgrad.objectives.tables.table import NOT_FINITE, lay_out, refuse_text
 from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.training.minimizing import check_people, how_people_count
-
-_MISSING = (
-    "X: contains NaN or infinity. Fill them with a public constant (a mean or median of the data would tell "
-    "of records), or remove such records."
-)
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ class Columns:
             columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
         table = np.column_stack(columns).astype(np.float64)
         if not np.isfinite(table).all():
-            raise DataError(_MISSING)
+            raise DataError(NOT_FINITE)
         return lay_out(table)
 
 
@@ -141,7 +136,7 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     """
     for name, kind in getattr(getattr(X, "dtypes", None), "items", dict)():
         if str(getattr(kind, "kind", "")) in ("m", "M"):
-            raise DataError(f"X: column {name!r} holds dates. Give numbers, such as days since a public day.")
+            raise DataError(f"X: column {name!r} holds dates. Pass numbers, such as days since a public date.")
     refuse_text(X, "X")
     names = getattr(X, "columns", None)
     if names is not None and len(set(map(str, names))) < len(names):
@@ -154,16 +149,16 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
     rows = checked[0] if targets else checked
     if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
-        raise DataError(_MISSING)
+        raise DataError(NOT_FINITE)
     if targets and not _all_finite(checked[1]):
-        raise DataError("y: contains NaN or infinity. Remove such records first.")
+        raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
     return checked
 
 
 def check_labels(y: Any) -> None:
     """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end."""
     if not _all_finite(y):
-        raise DataError("y: contains NaN or infinity. Remove such records first.")
+        raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
     if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
         raise DataError("y: some labels are text and some are not. Make them all of one kind.")
     check_classification_targets(y)

@@ -102,7 +102,7 @@ def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     if not same:
         raise DataError(
             "person: the function gave another id for a record when it was asked again. Make it one of the "
-            "record's number alone: a person whose id changes from pass to pass would be protected as nobody."
+            "record's number alone: a person whose id changes from pass to pass would not be protected."
         )
     return first
 
@@ -172,7 +172,10 @@ class SeenIds:
         found, kind = hashed_ids(ids, self._key), kind_of(ids)
         self._kind = self._kind or kind
         if kind != self._kind:
-            raise DataError("person: ids are of another kind than those before, so nobody would be known again.")
+            raise DataError(
+                "person: ids are of another kind than those before, so a returning person would not be "
+                "recognised. Give ids of one kind."
+            )
         if found & self._known:
             raise DataError(self.TWICE)
         return found

@@ -220,7 +220,9 @@ class ContributionBounds(NamedTuple):
 def check_combination(combine: Any, records_per_person: Any) -> None:
     """Raise ValueError unless these say how a person's records count."""
     if combine not in ("mean", "sum"):
-        raise ValueError(f"combine={combine!r}: must be 'mean' (everybody counts once) or 'sum' (records count).")
+        raise ValueError(
+            f"combine={combine!r}: must be 'mean' (every person counts once) or 'sum' (records count)."
+        )
     most = records_per_person
     if most is not None and (isinstance(most, bool) or not isinstance(most, (int, np.integer)) or most < 1):
         raise ValueError(f"records_per_person={most!r}: must be a whole number ≥ 1, or None for all of them.")

@@ -39,7 +39,9 @@ class _Separable:
 
 @dataclass(frozen=True)
 class L2(_Separable):
-    """μ/2 ‖θ‖², strongly convex unless some coordinates are left free.
+    """Squared L2 penalty.
+
+    μ/2 ‖θ‖², strongly convex unless some coordinates are left free.
 
     Args:
         strength: μ ≥ 0.
@@ -90,7 +92,9 @@ _STEEPEST = 24.0 * math.sqrt(_SQUARE) * (1.0 - _SQUARE) / (1.0 + _SQUARE) ** 4
 
 @dataclass(frozen=True)
 class Nonconvex(_Separable):
-    """λ Σⱼ θⱼ²/(1+θⱼ²), the bounded penalty of the DP-SRM experiments; 2λ-smooth, not convex.
+    """Bounded nonconvex penalty of the DP-SRM experiments.
+
+    λ Σⱼ θⱼ²/(1+θⱼ²), the bounded penalty of the DP-SRM experiments; 2λ-smooth, not convex.
 
     Args:
         strength: λ ≥ 0.

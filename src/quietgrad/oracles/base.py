@@ -6,29 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.correlated import CorrelatedNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.sampling import (
-    CyclicCohorts,
-    CyclicPoisson,
-    FixedSize,
-    FullBatch,
-    Poisson,
-    RandomAllocation,
     Sampling,
-    SinglePass,
 )
 from quietgrad.vectors import Vector
 
-SamplingName = Literal[
-    "poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns", "poisson-turns"
-]
 Noise = Literal["independent", "correlated"] | CorrelatedNoise
 """Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
@@ -86,50 +76,12 @@ class Oracle(Protocol):
         return iter(())
 
 
-def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohorts: int | None = None) -> Sampling:
-    """The sampling a name stands for at a public n.
-
-    ``"turns"`` asks one of ``cohorts`` after the other; the batch is then n ÷ cohorts, whatever is given for it.
-    ``"poisson-turns"`` asks a secret sample of the cohort. An epoch of ``"random-allocation"`` has as many steps as
-    a loader of batches of that size, ⌈n ÷ batch_size⌉; the batch is n ÷ steps on average.
-
-    >>> sampling_of("poisson", n_public=1000, batch_size=10)
-    Poisson(rate=0.01)
-    """
-    if (name in ("turns", "poisson-turns")) != (cohorts is not None):
-        raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
-    if cohorts is not None:
-        turns = CyclicCohorts(cohorts)  # refuses what is no number of them
-        if cohorts > n_public:
-            raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
-        if name == "turns" or batch_size is None:
-            return turns
-        if not 1 <= batch_size * cohorts <= n_public:
-            raise ValueError(
-                f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "
-                f"{n_public / cohorts:.4g} records; take smaller batches or fewer cohorts."
-            )
-        return CyclicPoisson(cohorts, cohorts * batch_size / n_public)
-    if name == "full" or batch_size is None:
-        return FullBatch()
-    if not 1 <= batch_size <= n_public:
-        raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n_public}.")
-    if name == "poisson":
-        return Poisson(batch_size / n_public)
-    if name == "random-allocation":
-        return RandomAllocation(-(-n_public // batch_size))
-    if name == "fixed-size":
-        return FixedSize(n_public, batch_size)
-    if name == "single-pass":
-        return SinglePass(n_public, batch_size)
-    raise ValueError(f"sampling={name!r}: must be one of {', '.join(map(repr, get_args(SamplingName)))}.")
-
-
 def slot_of(
     name: str, sampling: Sampling, steps: int, noise: Noise = "independent", law: Law | None = None
 ) -> Slot:
     """A slot of ``steps`` releases with the noise that is named.
 
+    >>> from quietgrad.sampling import CyclicCohorts
     >>> slot_of("gradient", CyclicCohorts(16), 64, "correlated").mechanism.participations
     4
     """
@@ -147,11 +99,10 @@ def slot_of(
 def read_noise(given: Any) -> CorrelatedNoise:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
+    >>> from quietgrad.privacy.banded import BandedToeplitzNoise
     >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """
-    from quietgrad.privacy.mechanisms import from_json
-
     made = from_json(given) if isinstance(given, Mapping) else None
     if not isinstance(made, CorrelatedNoise):
         raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")

@@ -43,15 +43,13 @@ from quietgrad.oracles.base import (
     EstimateError,
     Noise,
     Oracle,
-    SamplingName,
     constant_of,
     noise_multiplier,
-    sampling_of,
     settings_of,
     slot_of,
 )
 from quietgrad.plans.schedule import Law, Slot
-from quietgrad.sampling import Sampling, SinglePass
+from quietgrad.sampling import Sampling, SamplingName, SinglePass, sampling_of
 from quietgrad.vectors import Vector, norm
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import PrivacyUnit, Relation
+
+if TYPE_CHECKING:
+    from quietgrad.plans.schedule import Plan, Slot
 
 _NEIGHBOURS = {
     Relation.ADD_REMOVE: "adding or removing one record",

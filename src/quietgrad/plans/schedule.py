@@ -19,12 +19,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from quietgrad.charts import in_a_notebook
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
+from quietgrad.plans.explain import explain
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import account, delta_of, prove, sensitivity_factor
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
+from quietgrad.privacy.calibration import calibrate_event
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.sampling import Sampling
+from quietgrad.sampling import from_json as sampling_from
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import HasSchedule
@@ -64,8 +70,8 @@ class Slot:
             raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
         if self.law is not None and self.mechanism.together:
             raise ValueError(
-                f"slot {self.name!r}: a random number of releases has no price under noise that is correlated over "
-                "them; return the last iterate or an average."
+                f"slot {self.name!r}: the ε of a random number of releases is not known under correlated noise; "
+                "return the last iterate or an average."
             )
         self.mechanism.check(self.count, self.sampling.participation(self.count), self.sampling.describe())
 
@@ -115,9 +121,6 @@ class Slot:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Slot:
         """Rebuild a slot from :meth:`to_json`."""
-        from quietgrad.privacy.mechanisms import from_json as mechanism_from
-        from quietgrad.sampling import from_json as sampling_from
-
         law = data["law"]
         return cls(
             data["name"],
@@ -194,8 +197,6 @@ class Schedule:
         In a filter ``noise_multiplier`` is that of one Gaussian release that would spend the whole ρ.
         """
         if self.composition == "filter":
-            from quietgrad.privacy.accounting import sensitivity_factor
-
             return events.ZCDP((sensitivity_factor(relation) / noise_multiplier) ** 2 / 2.0, relation)
         if self.rounds is not None:
             # Whatever was tried and did not leave is priced by the law, however many rounds there were.
@@ -326,8 +327,6 @@ class Plan:
     @cached_property
     def proof(self) -> ProvedGuarantee:
         """The best proof of the plan's ε at the budget's δ."""
-        from quietgrad.privacy.accounting import prove
-
         event = self.total
         assert self.budget is not None
         return prove(event, delta=self.budget.delta, relation=self.budget.relation)
@@ -345,8 +344,6 @@ class Plan:
         >>> round(plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5, "replace-one")).generalization, 3)
         0.107
         """
-        from quietgrad.privacy.accounting import delta_of
-
         relation, proof = self._relation, self.proof
         try:
             apart = delta_of(self.total, epsilon=0.0, relation=relation)
@@ -358,14 +355,10 @@ class Plan:
         """The ε the plan costs at ``delta`` (default: the budget's)."""
         if self.budget is None or delta is None or delta == self.budget.delta:
             return float(self.proof.epsilon)
-        from quietgrad.privacy.accounting import account
-
         return account(self.total, delta=delta, relation=self.budget.relation)
 
     def epsilon_after(self, counts: Mapping[str, int]) -> float:
         """The ε of the first ``counts`` releases of each slot, at the budget's δ; never above the plan's."""
-        from quietgrad.privacy.accounting import account
-
         relation = self._relation
         assert self.budget is not None
         if not any(counts.values()) and self.counted is None:
@@ -463,8 +456,6 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """The plan in a notebook: each kind of release, and what all of them cost."""
-        from quietgrad.charts import in_a_notebook
-
         rows: list[tuple[str, object]] = [
             (
                 f"{slot.count} × {slot.name}",
@@ -491,8 +482,6 @@ class Plan:
         return "\n".join((self._told(), *(f"theorem: {bound}" for bound in bounds)))
 
     def _told(self) -> str:
-        from quietgrad.plans.explain import explain
-
         return explain(self)
 
 
@@ -521,8 +510,6 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 def calibrate_plan(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
     """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
-    from quietgrad.privacy.calibration import calibrate_event
-
     made = make(calibrate_event(lambda z: make(z).total, budget=budget))
     if not made.proof.within(budget):
         raise BudgetError(f"{made.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}.")
@@ -539,7 +526,7 @@ def plan(
     unit: str | PrivacyUnit = "record",
     records_public: int | None = None,
 ) -> Plan:
-    """Price ``algorithm`` on ``n`` records without touching any: find the noise that meets ``budget``.
+    """Calibrate ``algorithm`` to ``budget`` for ``n`` records, without reading data.
 
     Args:
         n: the number of records, or of people if they are the ``unit``; a public constant, or what
@@ -566,7 +553,10 @@ def plan(
     schedule = algorithm.schedule(int(n))
     if looks:
         if schedule.composition != "sequential":
-            raise ValueError(f"{algorithm.name}: a method that cannot share its budget with a look at the data.")
+            raise ValueError(
+                f"{algorithm.name}: cannot share its budget with other releases, such as range estimates. "
+                "Declare the bounds."
+            )
         schedule = replace(schedule, slots=(*looks, *schedule.slots))
 
     def made(z: float, paper: str | None = None) -> Plan:
@@ -587,5 +577,7 @@ def plan(
     if printed is not None:
         return made(printed, algorithm.name)
     if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
-        raise ValueError(f"{algorithm.name}: its releases are not Gaussian, and the records were counted as if.")
+        raise ValueError(
+            f"{algorithm.name}: its releases are not Gaussian, but the records were counted by a Gaussian release."
+        )
     return calibrate_plan(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -274,8 +274,8 @@ def _least_noise(epsilon_at: Callable[[float], float], budget: Budget, guess: fl
             low = z
             if low >= _MOST_NOISE:
                 raise BudgetError(
-                    f"epsilon={target:g}: no noise reaches it; what does not depend on the noise multiplier "
-                    f"already costs ε = {epsilon:.4g}. Raise epsilon or release less."
+                    f"epsilon={target:g}: cannot be reached, because releases with fixed noise already cost "
+                    f"ε = {epsilon:.4g}. Raise epsilon above that, or remove those releases."
                 )
             if high <= low * (1 + 1e-7):
                 return high

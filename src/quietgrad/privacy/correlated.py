@@ -246,7 +246,7 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             )
         k, b = participation
         if k > 1 and b == 1:
-            raise ValueError("correlated noise on everybody in every release gains nothing: use DP-GD.")
+            raise ValueError("correlated noise gains nothing where every record is in every release: use DP-GD.")
         if count > self.releases or k > self.participations or (k > 1 and b < self.separation):
             raise ValueError(
                 f"correlated noise for {self.releases} releases, a record in {self.participations} at least "

@@ -47,7 +47,7 @@ class VerifyReport:
 
 
 class Ledger:
-    """An append-only, hash-chained file of reservations; safe with many processes and against crashes.
+    """An append-only, hash-chained file of reservations, safe for many processes.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -407,14 +407,14 @@ def _check_cap(
         asked = _prove([event], cap.delta, cap.relation).epsilon
     except UnprovableError as error:
         raise BudgetError(
-            f"account {account!r}: its cap is meant under {cap.relation}, and what it released cannot be "
-            f"proved so: {error} Nothing was reserved. Set a cap that every run can be held against with "
+            f"account {account!r}: its cap is stated under {cap.relation}, and its releases have no proof under "
+            f"that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
             "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
             f"{cap.relation}: relation={str(cap.relation)!r}."
         ) from None
     raise BudgetError(
-        f"account {account!r}: the cap is ε={cap.epsilon:.4g} (δ={cap.delta:g}, {cap.relation}), "
-        f"ε={already:.4g} is spent, this run asks ε={asked:.4g}, together ε={together:.4g}; "
-        f"ε={max(0.0, cap.epsilon - already):.4g} remains. "
-        "Nothing was reserved; plan a smaller run or raise the cap with `quietgrad ledger cap`."
+        f"account {account!r}: this run would exceed the cap. "
+        f"Cap: ε={cap.epsilon:.4g} (δ={cap.delta:g}, {cap.relation}). Spent: ε={already:.4g}. "
+        f"This run: ε={asked:.4g}. Together: ε={together:.4g}. Nothing was charged or released. "
+        "Lower epsilon, or raise the cap with `quietgrad ledger cap`."
     )

@@ -38,7 +38,7 @@ class ProtocolError(QuietgradError, RuntimeError):
 
 
 class DropoutError(ProtocolError):
-    """Too few parties are left for the promised noise or for recovery; the missing ones are named."""
+    """Too few parties are left for the required noise or for recovery; it names the missing ones."""
 
     code = "QG-DROPOUT"
 

@@ -41,7 +41,7 @@ def clipped_gradient_sum(
     person: Any = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Σ_i clip_C(g_i) by parameter name, and the norms ‖g_i‖ before clipping.
+    """Return Σ_i clip_C(g_i) by parameter name, and the norms ‖g_i‖ before clipping.
 
     g_i is the gradient of the loss of record i, a batch of one, by all trainable parameters together, and
     clip_C(g) = g·min(1, C/‖g‖). A record whose norm is not finite counts as zero. With ``person`` what is clipped
@@ -82,7 +82,7 @@ def clipped_difference_sum(
     person: Any = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
+    """Return Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
 
     `previous_params` maps the trainable parameters' names to their values at the previous iterate. Both points see
     the same dropout masks. ``person`` and ``combine`` as in :func:`clipped_gradient_sum`.
@@ -190,7 +190,7 @@ class Explanation:
 def explain(
     model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, *, memory_budget: float = 256e6
 ) -> Explanation:
-    """How each parameter's records' gradients are computed, on a batch (x, y) of a few records.
+    """Explain how per-example gradients of each parameter are computed.
 
     Args:
         batch: (x, y), records first; x may be a tuple of tensors.

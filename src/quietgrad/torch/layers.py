@@ -18,7 +18,7 @@ DPMultiheadAttention = nn.MultiheadAttention
 
 
 def causal_lm_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """The mean over examples of each one's mean loss per token of its own, shifted by one as language models are.
+    """Return the mean over examples of each one's mean loss per token, shifted by one.
 
     A mean over all tokens of a batch divides by how many there are: a long example would make the others lighter,
     and padding all of them. Here an example weighs the same in any batch.

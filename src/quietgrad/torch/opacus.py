@@ -124,7 +124,7 @@ def make_private(
     seed: int | None = None,
     **settings: float,
 ) -> Any:
-    """Model, optimizer and loader of a private loop, and its criterion if one is given.
+    """Make a module, optimizer and loader private, and the criterion if one is given.
 
     The loop calls the model on a batch of the loader, ``backward()`` on the loss and ``optimizer.step()``, as
     ever. Batches, outputs and losses are handles: given to the private model and the private criterion as they

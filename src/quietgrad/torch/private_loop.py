@@ -142,7 +142,7 @@ class PrivateBatch:
 
 
 class PrivateLoop(Loop):
-    """Hands out samples and makes private gradients of them; the model stays the plain module that was given.
+    """A private training loop: it draws samples and computes private gradients.
 
     Args:
         model: any torch module; what it does with a record is that record's own, because it is called for one.

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from quietgrad.errors import QuietgradError
+from quietgrad.privacy.accounting import account
+from quietgrad.privacy.events import composed
 from quietgrad.training.result import Result
 from quietgrad.vectors import Vector, norm
 
@@ -133,9 +135,6 @@ class Reports:
         if again == 1:
             return plan.epsilon_by(sum(session.used.values()))
         if again not in self._again:
-            from quietgrad.privacy.accounting import account
-            from quietgrad.privacy.events import composed
-
             budget = plan.budget
             self._again[again] = account(
                 plan.with_count(composed([plan.event] * again)), delta=budget.delta, relation=budget.relation

@@ -77,7 +77,10 @@ def load(path: Path, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
     if found != FORMAT or not isinstance(run, str):
         raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
     if not hmac.compare_digest(seal, _seal(key_of(run), told["quietgrad"], tensors)):
-        raise DataError(f"{path}: the checkpoint was altered, so nobody can tell what the run was; start it again.")
+        raise DataError(
+            f"{path}: the checkpoint was altered, so the state of the run is unknown. Start the run again; it is "
+            "charged in full."
+        )
     return run, _unpack(header["content"], tensors)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.registry import entry
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
@@ -219,7 +220,9 @@ def minimize(
     )  # fmt: skip
     counted = size if size.counted else None
     if counted is not None and budget is not None and not the_plan.proof.within(budget):
-        raise BudgetError("n_public: was counted, and such a run is said to cost its budget, which this exceeds.")
+        raise BudgetError(
+            "n_public: was counted privately, so the run must stay within its budget, which this plan exceeds."
+        )
     asked = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
     if asked != (budget, size.n, counted, records_public):
         raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
@@ -326,8 +329,6 @@ def _resumed(
 
 def _algorithm_of(kept: Run) -> Algorithm:
     """The method that the folder names."""
-    from quietgrad.algorithms.registry import entry
-
     try:
         made: Algorithm = entry(kept.plan.algorithm).make(kept.plan.config)
     except ValueError:

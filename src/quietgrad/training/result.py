@@ -17,14 +17,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quietgrad.charts import Lines, Series, in_a_notebook
 from quietgrad.curators.account import run_of
 from quietgrad.curators.base import Session, SessionCost
 from quietgrad.errors import DataError, LedgerError, UnprovableError, boundary
 from quietgrad.files import check_regular, read_bytes, read_json, write_atomically
 from quietgrad.plans.counting import COUNT
+from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import PrivacyUnit, Relation, check_condition
-from quietgrad.privacy.events import Composed, Event, MaxOverParties, composed
+from quietgrad.privacy.events import Composed, Event, MaxOverParties, composed, from_json
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import ReservationState, same
+from quietgrad.privacy.project import project_ledger, project_path
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
@@ -89,8 +93,6 @@ class Privacy:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Privacy:
         """Rebuild a statement from :meth:`to_json`; ``ValueError`` if its parts are not of their kind."""
-        from quietgrad.privacy.events import from_json
-
         for key, kinds in _STATEMENT.items():
             value = data[key]
             if not isinstance(value, kinds) or (isinstance(value, float) and not value >= 0.0):
@@ -133,8 +135,6 @@ class Privacy:
 
     def _repr_html_(self) -> str:
         """The statement in a notebook."""
-        from quietgrad.charts import in_a_notebook
-
         return in_a_notebook("Privacy", self.facts())
 
     def __str__(self) -> str:
@@ -186,8 +186,6 @@ class Result:
 
     def _repr_html_(self) -> str:
         """The result in a notebook: what is promised, and the public curves of the run."""
-        from quietgrad.charts import Lines, Series, in_a_notebook
-
         curve = [(0.0, 0.0), *((float(p[0]), float(p[1])) for p in self.details.get("epsilon_curve", ()))]
         norms = [(r["step"], r["estimate_norm"]) for r in self.history if "estimate_norm" in r]
         charts = (
@@ -297,8 +295,6 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
             notes=("not private", *notes),
             unit=the_plan.unit,
         )
-    from quietgrad.privacy.accounting import prove
-
     budget = the_plan.budget
     # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
     whole = session.epochs == 1 and (spent.event == the_plan.event or the_plan.schedule.composition == "filter")
@@ -361,8 +357,6 @@ def contradiction(privacy: Privacy) -> str | None:
         return "an ε is stated without the releases, the δ or the relation it was proved for"
     if event_size(privacy.events.to_json()) > _MOST_EVENTS:
         return f"more than {_MOST_EVENTS} different releases are listed, which are not proved again here"
-    from quietgrad.privacy.accounting import prove
-
     try:
         proved = prove(privacy.events, delta=privacy.delta, relation=privacy.relation).epsilon
     except (UnprovableError, ValueError, OverflowError) as error:
@@ -439,8 +433,6 @@ def _against_ledger(result: Result, file: Path | None) -> list[str]:
     privacy = result.privacy
     if file is None or not file.exists() or privacy.events is None:
         return []
-    from quietgrad.privacy.ledger import Ledger
-
     try:
         held = list(Ledger(file).book().held.values())
     except (LedgerError, DataError) as error:
@@ -498,8 +490,6 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
 
 def _project_of(folder: Path) -> Path | None:
     """The project's ledger, if the run in ``folder`` has an entry there."""
-    from quietgrad.privacy.project import project_ledger, project_path
-
     try:
         run = read_json(folder / "result.json")["details"]["run"]
         return project_path() if project_path().exists() and project_ledger().find(str(run)) else None

@@ -35,7 +35,7 @@ _DENSE = 64  # up to here the whole Hessian is cheaper than Lanczos
 
 @dataclass(frozen=True)
 class Certificate:
-    """‖∇F‖, λ_min(∇²F), and what they make the point at level ``alpha``.
+    """A stationarity certificate: ‖∇F‖, λ_min(∇²F) and the kind of point at ``alpha``.
 
     ``sosp``: ‖∇F‖ ≤ α and λ_min ≥ −√(ρα). ``saddle``: small gradient, λ_min < −√(ρα). ``none``: the gradient
     exceeds α. ``fosp``: small gradient, and no verdict on curvature, because ρ is not known or because √(ρα) is not
@@ -86,7 +86,7 @@ def classify(
 def certify(
     objective: Any, params: Vector, data: Any = None, *, alpha: float = 0.01, rho: float | None = None
 ) -> Certificate:
-    """Evaluate ‖∇F‖ and λ_min(∇²F) at ``params`` and say what the point is. Not private.
+    """Evaluate ‖∇F‖ and λ_min(∇²F) at ``params`` and classify the point. Not private.
 
     Args:
         objective: a loss or a landscape.

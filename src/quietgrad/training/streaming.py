@@ -82,9 +82,8 @@ class PersistentSeenIds(SeenIds):
                 sync_folder(self._path.parent)
         except OSError as error:
             raise DataError(
-                f"{self._path}: cannot be written ({os_error_text(error)}), so people would be forgotten; make "
-                f"room. "
-                "Nothing was released."
+                f"{self._path}: cannot be written ({os_error_text(error)}), so returning people would not be "
+                "recognised. Free disk space. Nothing was released."
             ) from None
         super().add(newcomers | self._again.pop(step, set()))
         self._step = step + 1
@@ -108,8 +107,8 @@ class PersistentSeenIds(SeenIds):
             known.update(bytes.fromhex(one) for one in people)
         if not set(range(step)) <= seen:
             raise DataError(
-                f"{self._path}: does not say who was in every batch so far, so somebody could come twice. Bring "
-                "the file back that belongs to the stream's key, or begin a new stream, charged for itself."
+                f"{self._path}: does not say who was in every batch so far, so a person could be used twice. "
+                "Restore the file that belongs to the stream's key, or begin a new stream; it is charged in full."
             )
 
     def _mac(self, said: str) -> str:
@@ -135,7 +134,7 @@ def stream(
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Stream:
-    """A model that learns from people as they arrive, each of them once.
+    """Open a model that learns from people as they arrive, each of them once.
 
     Args:
         objective: a loss of :mod:`quietgrad.objectives`, or a module of torch wrapped as one.
@@ -230,7 +229,7 @@ class Stream:
     def params(self) -> Vector:
         """The model so far; every one of them is in the price."""
         if self._state is None:
-            raise ValueError("nobody has arrived yet: there is no model before the first batch.")
+            raise ValueError("no record has arrived yet, so there is no model. Give the stream its first batch.")
         return self._algorithm.output(self._state)
 
     @property
@@ -293,7 +292,7 @@ class Stream:
         """End the stream. Before the last planned batch this costs the whole plan all the same."""
         if self._result is None:
             if self._session is None or self._state is None:
-                raise ValueError("nobody has arrived since the stream was opened: give it the next batch first.")
+                raise ValueError("no record has arrived since the stream was opened. Give it the next batch first.")
             if not self._state.done:
                 self._state.done, self._state.stopped_by = True, ENDED
             once = "every person arrived once, in a batch that did not depend on others: the caller's promise"
@@ -325,7 +324,7 @@ class Stream:
         if self._session is not None:
             return self._session
         if data is None:
-            raise ValueError("the first batch after a start must have somebody in it: it tells the features.")
+            raise ValueError("the first batch must not be empty, because it declares the features.")
         kept = self._kept
         curator = _ArrivalsCurator(
             self._objective, data, account=self._payer if kept is None else kept.account,

@@ -49,7 +49,7 @@ class Multiple:
 
 @dataclass(frozen=True)
 class Padding:
-    """Pads each record by its own length: to a public length, which longer ones are cut to, or to a multiple.
+    """Padding of each record by its own length, to a public length or a multiple.
 
     A record's length is the second axis of its first tensor that has two or more axes, after ``collate_fn``; every
     tensor with that length there is padded.

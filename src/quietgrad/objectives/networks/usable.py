@@ -155,14 +155,14 @@ def mixing_layers(module: nn.Module) -> Iterator[ValueError]:
         # In evaluation mode it is a fixed affine map of each example: a frozen backbone may keep it.
         if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
             yield ValueError(
-                f"{where} mixes the examples of a batch, so no example has a gradient of its own. "
-                f"Use torch.nn.GroupNorm(num_groups, {layer.num_features}) or LayerNorm instead; with fixed "
-                "statistics put this layer into evaluation mode after model.train()."
+                f"{where} computes statistics across the batch, so per-example gradients do not exist. Replace it "
+                "with GroupNorm or LayerNorm (`qt.ModuleValidator.fix(model)`). If its statistics are fixed, call "
+                f"model.get_submodule({name!r}).eval() after model.train()."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.scale_grad_by_freq:
             yield ValueError(
-                f"{where} scales gradients by how often a token occurs in the whole batch, which mixes "
-                "examples. Build it with scale_grad_by_freq=False."
+                f"{where} scales gradients by how often a token occurs in the whole batch, so examples affect each "
+                "other. Build it with scale_grad_by_freq=False."
             )
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             yield ValueError(

@@ -411,7 +411,7 @@ class UnitVectors:
 
     def together(self, persons: UnitAssignment) -> PerExampleVectors:
         """These are people already."""
-        raise TypeError("people are not made of people.")
+        raise TypeError("person: these records are grouped by person already.")
 
 
 def squares_of(vectors: Tensor) -> Tensor:

@@ -197,7 +197,7 @@ class LinearObjective(BaseObjective, ABC):
         if len(targets) != X.shape[0]:
             raise DataError("X and y have different numbers of records.")
         if not np.isfinite(targets).all():
-            raise DataError("y: contains NaN or infinity. Remove or impute such records first.")
+            raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
         return self._table(X, self._coded(targets))
 
     def _coded(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -107,7 +107,9 @@ def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], Cal
 
 @dataclass(frozen=True, kw_only=True)
 class Logistic(OneScoreLoss):
-    """f = log(1 + exp(−(2y−1)·score)), y ∈ {0, 1}. G = R, L = R²/4, ρ = R³/(6√3).
+    """Logistic loss for labels 0 and 1.
+
+    f = log(1 + exp(−(2y−1)·score)), y ∈ {0, 1}. G = R, L = R²/4, ρ = R³/(6√3).
 
     >>> objective = Logistic(row_bound=1.0)
     >>> records = objective.prepare(([[1.0, 0.0], [0.0, 1.0]], [1, 0]))
@@ -148,7 +150,9 @@ class Logistic(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Huber(OneScoreLoss):
-    """f = e²/2 for e = score − y within ±h, else h·abs(e) − h²/2. G = hR, L = R², no ρ (the curvature jumps).
+    """Huber loss for regression.
+
+    f = e²/2 for e = score − y within ±h, else h·abs(e) − h²/2. G = hR, L = R², no ρ (the curvature jumps).
 
     >>> Huber(0.5, row_bound=2.0).constants().lipschitz
     1.0
@@ -178,7 +182,9 @@ class Huber(OneScoreLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class Squared(OneScoreLoss):
-    """f = (score − y)²/2. L = R², ρ = 0; no G, because residuals are unbounded: it needs clipping.
+    """Squared loss for regression.
+
+    f = (score − y)²/2. L = R², ρ = 0; no G, because residuals are unbounded: it needs clipping.
 
     >>> Squared(row_bound=2.0).constants().lipschitz is None
     True
@@ -204,7 +210,9 @@ class Squared(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Hinge(OneScoreLoss):
-    """The hinge (1 − (2y−1)·score)₊ with its corner rounded over a width h. G = R, L = R²/h, no ρ.
+    """Hinge loss with a rounded corner, for labels 0 and 1.
+
+    The hinge (1 − (2y−1)·score)₊ with its corner rounded over a width h. G = R, L = R²/h, no ρ.
 
     With g = 1 − (2y−1)·score: 0 if g ≤ 0, g²/(2h) if g ≤ h, else g − h/2.
 
@@ -242,7 +250,9 @@ class Hinge(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Poisson(OneScoreLoss):
-    """Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
+    """Poisson loss for counts.
+
+    Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
 
     Above log h, the largest mean, the exponential goes on as its parabola: means stay convex and grow no faster.
 
@@ -282,7 +292,9 @@ class Poisson(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Pinball(OneScoreLoss):
-    """q(y − score)₊ + (1−q)(score − y)₊, the corner rounded over a width of 1/10. G = max(q, 1−q)·R, L = 10R².
+    """Pinball loss for a quantile, with a rounded corner.
+
+    q(y − score)₊ + (1−q)(score − y)₊, the corner rounded over a width of 1/10. G = max(q, 1−q)·R, L = 10R².
 
     Its minimum is a quantile. Rounding spreads y evenly over the width: the minimum is off by the width's square.
 
@@ -320,7 +332,9 @@ class Pinball(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Multinomial(LinearObjective):
-    """f = log Σₖ exp(scoreₖ) − score_y, y ∈ {0, …, K−1}. G = √2·R, L = R²/2, ρ = √2·R³/(3√3).
+    """Multinomial logistic loss for several classes.
+
+    f = log Σₖ exp(scoreₖ) − score_y, y ∈ {0, …, K−1}. G = √2·R, L = R²/2, ρ = √2·R³/(3√3).
 
     The gradient is (p − e_y) ⊗ x̃. ‖p − e_y‖ < √2; the softmax covariance has no eigenvalue above 1/2; its third
     cumulant in a unit direction is a third central moment of a variable of range at most √2.

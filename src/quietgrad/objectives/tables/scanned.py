@@ -259,7 +259,7 @@ class Scanned(StreamedRecords):
     def __init__(self, reading: Any, source: Source, dim: int) -> None:
         whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
-            raise DataError("person: the scan names its people; say it to what is asked of them as well: person=.")
+            raise DataError("person: the scan was made with a person column; pass person= here too.")
         # Records are people, block by block, to whoever asks for sums.
         loss, reading = reading, reading if whose is None else UserLevelObjective(reading, *whose)
         self.reading, self.source, self.dim, self._whose = reading, source, dim, whose

@@ -22,6 +22,10 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 
+NOT_FINITE = (
+    "X: contains NaN or infinite values. Drop those rows, or fill them with public constants, not with "
+    "statistics of these data. No privacy budget was spent."
+)
 _BLOCK = 1 << 18  # numbers checked at a time: temporaries stay small and in the cache
 
 
@@ -29,7 +33,7 @@ def lay_out(X: Any) -> Any:
     """Return ``X`` as C-contiguous float32/float64, or as CSR without duplicates, without a copy if it is one.
 
     Raises:
-        DataError: not a numeric matrix, no rows, no columns, NaN or infinity.
+        DataError: not a numeric matrix, no rows, no columns, NaN or infinite values.
 
     >>> lay_out([[1, 2], [3, 4]]).dtype
     dtype('float64')
@@ -46,7 +50,7 @@ def lay_out(X: Any) -> Any:
     _check_shape(X)
     for start in range(0, len(X), step := max(1, _BLOCK // X.shape[1])):
         if not np.isfinite(X[start : start + step]).all():
-            raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
+            raise DataError(NOT_FINITE)
     return X
 
 
@@ -136,7 +140,7 @@ def _lay_out_sparse(X: Any) -> Any:
     data = X.data.astype(_float_type(X.data.dtype), copy=False)
     _check_shape(X)
     if not np.isfinite(data).all():
-        raise DataError("X: contains NaN or infinity. Remove or impute such records first.")
+        raise DataError(NOT_FINITE)
     X = csr_around(data, X.indices, X.indptr, X.shape)
     if not X.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
         X = X.copy()
