@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 def uncompared(patch: Patch) -> None:
     """Nothing is compared with autograd beforehand, so that a defect gets as far as a sum."""
-    patch.setattr(gradients.ProgramProfile, "_compare", lambda *_: None)
+    patch.setattr(gradients.ProgramProfile, "_check", lambda *_: None)
 
 
 # --- random numbers ------------------------------------------------------------------------------------------
