@@ -77,9 +77,18 @@ def _exhibits(app: Any, name: str, source: list[str]) -> None:
     )
 
 
+def _street(app: Any, error: Exception | None) -> None:
+    """Draw the packages and their imports beside the built pages."""
+    import street
+
+    if error is None and app.builder.format == "html":
+        (Path(app.outdir) / "_static" / "street.svg").write_text(street.svg(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     """Tutorials are sources of their own kind; pages of reproductions get their drawings."""
     TutorialParser.outdir = Path(app.outdir)
     app.add_source_parser(TutorialParser)
     app.connect("source-read", _exhibits)
     app.connect("build-finished", _redirects)
+    app.connect("build-finished", _street)

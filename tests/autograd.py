@@ -84,13 +84,13 @@ def summed(
     points: tuple[Tensor, ...],
     groups: list[RecordGroup],
     rule: ClippingRule,
-    persons: UnitAssignment | None = None,
+    units: UnitAssignment | None = None,
     key: bytes = KEY,
 ) -> tuple[Tensor, Tensor]:
     """The engine's sum in float64, and its norms."""
     out = torch.zeros_like(points[0], dtype=torch.float64)
     count = sum(len(group.rows) for group in groups)
-    return out, engine.add(points, groups, rule, out, RecordSeeds(key, np.arange(count)), persons)
+    return out, engine.add(points, groups, rule, out, RecordSeeds(key, np.arange(count)), units)
 
 
 def start(engine: PerExampleEngine, apart: float = 0.0) -> Any:
@@ -107,3 +107,8 @@ def one_at_a_time(module: nn.Module, loss: Any, groups: list[RecordGroup]) -> Pe
     engine = PerExampleEngine(module, loss)
     engine.program_of(groups[0].record).alone = "the test asks for it"
     return engine
+
+
+def in_passes_of(engine: PerExampleEngine, most: int | None) -> None:
+    """Let no pass of the engine hold more records, as if the memory budget said so."""
+    engine._pass_size = lambda known, mix: most  # type: ignore[method-assign]

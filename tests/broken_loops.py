@@ -15,7 +15,7 @@ from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch import distributed, loop_wrappers, loops, opacus, private_loop, recorded_loop
 from quietgrad.torch.checkpoints import LoopCost
-from quietgrad.torch.private_batch import Handle, Part, Sample
+from quietgrad.torch.private_batch import Handle, RecordBlock, Sample
 
 Patch = pytest.MonkeyPatch
 
@@ -43,7 +43,7 @@ def old_batches_accepted(patch: Patch) -> None:
             if isinstance(tensor, Handle) and tensor._sample is not self:
                 (part,) = tensor._parts
                 places = torch.from_numpy(np.resize(np.arange(len(part.rows)), len(self)))
-                tensor._sample, tensor._parts = self, [Part(np.arange(len(self)), part.values[places])]
+                tensor._sample, tensor._parts = self, [RecordBlock(np.arange(len(self)), part.values[places])]
         return stacked(self, tensors)
 
     patch.setattr(Sample, "stacked", of_anyone)

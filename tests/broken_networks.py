@@ -12,7 +12,7 @@ import torch
 
 from quietgrad.objectives.networks import gradients, module, one_record, records, taps, trees
 from quietgrad.objectives.networks.randomness import PerRecordRNG, RecordSeeds
-from quietgrad.objectives.networks.vectors import UnitAssignment
+from quietgrad.objectives.networks.vectors import SizeBucket, UnitAssignment
 from quietgrad.objectives.privacy_units import UnitGrouping, UserLevelRecords
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.torch import distributed
@@ -22,7 +22,7 @@ Patch = pytest.MonkeyPatch
 
 def uncompared(patch: Patch) -> None:
     """Nothing is compared with autograd beforehand, so that a defect gets as far as a sum."""
-    patch.setattr(gradients.Known, "_compare", lambda *_: None)
+    patch.setattr(gradients.ProgramProfile, "_check", lambda *_: None)
 
 
 # --- random numbers ------------------------------------------------------------------------------------------
@@ -64,8 +64,8 @@ def one_stream_for_all(patch: Patch) -> None:
     """Draws are not keyed by record: all of a pass have the first one's."""
     numbers = PerRecordRNG.numbers
 
-    def first(self: Any, shape: Any, number: int) -> Any:
-        made = numbers(self, shape, number)
+    def first(self: Any, shape: Any) -> Any:
+        made = numbers(self, shape)
         return made[:1].expand(made.shape).clone() if made.dim() and len(self.words) > 1 else made
 
     patch.setattr(PerRecordRNG, "numbers", first)
@@ -82,8 +82,8 @@ def public_augmentation(patch: Patch) -> None:
 
 def another_records_gradient(patch: Patch) -> None:
     """A tap keeps what came back to another record."""
-    receive = taps.Site.receive
-    patch.setattr(taps.Site, "receive", lambda self, grad: receive(self, grad.flip(0)))
+    receive = taps.TapSite.receive
+    patch.setattr(taps.TapSite, "receive", lambda self, grad: receive(self, grad.flip(0)))
     uncompared(patch)
 
 
@@ -119,23 +119,18 @@ def first_for_loops(patch: Patch) -> None:
 
 def joint_counted_twice(patch: Patch) -> None:
     """A parameter that is used several times counts twice each time."""
-    add = gradients._Cluster.add
-
-    def twice(self: Any, slot: slice, piece: Any) -> None:
-        add(self, slot, piece)
-        add(self, slot, piece)
-
-    patch.setattr(gradients._Cluster, "add", twice)
+    piece = gradients._Cluster.piece
+    patch.setattr(gradients._Cluster, "piece", lambda self, uses: piece(self, [*uses, *uses]))
     uncompared(patch)
 
 
 def uses_measured_apart(patch: Patch) -> None:
     """The norms of a parameter's uses are added as if they were orthogonal, and its vectors as they are."""
 
-    def put(self: Any, slot: slice, piece: Any) -> None:
-        self._pieces.append((slot, piece))
+    def add(self: Any, part: Any, slot: slice, piece: Any) -> None:
+        part.pieces.append((slot, piece))
 
-    patch.setattr(gradients.Collector, "_put", put)
+    patch.setattr(gradients.Collector, "_add", add)
     uncompared(patch)
 
 
@@ -146,7 +141,7 @@ def buffers_kept(patch: Patch) -> None:
 
 def attributes_stay(patch: Patch) -> None:
     """What a program keeps in a module's attributes stays there."""
-    patch.setattr(trees.Places, "attributes_kept", lambda self: nullcontext())
+    patch.setattr(trees.ModuleState, "attributes_kept", lambda self: nullcontext())
 
 
 def all_to_a_collate(patch: Patch) -> None:
@@ -248,14 +243,16 @@ def person_on_two_processes(patch: Patch) -> None:
 
 
 def one_nan_for_everybody(patch: Patch) -> None:
-    """People's records are added up by a product with a matrix of zeros and ones."""
+    """People's records are laid out by a product with a matrix of zeros and ones."""
 
-    def summed(self: Any, values: Any) -> Any:
-        ones = torch.zeros(len(self), len(self.owners), dtype=values.dtype)
-        ones[torch.from_numpy(self.owners), torch.arange(len(self.owners))] = 1.0
-        return ones @ values
+    def product(self: Any, values: Any, blank: bool = True) -> Any:
+        ones = torch.zeros(*self.rows.shape, len(values), dtype=values.dtype)
+        ones.scatter_(2, torch.from_numpy(self.rows)[..., None], 1.0)
+        if self.blank is not None:
+            ones[torch.from_numpy(self.blank)] = 0.0
+        return torch.einsum("prn,n...->pr...", ones, values)
 
-    patch.setattr(UnitAssignment, "summed", summed)
+    patch.setattr(SizeBucket, "of", product)
 
 
 def under(break_it: Callable[[Patch], None] | None, probe: Callable[[], Any]) -> Any:

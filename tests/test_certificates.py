@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.own_loop import OwnLoop
+from quietgrad.algorithms.custom_loop import LoopReleases
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.certificates import PrivacyCertificate, SigningKey, check, issue, new_key, public_key, schema
 from quietgrad.certificates.checking import AGREES
@@ -675,7 +675,7 @@ def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A loop of the user's own, saved with its ledger."""
     folder = tmp_path_factory.mktemp("conditional")
     rows = (np.linspace(-1.0, 1.0, 200)[:, None], np.arange(200) % 2)
-    plan = qg.plan(OwnLoop(((6, 20, 1.0),), 1.0, condition=APART), n=200, budget=qg.Budget(1.0, 1e-5))
+    plan = qg.plan(LoopReleases(((6, 20, 1.0),), 1.0, condition=APART), n=200, budget=qg.Budget(1.0, 1e-5))
     curator = CentralCurator(qg.objectives.Logistic(), rows, ledger=folder / "ledger.jsonl", run="loop")
     session = curator.open(plan)
     for _ in range(6):
@@ -721,4 +721,4 @@ def test_a_condition_that_was_removed_is_missed(conditional: Path, said: str | N
 @pytest.mark.parametrize("said", ["", "it holds", "if " + "x" * 400, "if\nit", 3])
 def test_a_condition_is_one_clause(said: Any) -> None:
     with pytest.raises(ValueError, match="condition"):
-        qg.plan(OwnLoop(((6, 20, 1.0),), 1.0, condition=said), n=200, budget=qg.Budget(1.0, 1e-5))
+        qg.plan(LoopReleases(((6, 20, 1.0),), 1.0, condition=said), n=200, budget=qg.Budget(1.0, 1e-5))

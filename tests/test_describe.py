@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pandas as pd
 import pytest
 
 import quietgrad as qg
+from quietgrad.cli import main
 from quietgrad.errors import DataError, DeclaredWarning
 from quietgrad.estimators import describe
 
@@ -102,3 +105,27 @@ def test_refusals_come_before_anything_is_spent(tmp_path: Path) -> None:
     assert not ledger.exists()
     with pytest.warns(DeclaredWarning):
         describe(frame[["sex"]].astype("category"), epsilon=4.0)
+
+
+def test_the_command_writes_a_page_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plain install has no matplotlib; the page has each column, its errors, a drawing, and fetches nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    ages = np.random.default_rng(0).integers(18, 90, 2000)
+    rows = "\n".join(f"{age},{'yes' if age > 50 else 'no'}" for age in ages)
+    Path("people.csv").write_text(f"age,ill\n{rows}\n")
+    Path("schema.toml").write_text(
+        '[label]\ncolumn = "ill"\nkind = "yes/no"\n[columns."age"]\nkind = "number"\nbounds = [0, 120]\n'
+    )
+    assert main(["describe", "people.csv", "--schema", "schema.toml", "--epsilon", "2", "-o", "page.html"]) == 0
+    capsys.readouterr()
+    page, told = Path("page.html").read_text(), json.loads(Path("page.json").read_text())
+    age = next(row for row in told["columns"] if row["column"] == "age")
+    assert f"<dd>{age['mean']:.4g} ± {age['mean_error']:.2g}</dd>" in page
+    assert page.count("<h2>") == page.count("<svg") == 2
+    assert 'name="viewport"' in page
+    assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)

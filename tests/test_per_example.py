@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
+from quietgrad.objectives.networks.gradients import recorded
 from quietgrad.objectives.networks.randomness import RecordSeeds
-from tests.autograd import KEY, clipped, gradients, grouped, one_at_a_time, ruled, start, summed
+from tests.autograd import KEY, clipped, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
 
 RULES = [
     ClippingRule.gradient(0.7),
@@ -40,10 +41,14 @@ def r(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def agree(module: nn.Module, x: Any, budget: float = 512e6, rules: Any = RULES, **options: Any) -> PerExampleEngine:
+def agree(
+    module: nn.Module, x: Any, budget: float = 512e6, rules: Any = RULES, most: int | None = None
+) -> PerExampleEngine:
     """Sums and norms are autograd's, at the module's own parameters and at others; returns the engine."""
     module = module.double()
-    engine = PerExampleEngine(module, loss, memory_budget=budget, **options)
+    engine = PerExampleEngine(module, loss, memory_budget=budget)
+    if most is not None:
+        in_passes_of(engine, most)
     points = start(engine, 0.01)
     x = x if isinstance(x, tuple) else (x,)
     parts = (*x, r(len(x[0]), seed=5))
@@ -381,15 +386,13 @@ def test_convolutions_of_every_shape(
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     outputs=st.integers(1, 5),
     bias=st.booleans(),
-    micro_batch=st.sampled_from([None, 1, 2]),
+    most=st.sampled_from([None, 1, 2]),
     budget=st.sampled_from([0.0, 200.0, 1e6]),
 )
-def test_linear_of_every_shape(
-    shape: list[int], outputs: int, bias: bool, micro_batch: int | None, budget: float
-) -> None:
+def test_linear_of_every_shape(shape: list[int], outputs: int, bias: bool, most: int | None, budget: float) -> None:
     torch.manual_seed(1)
     module = Head(nn.Linear(shape[-1], outputs, bias), nn.Linear(shape[-1], shape[-1]))
-    agree(module, r(4, *shape), budget, RULES[2:3], micro_batch=micro_batch)
+    agree(module, r(4, *shape), budget, RULES[2:3], most)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -477,14 +480,15 @@ def test_what_a_loop_of_one_s_own_leaves_is_the_same(name: str) -> None:
     calls, keys = [group._replace(record=(group.record, {}))], RecordSeeds(KEY, group.rows)
     recordings = [engine.record(calls, keys) for _ in range(2)]
     for factor, recording in zip((1.0, 2.0), recordings, strict=True):
-        ((_, output),) = recording.parts
-        torch.autograd.backward(factor * loss(output.flatten(0, 1), y).sum())
-    found = engine.gradients_recorded(recordings, len(x))
+        (made,) = recording
+        torch.autograd.backward(factor * loss(made.outputs.flatten(0, 1), y).sum())
+    passes = [made for recording in recordings for made in recording]
+    (found,) = recorded(passes, len(x), engine.space, list(engine.slices.values()))
     rows = 3 * gradients(PerExampleEngine(module, loss), start(engine), x, y)
     out = torch.zeros_like(rows[0])
     for _ in range(2):
-        torch.testing.assert_close(found.norms(), rows.norm(dim=1), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found.norms()[:, 0], rows.norm(dim=1), rtol=1e-9, atol=1e-12)
         sizes = torch.stack([rows[:, slot].norm(dim=1) for slot in engine.slices.values()], 1)
         torch.testing.assert_close(found.parameter_norms(), sizes, rtol=1e-9, atol=1e-12)
-    found.add_weighted((0.1 / rows.norm(dim=1)).clamp(max=1.0), out)
+    found.add_weighted((0.1 / rows.norm(dim=1, keepdim=True)).clamp(max=1.0), out)
     torch.testing.assert_close(out, clipped(rows, 0.1).sum(0), rtol=1e-9, atol=1e-12)

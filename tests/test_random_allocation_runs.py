@@ -147,7 +147,8 @@ def test_an_epoch_of_a_loop_is_every_record_once() -> None:
     for epoch in loop.epochs():
         seen: list[int] = []
         for batch in epoch:
-            seen += loop._session.batch(batch._drawn).indices.tolist()
+            assert batch._drawn is not None
+            seen += np.asarray(loop._session.batch(batch._drawn).indices).tolist()
             loop.step(batch)
         assert sorted(seen) == list(range(60))
     parts = [

@@ -121,6 +121,29 @@ def test_one_run(runs: list[Path]) -> None:
     assert all(page.images)
 
 
+def test_a_private_score_is_not_called_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A score with noise is read from its own file; without that file the plain copy of it counts as exact."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    rows = np.random.default_rng(0).normal(size=(2000, 2))
+    np.savez("rows.npz", X=rows, y=(rows[:, 0] > 0) * 1)
+    train = ["train", "rows.npz", "--holdout", "0.25", "--epsilon", "8", "--out", "scored", "--quiet"]
+    assert main(train) == 0
+    capsys.readouterr()
+    folder = tmp_path / "scored"
+    assert json.loads((folder / "result.json").read_text())["metrics"]["private"] is True
+    for folders in ([folder], [folder, folder]):
+        said = words(read(render(folders)))
+        assert "accuracy, held-out" in said
+        assert "computed from records without noise; publishing" not in said
+    (folder / "evaluation.json").unlink()
+    said = words(read(render([folder])))
+    assert "test accuracy not private" in said
+    assert "computed from records without noise; publishing" in said
+
+
 def test_runs_side_by_side(runs: list[Path]) -> None:
     page = read(render(runs))
     said = words(page)

@@ -15,7 +15,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.vectors import UnitAssignment
-from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
+from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
 
 RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
 N = 16
@@ -104,7 +104,7 @@ def test_sums_are_those_of_records_one_at_a_time(program: Any, budget: float) ->
         torch.testing.assert_close(summed(engine, points, grouped(x, y), rule), expected, rtol=1e-9, atol=1e-10)
     ids = np.arange(N) % 3  # everybody's records answer in several ways
     people = [torch.stack([each[ids == person].mean(0) for person in range(3)]) for each in rows]
-    engine.micro_batch = 7
+    in_passes_of(engine, 7)
     found = summed(engine, points, grouped(x, y), RULES[1], UnitAssignment.of(ids, mean=True))
     torch.testing.assert_close(found, ruled(RULES[1], *people), rtol=1e-9, atol=1e-10)
 

@@ -83,7 +83,8 @@ def trainer(folder: Path, made: type[DPTrainer] = DPTrainer, **settings: Any) ->
     """A trainer; settings that it takes itself go to it, the others to the training arguments or to privacy."""
     own = ("model", "train_dataset", "data_collator", "processing_class", "compute_loss_func", "callbacks", "pad",
            "public_stop", "eval_dataset", "optimizers", "model_init")  # fmt: skip
-    promised = ("noise_multiplier", "max_grad_norm", "target_epsilon", "target_delta", "ledger", "seed", "budget")
+    promised = ("noise_multiplier", "max_grad_norm", "target_epsilon", "target_delta", "ledger", "seed", "budget",
+                "sampling")  # fmt: skip
     privacy: dict[str, Any] = {"max_grad_norm": 1.0} | {k: settings.pop(k) for k in promised if k in settings}
     if not {"target_epsilon", "budget"} & set(privacy):
         privacy.setdefault("noise_multiplier", 1.0)
@@ -310,11 +311,22 @@ class Watches(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         self.seen[state.global_step] = flat(model)
 
 
-@pytest.mark.parametrize("same", [False, True])
-@pytest.mark.parametrize("only", [False, True])
-def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(same: bool, only: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("same", "only", "sampling"),
+    [
+        (False, False, "poisson"),
+        (True, True, "poisson"),
+        (False, False, "random-allocation"),
+        (True, False, "random-allocation"),
+    ],
+)
+def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(
+    same: bool, only: bool, sampling: str, tmp_path: Path
+) -> None:
     """The third step was made before the interruption; its release is made again, free, with the same noise."""
-    settings: dict[str, Any] = {"target_epsilon": 8.0, "save_only_model": only, "optim": "sgd"}
+    settings: dict[str, Any] = {
+        "target_epsilon": 8.0, "save_only_model": only, "optim": "sgd", "sampling": sampling
+    }  # fmt: skip
     first = killed(tmp_path, **settings)
     third = flat(first.model)
     first.remove_callback(Stops)

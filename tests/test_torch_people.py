@@ -20,7 +20,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UserLevelObjective
-from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, summed
+from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, summed
 
 RULES = [
     ClippingRule.gradient(0.3),
@@ -150,7 +150,7 @@ def test_sums_are_those_of_a_loop_over_people(name: str, budget: float) -> None:
     points = theta, theta + 0.1 * torch.randn_like(theta)
     rows = [gradients(engine, point, x, y) for point in points]
     for micro_batch, mean in ((None, True), (7, False)):
-        engine.micro_batch = micro_batch
+        in_passes_of(engine, micro_batch)
         for rule in RULES if budget else RULES[1:3]:
             found, _ = summed(engine, points, grouped(x, y), rule, UnitAssignment.of(ids, mean=mean))
             torch.testing.assert_close(found, combined(rule, rows, ids, mean), rtol=1e-9, atol=1e-12)
@@ -242,7 +242,7 @@ def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_els
         broken[np.flatnonzero(ids == person)[0], 0, 0, 0] = value
         others = torch.from_numpy(ids != person)
         for micro_batch in (None, 6):
-            engine.micro_batch = micro_batch
+            in_passes_of(engine, micro_batch)
             out, norms = summed(engine, (theta,), grouped(broken, y), RULES[0], UnitAssignment.of(ids, mean=True))
             whose = UnitAssignment.of(ids[others], mean=True)
             rest, _ = summed(engine, (theta,), grouped(x[others], y[others]), RULES[0], whose)

@@ -126,13 +126,13 @@ class Tied(nn.Module):
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """The pieces that every pass leaves, as they are measured."""
     seen: list[list[Any]] = []
-    norms = Gradients.all_norms
+    norms = Gradients.norms
 
     def measured_pieces(self: Gradients) -> Tensor:
         seen.append([piece for _, piece in self.pieces])
         return norms(self)
 
-    monkeypatch.setattr(Gradients, "all_norms", measured_pieces)
+    monkeypatch.setattr(Gradients, "norms", measured_pieces)
     return seen
 
 

@@ -29,7 +29,7 @@ def layers() -> list[list[str]]:
 
 def imports() -> Counter[tuple[str, str]]:
     """How many modules of one room import another room."""
-    graph = grimp.build_graph("quietgrad", exclude_type_checking_imports=True)
+    graph = grimp.build_graph("quietgrad", exclude_type_checking_imports=True, cache_dir=None)
     seen: Counter[tuple[str, str]] = Counter()
     for module in graph.modules:
         rooms = {found.split(".")[1] for found in graph.find_modules_directly_imported_by(module) if "." in found}

@@ -25,13 +25,14 @@ from quietgrad.audit.attacks import steep_loss as loss
 from quietgrad.audit.attacks import steep_table as table
 from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine, clip_weights
+from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.gradients import vectors_by_autograd
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import stacked
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UserLevelObjective
+from quietgrad.torch.clip_rules import FlatClip
 from tests.probes import found
 
 _KEY = bytes(range(32))
@@ -340,11 +341,11 @@ def probe_recorded(name: str, tolerance: float = 1e-4) -> AuditFinding:
     (group,) = records.read(keys)
     x, y = group.record
     engine = PerExampleEngine(objective.module)
-    recording = engine.record([RecordGroup(group.rows, ((x,), {}))], keys)
-    output = stacked(recording.passes, 10)
-    torch.autograd.backward(loss(output.flatten(0, 1), y.flatten()).sum())
-    gradients, made = engine.gradients_recorded([recording], 10), torch.zeros_like(wanted)
-    gradients.add_weighted(clip_weights(gradients.norms(), 1.0, theta.dtype), made)
+    passes = engine.record([RecordGroup(group.rows, ((x,), {}))], keys)
+    torch.autograd.backward(loss(stacked(passes, 10).flatten(0, 1), y.flatten()).sum())
+    clipping, made = FlatClip(1.0), torch.zeros_like(wanted)
+    clipping.precision = theta.dtype
+    engine.add_recorded(passes, 10, None, clipping, made)
     return _compared("L0 recorded", name, made, wanted, tolerance)
 
 

@@ -118,26 +118,26 @@ class AdditiveGD(Algorithm):
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
-        extra, outputs = state.extra, door.objective.outputs
-        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
-        found = found_frame(self.look, door, len(self.features), relation)
+    def step(self, state: State, session: Session) -> State:
+        extra, outputs = state.extra, session.objective.outputs
+        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
+        found = found_frame(self.look, session, len(self.features), relation)
         extra.update({name: value for name, value in found.items() if not name.startswith("pilot")})
         frame = frame_of(found)
         assert frame is not None
-        cut = Shapes(self._cut(found, frame, door, relation))
+        cut = Shapes(self._cut(found, frame, session, relation))
         shapes = Shapes(tuple(replace(feature, weight=0.0) for feature in cut.features))
-        last = self._descend(self.lines, door, _LINES_PREFIX, Expanded(shapes, frame), np.zeros(0))
+        last = self._descend(self.lines, session, _LINES_PREFIX, Expanded(shapes, frame), np.zeros(0))
         if self.rest is not None:
-            kept = self._bent(door, cut, shapes, frame, last.params)
-            pairs = self.pairs if self.pairs is not None else self._acting(door, cut, shapes, frame, last.params)
+            kept = self._bent(session, cut, shapes, frame, last.params)
+            pairs = self.pairs if self.pairs is not None else self._acting(session, cut, shapes, frame, last.params)
             both = Shapes(kept, pairs)
             start = both.embed(last.params, shapes, outputs)
             crowded = is_crowded(
-                door.expected_batch("gradient"), both.columns, door.plan.budget, self.look.regression, 2.0
+                session.expected_batch("gradient"), both.columns, session.plan.budget, self.look.regression, 2.0
             )
             rest = replace(self.rest, moments="diagonal" if crowded else "full")
-            last, shapes = self._descend(rest, door, "", Expanded(both, frame), start), both
+            last, shapes = self._descend(rest, session, "", Expanded(both, frame), start), both
         extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
         extra["target_range"] = None if frame.target is None else list(frame.target)
         extra["shape_map"], extra["noise_covariance"] = shapes.to_json(), last.extra["noise_covariance"]
@@ -148,18 +148,18 @@ class AdditiveGD(Algorithm):
     def output(self, state: State) -> Vector:
         return state.params
 
-    def _descend(self, method: WhitenedGD, door: Session, slots: str, view: Expanded, start: Floats) -> State:
+    def _descend(self, method: WhitenedGD, session: Session, slots: str, view: Expanded, start: Floats) -> State:
         """All steps of one descent, on the records as ``view`` shows them."""
-        size = (view.shapes.columns + 1) * door.objective.outputs
+        size = (view.shapes.columns + 1) * session.objective.outputs
         state = method.init(start if len(start) else np.zeros(size))
-        inside: Any = _Stage(door, slots, view)
+        inside: Any = _Stage(session, slots, view)
         while not state.done:
             state = method.step(state, inside)
         return state
 
     # --- bins ---------------------------------------------------------------------------------------------------
 
-    def _cut(self, found: Any, frame: Frame, door: Session, relation: Relation) -> tuple[Feature, ...]:
+    def _cut(self, found: Any, frame: Frame, session: Session, relation: Relation) -> tuple[Feature, ...]:
         """The features with their ranges and bins."""
         ranged = [
             f if f.values else replace(f, low=float(frame.low[j]), high=float(frame.high[j]))
@@ -177,8 +177,8 @@ class AdditiveGD(Algorithm):
             for j, edges in zip(numeric.tolist(), usual, strict=True):
                 ranged[j] = replace(ranged[j], cuts=tuple(edges.tolist()))
             return tuple(ranged)
-        sigma = noise_of(door, "cells", FeatureBins(numeric, np.zeros((1, 2)), relation).bound)
-        clear = door.expected_batch("cells") / max(sigma, 1e-9)
+        sigma = noise_of(session, "cells", FeatureBins(numeric, np.zeros((1, 2)), relation).bound)
+        clear = session.expected_batch("cells") / max(sigma, 1e-9)
         cells = int(min(_MOST_CELLS, max(2 * self.bins, clear / 6.0)))
         pilots = {int(j): row for j, row in zip(found.get("pilot_at", ()), found.get("pilot", ()), strict=True)}
         noise = float(found.get("pilot_noise", 0.0))
@@ -186,7 +186,7 @@ class AdditiveGD(Algorithm):
             _cells(low, high, pilots.get(int(j)), noise, cells)
             for j, (low, high) in zip(numeric, outer, strict=True)
         ]
-        counts = door.release("cells", FeatureBins(numeric, np.stack(edges_of), relation)).reshape(-1, cells)
+        counts = session.release("cells", FeatureBins(numeric, np.stack(edges_of), relation)).reshape(-1, cells)
         for j, edges, plain, row in zip(numeric.tolist(), edges_of, usual, counts, strict=True):
             cuts, mass = _binned(edges, row, sigma, self.bins)
             spread = _mass(edges, np.maximum(row, 0.0), plain)
@@ -202,7 +202,9 @@ class AdditiveGD(Algorithm):
 
     # --- shapes and pairs ---------------------------------------------------------------------------------------
 
-    def _bent(self, door: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats) -> tuple[Feature, ...]:
+    def _bent(
+        self, session: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats
+    ) -> tuple[Feature, ...]:
         """The features, with waves where they show, weighted by how clearly."""
         groups = [
             slice(part.start + 1, min(part.stop, part.start + 1 + _TESTED))
@@ -213,7 +215,7 @@ class AdditiveGD(Algorithm):
         for f, part in zip(cut.features, cut.parts(), strict=True):
             if not f.values and f.width > 1:
                 sizes[part.start + 1 : part.stop] = f.wave_sizes
-        ratios, chances = self._tested("shapes", door, cut, lines, frame, params, groups, sizes)
+        ratios, chances = self._tested("shapes", session, cut, lines, frame, params, groups, sizes)
         kept = []
         told = iter(zip(ratios, chances, strict=True))
         for f in cut.features:
@@ -226,7 +228,7 @@ class AdditiveGD(Algorithm):
         return tuple(kept)
 
     def _acting(
-        self, door: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats
+        self, session: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats
     ) -> tuple[tuple[int, int], ...]:
         """The pairs of numeric features whose product shows in the residuals, at most four."""
         pairs = tuple(itertools.combinations([j for j, f in enumerate(cut.features) if not f.values], 2))
@@ -234,14 +236,14 @@ class AdditiveGD(Algorithm):
         groups = list(products.parts()[len(lines.features) :])
         sizes = np.zeros(products.columns)
         sizes[lines.columns :] = 1.0 / 16.0
-        ratios, chances = self._tested("pairs", door, products, lines, frame, params, groups, sizes)
+        ratios, chances = self._tested("pairs", session, products, lines, frame, params, groups, sizes)
         clear = [k for k in np.argsort(-ratios) if chances[k] < _PAIR_ALARM / len(pairs)]
         return tuple(pairs[k] for k in clear[:_KEPT_PAIRS])
 
     def _tested(
         self,
         slot: str,
-        door: Session,
+        session: Session,
         shapes: Shapes,
         lines: Shapes,
         frame: Frame,
@@ -254,17 +256,17 @@ class AdditiveGD(Algorithm):
         ``sizes`` are mean squares of the columns that are asked about. A record moves a mean by no more than its
         clip, which bounds what sampling alone does; where many groups show less than that, their median does.
         """
-        outputs, column = door.objective.outputs, door.objective.intercept_scale
+        outputs, column = session.objective.outputs, session.objective.intercept_scale
         radius = math.sqrt(float(sizes.sum()) + column**2)
         clip = following_clip(self.lines.clip * radius)
         scale = np.where(sizes > 0.0, 1.0, _ASIDE)
         whitening = Whitening(Affine(np.zeros(shapes.columns), scale), column, outputs, radius)
         inner = whitening.from_raw(shapes.embed(params, lines, outputs))
         query = WhitenedGradient(inner, clip, whitening)
-        n = door.expected_batch(slot)
-        gradient = door.release(slot, Framed(query, Expanded(shapes, frame))).reshape(-1, outputs) / n
-        noise = (noise_of(door, slot, clip) / n) ** 2
-        residual = (clip / radius) ** 2 if door.objective.task == "regression" else 0.25
+        n = session.expected_batch(slot)
+        gradient = session.release(slot, Framed(query, Expanded(shapes, frame))).reshape(-1, outputs) / n
+        noise = (noise_of(session, slot, clip) / n) ** 2
+        residual = (clip / radius) ** 2 if session.objective.task == "regression" else 0.25
         null = noise + residual * np.maximum(sizes, 1e-12) / n
         ratios = np.array([float((gradient[g] ** 2 / null[g, None]).mean()) for g in groups])
         if len(groups) >= 5:
@@ -275,12 +277,12 @@ class AdditiveGD(Algorithm):
 
 
 class _Stage:
-    """A door through which one descent asks: its slots by their names in the plan, its records as a view."""
+    """A session as one descent sees it: its slots by their names in the plan, its records as a view."""
 
-    def __init__(self, door: Session, slots: str, view: Expanded) -> None:
-        self._door, self._slots, self._view = door, slots, view
-        self.objective, self.regularizer = door.objective, door.regularizer
-        plan = door.plan
+    def __init__(self, session: Session, slots: str, view: Expanded) -> None:
+        self._door, self._slots, self._view = session, slots, view
+        self.objective, self.regularizer = session.objective, session.regularizer
+        plan = session.plan
         self.plan = SimpleNamespace(budget=plan.budget, noise_multiplier=plan.noise_multiplier, schedule=self)
 
     def __getitem__(self, slot: str) -> Slot:

@@ -167,12 +167,12 @@ def checked_bounds(name: str, pair: Any) -> Bounds:
     return low, high
 
 
-def noise_of(door: Session, slot: str, bound: float) -> float:
+def noise_of(session: Session, slot: str, bound: float) -> float:
     """The deviation of the noise on each number of a release of ``slot``."""
-    return door.plan.schedule[slot].multiplier(door.plan.noise_multiplier) * bound
+    return session.plan.schedule[slot].multiplier(session.plan.noise_multiplier) * bound
 
 
-def found_frame(look: Look, door: Session, features: int, relation: Relation) -> dict[str, Any]:
+def found_frame(look: Look, session: Session, features: int, relation: Relation) -> dict[str, Any]:
     """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
     declared = look.features if look.features is not None else (None,) * features
     if len(declared) != features:
@@ -183,7 +183,7 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
     hidden = 0
     out: dict[str, Any] = {}
     if len(looked_at) and look.range_share:
-        new_low, new_high, hidden = _found_ranges(look, door, relation, looked_at, low.copy(), high.copy(), out)
+        new_low, new_high, hidden = _found_ranges(look, session, relation, looked_at, low.copy(), high.copy(), out)
         known = np.array([pair is not None for pair in declared])
         low = np.where(known, np.maximum(low, new_low), new_low)
         high = np.where(known, np.minimum(high, new_high), new_high)
@@ -191,27 +191,27 @@ def found_frame(look: Look, door: Session, features: int, relation: Relation) ->
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     out |= {"low": low, "high": high, "hidden_features": hidden}
     if look.counts:
-        found = _found_counts(look, door, relation)
+        found = _found_counts(look, session, relation)
         most = found.most if look.target is None else min(found.most, look.target[1])
         out |= {"target_low": 0.0, "target_high": most, "target_unit": found.mean, "target_spread": found.spread}
-    elif (target := _found_target(look, door, relation)) is not None:
+    elif (target := _found_target(look, session, relation)) is not None:
         out["target_low"], out["target_high"] = target
     return out
 
 
 def _found_ranges(
-    look: Look, door: Session, relation: Relation, unknown: Any, low: Any, high: Any, out: dict[str, Any]
+    look: Look, session: Session, relation: Relation, unknown: Any, low: Any, high: Any, out: dict[str, Any]
 ) -> tuple[Any, Any, int]:
     """Fill in the limits of the ``unknown`` features; also how many could not be told from noise.
 
     ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
     """
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
-    counts = query.counts(door.release("ranges", query))
-    noise = noise_of(door, "ranges", query.bound)
+    counts = query.counts(session.release("ranges", query))
+    noise = noise_of(session, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
     regression = look.regression
-    n = None if look.ranges != "each" else door.expected_batch("ranges")
+    n = None if look.ranges != "each" else session.expected_batch("ranges")
     found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=regression)
     reach, hidden = found.reach, int((~found.seen).sum())
     if look.ranges == "each":
@@ -220,9 +220,9 @@ def _found_ranges(
         reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
     if look.ranges == "means":
         means = MeanOctaves(unknown, middle_octave(counts))
-        n = door.expected_batch("octaves")
-        released = door.release("octaves", means) / n
-        reach = read_octaves(released, noise_of(door, "octaves", means.bound) / n, means.centre)
+        n = session.expected_batch("octaves")
+        released = session.release("octaves", means) / n
+        reach = read_octaves(released, noise_of(session, "octaves", means.bound) / n, means.centre)
     elif look.ranges == "pooled":
         hidden = len(unknown)
     high[unknown], low[unknown] = reach, -reach
@@ -239,8 +239,8 @@ def _found_ranges(
         for again, slot in enumerate(look.offset_slots):
             if asked:  # nobody looks closer where nobody looks: one sum does for all of these releases
                 pieces = Pieces(chosen, near, far, relation, count)
-            inner = door.release(slot, pieces).reshape(-1, count)
-            nearer, closer = read_pieces(inner, noise_of(door, slot, pieces.bound), near, far)
+            inner = session.release(slot, pieces).reshape(-1, count)
+            nearer, closer = read_pieces(inner, noise_of(session, slot, pieces.bound), near, far)
             # Each look may cut a tail off: a later one is believed only where it narrows the interval by far.
             use = (closer - nearer <= _BY_FAR * (far - near)) | (again == 0)
             near, far = np.where(use, nearer, near), np.where(use, closer, far)
@@ -253,9 +253,9 @@ def _declared_at(look: Look) -> Any:
     return np.flatnonzero([pair is not None for pair in look.features or ()])
 
 
-def _found_counts(look: Look, door: Session, relation: Relation) -> Counts:
+def _found_counts(look: Look, session: Session, relation: Relation) -> Counts:
     query = TargetMagnitudes(relation)
-    found = read_counts(door.release("targets", query), noise_of(door, "targets", query.bound))
+    found = read_counts(session.release("targets", query), noise_of(session, "targets", query.bound))
     if found is None:
         raise TooNoisyError(
             "y: no counts stand out of the noise. Use more records or a larger ε. The whole budget of this run was "
@@ -264,12 +264,12 @@ def _found_counts(look: Look, door: Session, relation: Relation) -> Counts:
     return found
 
 
-def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | None:
+def _found_target(look: Look, session: Session, relation: Relation) -> Bounds | None:
     if look.target is not None or not look.target_share:
         return look.target
     query = TargetMagnitudes(relation)
-    counts = door.release("targets", query)
-    rough = read_target(counts, noise_of(door, "targets", query.bound), whole=look.whole)
+    counts = session.release("targets", query)
+    rough = read_target(counts, noise_of(session, "targets", query.bound), whole=look.whole)
     if rough is None:
         raise TooNoisyError(
             "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
@@ -278,8 +278,8 @@ def _found_target(look: Look, door: Session, relation: Relation) -> Bounds | Non
     if look.whole:
         return rough
     pieces = TargetPieces(*rough, relation)
-    counts = door.release("target-bins", pieces)
-    noise, everyone = noise_of(door, "target-bins", pieces.bound), door.expected_batch("target-bins")
+    counts = session.release("target-bins", pieces)
+    noise, everyone = noise_of(session, "target-bins", pieces.bound), session.expected_batch("target-bins")
     return read_ends(counts, noise, *rough, everyone)
 
 
@@ -310,11 +310,11 @@ class Tabulate(Algorithm):
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
-        budget = door.plan.budget
+    def step(self, state: State, session: Session) -> State:
+        budget = session.plan.budget
         query = CellSums(self.cells, self.groups, Relation.ADD_REMOVE if budget is None else budget.relation)
-        state.params = door.release("evaluation", query)
-        state.extra["noise"] = noise_of(door, "evaluation", query.bound)
+        state.params = session.release("evaluation", query)
+        state.extra["noise"] = noise_of(session, "evaluation", query.bound)
         state.step, state.done = 1, True
         return state
 

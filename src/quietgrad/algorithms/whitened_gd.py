@@ -84,27 +84,27 @@ def has_errors(objective: Any) -> bool:
     return type(objective) in (Logistic, Squared)
 
 
-def newton_step(door: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> NewtonStep:
+def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> NewtonStep:
     """Release gradient, curvature and (for squares) dispersion at ``start``, and step.
 
     ``seen`` turns a query into one about the rows as the frame shows them.
     """
-    squares = isinstance(door.objective, Squared)
-    radius, n, size = whitening.radius, door.expected_batch("gradient"), len(start)
+    squares = isinstance(session.objective, Squared)
+    radius, n, size = whitening.radius, session.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
     loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
     asked = seen(gradient), seen(information), seen(loss)
-    if isinstance(door, SupportsPrefetch):
-        door.foresee(*asked[: 3 if squares else 2])
-    slope = door.release("score", asked[0]) / n
-    slope += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(start)))
-    curve = information.unpack(door.release("information", asked[1]) / n)
-    slope_noise = noise_of(door, "score", gradient.bound) / n
-    curve_noise = noise_of(door, "information", information.bound) / n
+    if isinstance(session, SupportsPrefetch):
+        session.foresee(*asked[: 3 if squares else 2])
+    slope = session.release("score", asked[0]) / n
+    slope += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(start)))
+    curve = information.unpack(session.release("information", asked[1]) / n)
+    slope_noise = noise_of(session, "score", gradient.bound) / n
+    curve_noise = noise_of(session, "information", information.bound) / n
     dispersion = 1.0
     if squares:  # asked before anything is refused: how many releases a run makes must not follow from the data
-        dispersion = max(2.0 * float(door.release("dispersion", asked[2])[0]) / n, 1e-12)
+        dispersion = max(2.0 * float(session.release("dispersion", asked[2])[0]) / n, 1e-12)
     least = float(np.linalg.eigvalsh(curve)[0])
     spread = curve_noise * math.sqrt(2.0 * size)
     if least <= 0.0 or spread > MOST_NOISE * least:
@@ -131,14 +131,14 @@ _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little 
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
-def _tempered(velocity: Any, far: float, at: Any, door: Session, whitening: Whitening) -> Any:
+def _tempered(velocity: Any, far: float, at: Any, session: Session, whitening: Whitening) -> Any:
     """(I + far·H)⁻¹v: the velocity v, shortened where the regulariser is steep; H is its Hessian at ``at``.
 
     Whitening stretches features that vary little, and the penalty on them with it. Plain steps of the length that
     suits the data would leap over its minimum, further each time. With ``far`` the longest way that momentum goes,
     no direction is leapt over, whatever the strength. H is public, and applied without being written out.
     """
-    bend = np.maximum(door.regularizer.curvature(whitening.to_raw(at)), 0.0)
+    bend = np.maximum(session.regularizer.curvature(whitening.to_raw(at)), 0.0)
     if not bend.any():
         return velocity
     size = len(velocity)
@@ -231,16 +231,16 @@ class WhitenedGD(Algorithm):
         gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
         return Schedule((*slots, gradients))
 
-    def asks(self, x0: Vector, door: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What is asked without a look at ranges and without standard errors, which need one curator."""
         if self.look is not None or self.inference_share:
             return
-        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
+        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
         outputs, column = (
-            door.objective.outputs,
-            door.objective.intercept_scale if door.objective.intercept else 0.0,
+            session.objective.outputs,
+            session.objective.intercept_scale if session.objective.intercept else 0.0,
         )
-        features = len(x0) // outputs - bool(door.objective.intercept)
+        features = len(x0) // outputs - bool(session.objective.intercept)
         norms, found = RowNormHistogram(), self.row_bound
         yield "norms", Asked(norms)
         edges = {} if found is not None or not self.norm_share else {"clip": (norms.edges[0], norms.edges[-1])}
@@ -261,20 +261,22 @@ class WhitenedGD(Algorithm):
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0))
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         if state.step == 0:
-            self._measure(state, door)
+            self._measure(state, session)
         extra = state.extra
-        whitening = self._whitening(state, door)
-        curvature = _pace_of(door.objective)
+        whitening = self._whitening(state, session)
+        curvature = _pace_of(session.objective)
         query = WhitenedGradient(extra["inner"], extra["clip"], whitening)
-        gradient = door.release("gradient", self._seen(query, state))
-        gradient *= 1.0 / door.expected_batch("gradient")
-        gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["inner"])))
+        gradient = session.release("gradient", self._seen(query, state))
+        gradient *= 1.0 / session.expected_batch("gradient")
+        gradient += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(extra["inner"])))
         extra["velocity"] = extra["momentum"] * extra["velocity"] + gradient
         rate = self.learning_rate * extra["rate"] / curvature
         far = rate / (1.0 - extra["momentum"])
-        extra["inner"] = extra["inner"] - rate * _tempered(extra["velocity"], far, extra["inner"], door, whitening)
+        extra["inner"] = extra["inner"] - rate * _tempered(
+            extra["velocity"], far, extra["inner"], session, whitening
+        )
         state.estimate.value = gradient
         state.step += 1
         if 2 * state.step > self.steps:  # average the second half
@@ -283,12 +285,12 @@ class WhitenedGD(Algorithm):
         state.done = state.step >= self.steps
         if state.done:
             if self.inference_share:
-                self._infer(state, door, whitening)
-            state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, door)
-            self._tell(state, door, whitening)
+                self._infer(state, session, whitening)
+            state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, session)
+            self._tell(state, session, whitening)
         return state
 
-    def _tell(self, state: State, door: Session, whitening: Whitening) -> None:
+    def _tell(self, state: State, session: Session, whitening: Whitening) -> None:
         """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
         frame, extra = frame_of(state.extra), state.extra
         if frame is not None:
@@ -299,11 +301,11 @@ class WhitenedGD(Algorithm):
             extra["feature_means"] = (centre + half * extra["mean"]).tolist()
             extra["feature_mean_errors"] = (half * extra["mean_noise"] * np.ones(len(extra["mean"]))).tolist()
         if self.bands:
-            extra["noise_covariance"] = self._uncertainty(state, door, whitening).tolist()
+            extra["noise_covariance"] = self._uncertainty(state, session, whitening).tolist()
         if "covariance" in extra:
             extra["coefficient_covariance"] = extra["covariance"].tolist()
 
-    def _uncertainty(self, state: State, door: Session, whitening: Whitening) -> Any:
+    def _uncertainty(self, state: State, session: Session, whitening: Whitening) -> Any:
         """Covariance of the features' coefficients by privacy noise and sampling, if the loss were a parabola.
 
         In whitened coordinates the risk's curvature is h·SΣS, h a little less than the loss's largest and SΣS known
@@ -311,14 +313,14 @@ class WhitenedGD(Algorithm):
         gradient's own sampling error, with weights that a run without data shows.
         """
         extra, scale = state.extra, whitening.transform.scale
-        smooth = _pace_of(door.objective)
+        smooth = _pace_of(session.objective)
         shift = whitening.transform.shift
         if scale.ndim == 1:
             shares, axes = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2, np.eye(len(scale))
         else:
             shares, axes = np.linalg.eigh(scale @ (extra["second"] - np.outer(shift, shift)) @ scale)
         curvature = 0.6 * smooth * np.clip(shares, 0.0, 1.0)
-        eta, n = self.learning_rate * extra["rate"] / smooth, door.expected_batch("gradient")
+        eta, n = self.learning_rate * extra["rate"] / smooth, session.expected_batch("gradient")
         noisy, reached = np.zeros_like(curvature), np.zeros_like(curvature)
         for hit in range(self.steps):
             place, speed, mean = np.zeros_like(curvature), np.zeros_like(curvature), np.zeros_like(curvature)
@@ -329,43 +331,43 @@ class WhitenedGD(Algorithm):
                     mean += place / (self.steps - self.steps // 2)
             noisy += mean * mean
             reached += mean
-        variance = noisy * (noise_of(door, "gradient", extra["clip"]) / n) ** 2 + reached**2 * curvature / n
+        variance = noisy * (noise_of(session, "gradient", extra["clip"]) / n) ** 2 + reached**2 * curvature / n
         matrix = (np.diag(scale) if scale.ndim == 1 else scale) @ axes
         return (matrix * variance) @ matrix.T
 
-    def _infer(self, state: State, door: Session, whitening: Whitening) -> None:
+    def _infer(self, state: State, session: Session, whitening: Whitening) -> None:
         """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
         extra = state.extra
-        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
-        if not has_errors(door.objective):
+        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
+        if not has_errors(session.objective):
             extra["refused_inference"] = "they are offered for two classes and for least squares only"
             return
-        if self._drowned(state, door, whitening, relation):
+        if self._drowned(state, session, whitening, relation):
             # Decided before the curvature is bought: its part of the budget trains.
             extra["refused_inference"] = (
                 "the curvature is expected to drown in its noise, so the fit had the budget"
             )
-            for slot in newton_shares(self.inference_share, isinstance(door.objective, Squared)):
+            for slot in newton_shares(self.inference_share, isinstance(session.objective, Squared)):
                 query = WhitenedGradient(extra["mean_inner"], extra["clip"], whitening)
-                gradient = door.release(slot, self._seen(query, state)) / door.expected_batch(slot)
-                gradient += whitening.pull_back(door.regularizer.gradient(whitening.to_raw(extra["mean_inner"])))
-                rate = 1.0 / _pace_of(door.objective)
-                step = _tempered(gradient, rate, extra["mean_inner"], door, whitening)
+                gradient = session.release(slot, self._seen(query, state)) / session.expected_batch(slot)
+                gradient += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(extra["mean_inner"])))
+                rate = 1.0 / _pace_of(session.objective)
+                step = _tempered(gradient, rate, extra["mean_inner"], session, whitening)
                 extra["mean_inner"] = extra["mean_inner"] - rate * step
             return
-        found = newton_step(door, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
+        found = newton_step(session, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
         extra["refused_inference"] = found.refused
         if found.refused:
             return
         extra["mean_inner"] = found.params
         size = len(found.params)
         # Raw parameters are an affine map of whitened ones; its matrix, column by column.
-        origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, door)
-        columns = [self._to_raw(whitening.to_raw(unit), state, door) - origin for unit in np.eye(size)]
+        origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, session)
+        columns = [self._to_raw(whitening.to_raw(unit), state, session) - origin for unit in np.eye(size)]
         matrix = np.column_stack(columns)
         extra["covariance"] = matrix @ found.covariance @ matrix.T
 
-    def _drowned(self, state: State, door: Session, whitening: Whitening, relation: Relation) -> bool:
+    def _drowned(self, state: State, session: Session, whitening: Whitening, relation: Relation) -> bool:
         """Whether the curvature's noise would exceed a third of its least eigenvalue, as what was released tells.
 
         The moments give the scores' mean and deviation, and so the mean curvature if they are about normal.
@@ -376,57 +378,57 @@ class WhitenedGD(Algorithm):
         centre = inner[-1] * whitening.column if whitening.column else 0.0
         points, parts = np.polynomial.hermite_e.hermegauss(15)
         scores = centre + math.sqrt(max(float(weights @ rows @ weights), 0.0)) * points
-        bend = float(parts @ door.objective.curvature(scores, 0.0, door.objective.h) / parts.sum())
+        bend = float(parts @ session.objective.curvature(scores, 0.0, session.objective.h) / parts.sum())
         least = _TYPICAL_LEAST * bend * max(float(np.linalg.eigvalsh(rows)[0]), 0.0)
-        bound = (2.5 if isinstance(door.objective, Squared) else 0.625) * whitening.radius**2
+        bound = (2.5 if isinstance(session.objective, Squared) else 0.625) * whitening.radius**2
         query = WhitenedInformation(inner, bound, whitening, relation)
-        noise = noise_of(door, "information", query.bound) / door.expected_batch("information")
+        noise = noise_of(session, "information", query.bound) / session.expected_batch("information")
         spread = noise * math.sqrt(2.0 * len(inner))  # it lowers the least eigenvalue that is seen by as much
         return spread > MOST_NOISE * (least - spread)
 
-    def _measure(self, state: State, door: Session) -> None:
+    def _measure(self, state: State, session: Session) -> None:
         """Release what the table looks like and keep what follows from it."""
-        plan, extra = door.plan, state.extra
+        plan, extra = session.plan, state.extra
         relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
-        features = len(state.params) // door.objective.outputs - bool(door.objective.intercept)
+        features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)
         if self.look is not None:
-            extra.update(found_frame(self.look, door, features, relation))
-        bound = extra["row_bound"] = self._row_bound(state, door, features, relation)
-        n, mean = door.expected_batch("gradient"), np.zeros(features)
+            extra.update(found_frame(self.look, session, features, relation))
+        bound = extra["row_bound"] = self._row_bound(state, session, features, relation)
+        n, mean = session.expected_batch("gradient"), np.zeros(features)
         if self.mean_share:
             query = FeatureMean(bound)
-            mean = door.release("mean", self._seen(query, state)) / n
-            extra["mean_noise"] = noise_of(door, "mean", query.bound) / n
+            mean = session.release("mean", self._seen(query, state)) / n
+            extra["mean_noise"] = noise_of(session, "mean", query.bound) / n
             if self.freedom is not None:  # a mean that is mostly noise is no centre (James and Stein 1961)
-                noise = features * (noise_of(door, "mean", query.bound) / n) ** 2
+                noise = features * (noise_of(session, "mean", query.bound) / n) ** 2
                 mean *= max(0.0, 1.0 - noise / max(float(mean @ mean), 1e-300))
-        second, floor = self._second_moments(state, door, features, bound, relation)
+        second, floor = self._second_moments(state, session, features, bound, relation)
         extra.update(mean=mean, second=second, floor=floor)
-        whitening = self._whitening(state, door)
+        whitening = self._whitening(state, session)
         # Counts differ from their mean by more than residuals of classes and scaled targets do.
         clip = max(self.clip, min(extra.get("target_spread", 0.0), _WIDEST_COUNTS))
-        extra["momentum"], extra["rate"], widened = self._pace(whitening, door, clip / self.clip)
+        extra["momentum"], extra["rate"], widened = self._pace(whitening, session, clip / self.clip)
         extra["clip"] = following_clip(clip * widened * whitening.radius)
         extra["inner"] = whitening.from_raw(state.params)
         for name in ("mean_inner", "velocity"):
             extra[name] = np.zeros_like(state.params)
 
     def _second_moments(
-        self, state: State, door: Session, features: int, bound: float, relation: Relation
+        self, state: State, session: Session, features: int, bound: float, relation: Relation
     ) -> tuple[Any, float]:
         """Second moments, a matrix or a diagonal, and the least damping that their noise asks for."""
-        n = door.expected_batch("gradient")
+        n = session.expected_batch("gradient")
         least = 1e-9 * bound * bound  # never below float noise of the data
         if self.moments == "full":
             matrix = SecondMomentMatrix(bound, relation)
-            total = door.release("second-moments", self._seen(matrix, state)) / n
+            total = session.release("second-moments", self._seen(matrix, state)) / n
             # GOE noise of diagonal deviation s has spectral norm about s·√(2d).
-            noise = noise_of(door, "second-moments", matrix.bound) / n * math.sqrt(2.0 * features)
+            noise = noise_of(session, "second-moments", matrix.bound) / n * math.sqrt(2.0 * features)
             return matrix.unpack(total, features), max(self.damping * noise, least)
         widest = 1.0 if self.look is not None else bound  # ‖x∘x‖ ≤ max|xⱼ|·‖x‖
         squares = MeanSquares(bound * min(bound, widest), relation=relation)
-        total = door.release("second-moments", self._seen(squares, state)) / n
-        noise = noise_of(door, "second-moments", squares.bound) / n
+        total = session.release("second-moments", self._seen(squares, state)) / n
+        noise = noise_of(session, "second-moments", squares.bound) / n
         # The largest of d noises is about √(2 ln d) deviations: what is below tells nothing.
         clear = total > math.sqrt(2.0 * math.log(max(features, 2))) * noise
         state.extra["silent_features"] = int((~clear).sum())
@@ -434,7 +436,7 @@ class WhitenedGD(Algorithm):
         rest = max(0.0, float(total[~clear].mean())) if not clear.all() else 0.0
         return np.where(clear, total, rest), max(2.0 * noise, least)
 
-    def _pace(self, whitening: Whitening, door: Session, wider: float) -> tuple[float, float, float]:
+    def _pace(self, whitening: Whitening, session: Session, wider: float) -> tuple[float, float, float]:
         """Momentum and step size with which T steps go as far as the noise allows, and how far to widen the clip.
 
         After a distance H the noise of a score is about .8·H·df/A, the signal about .4·H: what can be learned
@@ -446,43 +448,45 @@ class WhitenedGD(Algorithm):
         if self.horizon is None:
             return 0.0, 1.0, 1.0
         freedom = whitening.radius**2 - whitening.column**2
-        wanted = self.horizon * self._signal(door) / (freedom + 1.0) / wider
-        longest = _LONGEST * max(1.0, door.objective.outputs / 8.0)
+        wanted = self.horizon * self._signal(session) / (freedom + 1.0) / wider
+        longest = _LONGEST * max(1.0, session.objective.outputs / 8.0)
         ample = wanted / (_AMPLE * longest)
         reach = min(max(wanted, _SHORTEST), longest * max(1.0, (ample / _ABOUNDS) ** 0.25))
         widened = max(min(ample, _WIDE), ample / _ABOUNDS)
         momentum, rate = (1.0 - self.steps / reach, 1.0) if reach > self.steps else (0.0, reach / self.steps)
         return momentum, rate, max(widened, 1.0)
 
-    def _signal(self, door: Session) -> float:
+    def _signal(self, session: Session) -> float:
         """A: records per noise of all gradients together, of a difference of two clips; less for more classes."""
-        noise = noise_of(door, "gradient", 1.0) / math.sqrt(self.steps)
+        noise = noise_of(session, "gradient", 1.0) / math.sqrt(self.steps)
         if noise == 0.0:
             return 1e9
-        return 2.0 * door.expected_batch("gradient") / noise / math.sqrt(max(door.objective.outputs, 2) / 2.0)
+        return 2.0 * session.expected_batch("gradient") / noise / math.sqrt(max(session.objective.outputs, 2) / 2.0)
 
-    def _row_bound(self, state: State, door: Session, features: int, relation: Relation) -> float:
+    def _row_bound(self, state: State, session: Session, features: int, relation: Relation) -> float:
         frame = frame_of(state.extra)
         if self.row_bound is not None:
             return self.row_bound
         if not self.norm_share:
             return _TYPICAL * math.sqrt(features)
         query = RowNormHistogram() if frame is None else RowNormHistogram(relation)
-        counts = door.release("norms", self._seen(query, state))
-        noise = noise_of(door, "norms", query.bound)
+        counts = session.release("norms", self._seen(query, state))
+        noise = noise_of(session, "norms", query.bound)
         if frame is None:
             return query.quantile(counts, 0.99, noise)
         return min(read_norms(counts, noise, query.edges), math.sqrt(features))
 
-    def _whitening(self, state: State, door: Session) -> Whitening:
+    def _whitening(self, state: State, session: Session) -> Whitening:
         if "whitening" not in state.memo:
-            freedom = math.inf if self.freedom is None else max(_LEAST_FREEDOM, self.freedom * self._signal(door))
+            freedom = (
+                math.inf if self.freedom is None else max(_LEAST_FREEDOM, self.freedom * self._signal(session))
+            )
             state.memo["whitening"] = Whitening.from_moments(
                 state.extra["mean"],
                 state.extra["second"],
                 floor=state.extra["floor"],
-                column=door.objective.intercept_scale if door.objective.intercept else 0.0,
-                outputs=door.objective.outputs,
+                column=session.objective.intercept_scale if session.objective.intercept else 0.0,
+                outputs=session.objective.outputs,
                 freedom=freedom,
             )
         return cast(Whitening, state.memo["whitening"])
@@ -495,18 +499,18 @@ class WhitenedGD(Algorithm):
             state.memo["frame"] = frame_of(state.extra)
         return Framed(query, state.memo["frame"])
 
-    def _to_raw(self, params: Any, state: State, door: Session) -> Any:
+    def _to_raw(self, params: Any, state: State, session: Session) -> Any:
         """Parameters for raw features and targets; they hold for rows inside the frame."""
         frame = frame_of(state.extra)
         if frame is None:
             return params
-        matrix = params.reshape(-1, door.objective.outputs).copy()
-        column = door.objective.intercept_scale if door.objective.intercept else 0.0
+        matrix = params.reshape(-1, session.objective.outputs).copy()
+        column = session.objective.intercept_scale if session.objective.intercept else 0.0
         features = len(frame.low)
         matrix[:features] /= frame.half[:, None]
         if column:
             matrix[-1] -= frame.centre @ matrix[:features] / column
-        if door.objective.log_link:
+        if session.objective.log_link:
             matrix[-1:] += math.log(frame.target_scale) / column if column else 0.0
             return matrix.ravel()
         matrix *= frame.target_scale

@@ -508,7 +508,7 @@ def _networks(runs: int, watch: Watch) -> Iterator[AuditReport]:
         yield AuditReport.of(f"network: {finding.what}", plan, [finding], runs=runs, started=started)
 
 
-def _own_loop(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _custom_loop(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """A custom loop: many canaries in one run, and records without gradients for hundreds of steps."""
     from quietgrad.audit.single_run import judge_guesses
 
@@ -578,7 +578,7 @@ _ROWS = (
     AuditTarget("estimators", _ESTIMATORS, "the noise of every slot", _estimators, "sklearn"),
     AuditTarget("private-search", ("estimators.search",), "δ(ε) of a random number of rounds", _search, "sklearn"),
     AuditTarget("people", ("objectives.privacy_units",), "δ(ε) per person of many records or parties", _people),
-    AuditTarget("own-loop", ("algorithms.own_loop", "torch.loops"), "μ of a custom loop", _own_loop, "torch"),
+    AuditTarget("own-loop", ("algorithms.custom_loop", "torch.loops"), "μ of a custom loop", _custom_loop, "torch"),
     AuditTarget("networks", (), "δ(ε) of one release of a network", _networks, "torch"),
     AuditTarget("federations", (), "μ behind every kind of trust", _federations),
 )  # fmt: skip

@@ -290,15 +290,15 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
 def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
     """The algorithm at its stated settings; ``None`` if there is no such thing."""
     from quietgrad.algorithms.additive_gd import AdditiveGD
-    from quietgrad.algorithms.own_loop import OwnLoop
+    from quietgrad.algorithms.custom_loop import LoopReleases
     from quietgrad.algorithms.registry import ALGORITHMS, entry
 
     name, config = plan["algorithm"], plan["config"]
     if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
         return None
     try:
-        if name == OwnLoop.name:
-            return OwnLoop.from_config(config)
+        if name == LoopReleases.name:
+            return LoopReleases.from_config(config)
         if name == AdditiveGD.name:
             return AdditiveGD.from_config(config)
         if name not in ALGORITHMS:

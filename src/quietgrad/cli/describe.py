@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +27,7 @@ from quietgrad.sanitize import sanitize
 
 if TYPE_CHECKING:
     from quietgrad.data.schema import Schema
+    from quietgrad.estimators.describing import Description
 
 app = typer.Typer(add_completion=False)
 
@@ -74,7 +73,7 @@ def describe(
             account=account, cap=cap, n_public=n_public, person=None if person is None else cells[person],
         )  # fmt: skip
     told = found.to_json()
-    write_atomically(writable(output), _page(file.name, public, found).encode())
+    write_atomically(writable(output), _page(file.name, found).encode())
     write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1, default=str) + "\n").encode())
     say_meaning(explain, found.privacy.epsilon, delta, found.privacy.unit)
     if as_json:
@@ -133,29 +132,35 @@ def _in_words(row: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _page(name: str, schema: Schema, found: Any) -> str:
-    """One self-contained page: the statement, the pictures and the table."""
-    title = f"{sanitize(name)}, described privately"
-    plain = f"<pre>{html.escape(str(found.table))}</pre>"
-    table = found.table.to_html(border=0) if hasattr(found.table, "to_html") else plain
-    picture = io.BytesIO()
-    drawn = found.plot()
-    figure = getattr(drawn, "figure", drawn)
-    figure.savefig(picture, format="png", dpi=110, bbox_inches="tight")
-    image = base64.b64encode(picture.getvalue()).decode()
-    return "\n".join(
-        [
-            "<!doctype html>",
-            f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-            "<style>body{font:16px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-            "table{border-collapse:collapse}td,th{padding:.2em .6em;text-align:right}img{max-width:100%}</style>",
-            "</head><body>",
-            f"<h1>{html.escape(title)}</h1>",
-            f"<p>{html.escape(str(found.privacy))}. Every number has noise; its error stands beside it. "
-            f"{len(schema.columns)} columns share one budget.</p>",
-            f'<img alt="Distributions of the columns, with errors" src="data:image/png;base64,{image}">',
-            table,
-            "</body></html>",
-            "",
-        ]
-    )
+def _page(name: str, found: Description) -> str:
+    """One self-contained page: the statement, and for each column its numbers and its histogram."""
+    from quietgrad import __version__
+    from quietgrad.charts import Intervals
+    from quietgrad.report.page import page_environment
+
+    columns = []
+    for row in found.rows:
+        bars = []
+        for cell in found.histograms[str(row["column"])]:
+            name, off = str(cell["cell"]), 2.0 * cell["error"]
+            if row["kind"] != "category":  # ends of bins in three digits; the JSON has all of them
+                name = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", name)
+            bars.append((name, cell["count"], cell["count"] - off, cell["count"] + off))
+        columns.append((row["column"], _facts(row), Intervals(str(row["column"]), bars, "records").svg()))
+    template = page_environment().get_template("description.html.j2")
+    return template.render(name=name, privacy=found.privacy, columns=columns, version=__version__)
+
+
+def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What is known of a column, each number with its error where it has one."""
+    quantile = re.compile(r"q(\d\d)")
+    rows = []
+    for key, value in row.items():
+        if key == "column" or key.endswith("_error") or value is None:
+            continue
+        named = quantile.fullmatch(key)
+        label = f"{int(named[1])} % quantile" if named else key.replace("_", " ")
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        error = row.get(f"{key}_error")
+        rows.append((label, shown if error is None else f"{shown} ± {error:.2g}"))
+    return rows

@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
+_COUNTS = 60  # characters of what a run counts as
 
 
 @app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
@@ -204,7 +205,8 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
         )
         for run in row["reservations"]:
             when = run["time"][:19].replace("T", " ")
-            table_row(runs, row["account"], run["run"], when, run["state"], run["counts_in_words"])
+            counts = sanitize(run["counts_in_words"], most=_COUNTS)  # --json has all of it
+            table_row(runs, row["account"], run["run"], when, run["state"], counts)
     say_table(accounts)
     if runs.row_count:
         say_table(runs)

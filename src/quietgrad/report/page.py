@@ -24,7 +24,7 @@ from quietgrad.report.certificate import (
     audit_of,
     certify_run,
 )
-from quietgrad.report.tables import table_section
+from quietgrad.report.tables import Evaluation, table_section
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
@@ -40,6 +40,7 @@ _METRICS = {
     "train_rmse": "training RMSE",
     "gradient_norm": "gradient norm",
 }
+WITH_NOISE = "with noise"
 _MOST_COEFFICIENTS = 20
 _MOST_ITEMS = 8  # of a setting that is a list
 
@@ -61,13 +62,17 @@ class Run:
     certificate: RunCertificate
     command: str | None = None
     audit: AuditResult | None = None
+    score: Evaluation | None = None
+    """The private score beside the run, if its own releases prove it."""
 
     @property
-    def metrics(self) -> list[tuple[str, str, bool]]:
-        """(label, value, whether it was computed on the private training records) of each score."""
+    def metrics(self) -> list[tuple[str, str, str]]:
+        """(label, value, how it was computed) of each score; a private score is read from its own file alone."""
         scores = self.result.metrics
+        if self.score is not None and scores.get("private") is True:
+            return [(f"{label}, {self.score.people}", value, WITH_NOISE) for label, value in self.score.numbers]
         return [
-            (label, f"{scores[key]:.4f}", not key.startswith("test_"))
+            (label, f"{scores[key]:.4f}", "held out" if key.startswith("test_") else "private records")
             for key, label in _METRICS.items()
             if key in scores
         ]
@@ -133,10 +138,12 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
             if problems:
                 result = replace(result, privacy=refuted(result.privacy, *problems))
             certificate, audit = certify_run(result, ledger), audit_of(folder, result.privacy)
-            repeat = result.details.get("repeat")  # the command, without the machine's own folders
-            runs.append(
-                Run(name, f"run-{k + 1}", result, certificate, repeat if isinstance(repeat, str) else None, audit)
-            )
+            score = table_section(result, Path(folder)).evaluation
+            if score is not None and (score.refuted or not score.privacy.is_private):
+                score = None
+            told = result.details.get("repeat")  # the command, without the machine's own folders
+            repeat = told if isinstance(told, str) else None
+            runs.append(Run(name, f"run-{k + 1}", result, certificate, repeat, audit, score))
     return runs
 
 
@@ -172,6 +179,7 @@ def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
             .render(
                 runs=runs,
                 metrics=_compared(runs),
+                exact=any(how != WITH_NOISE for run in runs for _, _, how in run.metrics),
                 charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
                 promises=_promises(runs),
                 assumptions=assumptions(run.result.privacy for run in runs),
@@ -208,10 +216,10 @@ def _samplers(text: str) -> str:
 
 
 def _compared(runs: Sequence[Run]) -> list[str]:
-    """The scores worth a column: held-out ones if there are any."""
-    present = [key for key in _METRICS if any(key in run.result.metrics for run in runs)]
-    held_out = [key for key in present if key.startswith("test_")]
-    return [_METRICS[key] for key in held_out or present]
+    """The scores worth a column: those that are not of training records, if there are any."""
+    present = [metric for run in runs for metric in run.metrics]
+    better = [metric for metric in present if metric[2] != "private records"]
+    return list(dict.fromkeys(label for label, _, _ in better or present))
 
 
 def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:

@@ -118,12 +118,12 @@ def _sum(
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     check_combination(combine, None)
     group = batch_group(batch)
-    persons = None
+    units = None
     if person is not None:
         codes, _ = factorize_ids(person, len(group.rows))
-        persons = UnitAssignment.numbered(codes, mean=combine == "mean")
+        units = UnitAssignment.numbered(codes, mean=combine == "mean")
     out = torch.zeros_like(points[0])
-    norms = engine.add(points, [group] if len(group.rows) else [], rule, out, persons=persons)
+    norms = engine.add(points, [group] if len(group.rows) else [], rule, out, units=units)
     return engine.views(out), norms[:, 0]
 
 
@@ -139,7 +139,7 @@ _ALONE = "one record at a time"
 
 
 @dataclass(frozen=True)
-class Part:
+class OperationCost:
     """An operation on parameters: how its records' gradients are made, and at what price.
 
     ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``time`` is a share of the
@@ -159,17 +159,17 @@ class Part:
 class Explanation:
     """What :func:`explain` found; printed, it is a table."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[OperationCost, ...]
     passes: float  # share of the time that the forward and backward pass themselves take
     examples: int
 
     @property
-    def fallbacks(self) -> tuple[Part, ...]:
+    def fallbacks(self) -> tuple[OperationCost, ...]:
         """Parts without a kernel that are large enough to matter."""
         return tuple(part for part in self.parts if part.how in ("copied", _ALONE))
 
     @property
-    def refused(self) -> tuple[Part, ...]:
+    def refused(self) -> tuple[OperationCost, ...]:
         """Parts with which the model cannot be trained privately."""
         return tuple(part for part in self.parts if part.how == "refused")
 
@@ -207,7 +207,7 @@ def explain(
         engine = PerExampleEngine(model, loss_fn, memory_budget=memory_budget)
         engine.try_out(group.record)
     except (QuietgradError, ValueError) as error:
-        return Explanation((Part("", type(model).__name__, "refused", str(error), 0, 0.0, 0),), 0.0, count)
+        return Explanation((OperationCost("", type(model).__name__, "refused", str(error), 0, 0.0, 0),), 0.0, count)
     program = engine.program_of(group.record)
     keys = RecordSeeds.of(None, np.arange(count))
     theta = engine.flatten(dict(model.named_parameters()))
@@ -217,7 +217,9 @@ def explain(
         passes = time.perf_counter() - began
     if not isinstance(done, Pass):
         why = program.alone or "records answer its questions (.item(), a branch) in their own ways"
-        return Explanation((Part("", type(model).__name__, _ALONE, why, engine.dim, 1.0, engine.dim),), 0.0, count)
+        return Explanation(
+            (OperationCost("", type(model).__name__, _ALONE, why, engine.dim, 1.0, engine.dim),), 0.0, count
+        )
     return _timed(engine, done, passes, count)
 
 
@@ -233,7 +235,7 @@ def _timed(engine: PerExampleEngine, done: Pass, passes: float, count: int) -> E
         collector = Collector(GRADIENT, engine.space, slices, count)
         collector.begin([site])
         collector.end([site])
-        part = collector.gradients()
+        (part,) = collector.gradients()
         part.add_weighted(part.norms().isfinite().double(), torch.zeros(engine.dim, dtype=torch.float64))
         spent = time.perf_counter() - began
         whole += spent
@@ -246,10 +248,10 @@ def _timed(engine: PerExampleEngine, done: Pass, passes: float, count: int) -> E
     parts = []
     for (name, kind, how), (parameters, spent, copied) in found.items():
         why = f"{kind} has no kernel: its parameters are copied for each record" if how == "copied" else ""
-        parts.append(Part(name, kind, how, why, parameters, spent / whole, copied))
+        parts.append(OperationCost(name, kind, how, why, parameters, spent / whole, copied))
     missing = [name for name in engine.names if name not in counted]
     if missing:
         names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         size = sum(sizes[name] for name in missing)
-        parts.append(Part(names, "not used", "kernel", "these records do not use it", size, 0.0, 0))
+        parts.append(OperationCost(names, "not used", "kernel", "these records do not use it", size, 0.0, 0))
     return Explanation(tuple(parts), passes / whole, count)

@@ -1,21 +1,21 @@
 """Several processes inside one institution: one sample, shared out by secret words; one noise.
 
 Every process holds the same data and model and runs the same program (``torchrun`` with the gloo or nccl backend).
-Each sums the clipped contributions of its share of a sample, the shares are added, and the leader alone adds the
-noise and holds the ledger and the checkpoints. What is shared out is what a sampler draws: each privacy unit goes
-to one process with all its records, so the bound on a unit is that of one process.
+Each sums the clipped contributions of its share of a sample, and the leader alone adds the noise and holds the
+ledger. Each privacy unit goes to one process with all its records, so the bound on a unit is that of one process.
 
-With FSDP2 a whole twin of the module computes: per-example norms need whole layers, and a release is one vector of
-all parameters. The released gradient and the optimizer's averages are cut into shards.
+With FSDP2 a whole twin of the module computes: per-example norms need whole layers. The released gradient and the
+optimizer's averages are cut into shards.
 """
 
 from __future__ import annotations
 
+import copy
 import hmac
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, Query, Regularizer
+from quietgrad.objectives.base import Batch, ClippingRule, Query
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.records import Examples
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.rng import fresh_key
@@ -38,6 +37,7 @@ _LEADER = 0
 _AGREED = "the processes do not agree on {}: every process must be given the same."
 
 Asked = ModuleObjective | UserLevelObjective
+Made = TypeVar("Made")
 
 
 def is_distributed() -> bool:
@@ -60,7 +60,7 @@ def broadcast_loop_key() -> bytes | None:
     return _told(fresh_key()) if is_distributed() else None
 
 
-def broadcast_from_leader(make: Callable[[], Any]) -> Any:
+def broadcast_from_leader(make: Callable[[], Made]) -> Made:
     """What the leading process makes, on all of them."""
     return _told(make() if is_leader() else None) if is_distributed() else make()
 
@@ -81,10 +81,6 @@ def share_of(batch: Batch, rank: int, world: int) -> Batch:
     return batch._replace(indices=everyone[RecordSeeds.of(batch.key, everyone).share(rank, world)])
 
 
-def _mine(batch: Batch) -> Batch:
-    return share_of(batch, dist.get_rank(), dist.get_world_size())
-
-
 def _told(message: Any = None) -> Any:
     """What the leading process says, on all."""
     box: list[Any] = [message]
@@ -95,8 +91,7 @@ def _told(message: Any = None) -> Any:
 def _refuse_others(digests: Callable[[bytes], Mapping[str, str]], why: str) -> None:
     """Raise on all processes unless all hold the same; what differs is named.
 
-    A record that lies elsewhere on another process would be in two shares and contribute twice. What is compared is
-    a digest under a key of this run, so that it tells nobody else anything; nothing has been reserved yet.
+    A record that lies elsewhere on another process would be in two shares and contribute twice.
     """
     key = _told(fresh_key())
     mine = _all_or_none(lambda: digests(key), why)
@@ -107,9 +102,9 @@ def _refuse_others(digests: Callable[[bytes], Mapping[str, str]], why: str) -> N
             raise DataError(_AGREED.format(what))
 
 
-def _all_or_none(make: Callable[[], Any], why: str) -> Any:
+def _all_or_none(make: Callable[[], Made], why: str) -> Made:
     """What ``make`` makes, if it does so on every process; else all raise."""
-    made, failed = None, None
+    failed: BaseException | None = None
     try:
         made = make()
     except BaseException as error:
@@ -153,11 +148,8 @@ def run_on_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result
     _refuse_others(prepared, "another process refused its model or its data")
     if not is_leader():
         return _serve(objective, held[0])
-    shared = (
-        _DistributedUnits.of(objective)
-        if isinstance(objective, UserLevelObjective)
-        else _DistributedObjective(objective)
-    )
+    shared = copy.copy(objective)  # whose sums are computed by all processes together
+    vars(shared)["add"] = lambda batch, points, rule, out: out.add_(_sum(objective, batch, points, rule))
     try:
         result = lead(shared, held[0])
     except BaseException as error:
@@ -175,49 +167,6 @@ def _digests(objective: Asked, examples: Any, key: bytes) -> dict[str, str]:
         "the parameters that training begins with": _digest(key, [start.cpu().numpy().tobytes()]),
         "model, loss or settings": _digest(key, [settings.encode()]),
     }
-
-
-class _DistributedObjective(BaseObjective):
-    """A :class:`ModuleObjective` whose sums are computed by all processes together."""
-
-    def __init__(self, objective: ModuleObjective) -> None:
-        self._objective = objective
-
-    def __repr__(self) -> str:
-        return f"{self._objective!r} on {dist.get_world_size()} processes"
-
-    @property
-    def regularizer(self) -> Regularizer:
-        return self._objective.regularizer
-
-    def prepare(self, data: Any) -> Examples:
-        return self._objective.prepare(data)
-
-    def initial(self, records: Examples) -> Tensor:
-        return self._objective.initial(records)
-
-    def add(self, batch: Batch, points: Sequence[Tensor], rule: ClippingRule, out: Tensor) -> None:
-        out += _sum(self._objective, batch, points, rule)
-
-    def loss_sum(self, batch: Batch, params: Tensor, bound: float) -> float:
-        return self._objective.loss_sum(batch, params, bound)
-
-    def risk(self, records: Examples, params: Tensor) -> float:
-        return self._objective.risk(records, params)
-
-    def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
-        return self._objective.risk_gradient(records, params)
-
-
-class _DistributedUnits(UserLevelObjective):
-    """The same, asked about people: they are what is shared out, so that each is on one process with all theirs."""
-
-    @staticmethod
-    def of(asked: UserLevelObjective) -> _DistributedUnits:
-        return _DistributedUnits(asked.loss, asked.combine, asked.records_per_person)
-
-    def add(self, batch: Batch, points: Sequence[Any], rule: ClippingRule, out: Any) -> None:
-        out += _sum(self.around(self.loss), batch, points, rule)
 
 
 def _serve(objective: Asked, examples: Any) -> Result:
@@ -249,7 +198,7 @@ def _sum(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: Clippin
 
 def _shares_added(objective: Asked, batch: Batch, points: Sequence[Tensor], rule: ClippingRule) -> Tensor:
     total = torch.zeros_like(points[0], dtype=torch.float64)
-    objective.add(_mine(batch), points, rule, total)
+    objective.add(share_of(batch, dist.get_rank(), dist.get_world_size()), points, rule, total)
     dist.reduce(total, _LEADER)
     return total
 
@@ -283,52 +232,27 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class SharedSession:
-    """The door of a loop on several processes: each reads and sums its share, the leader's session releases.
+class SharedSession(CentralSession):
+    """The session of a loop on several processes: each reads and sums its share, the leader releases.
 
     Followers draw the same samples from the same key and add no noise.
     """
 
-    def __init__(self, curator: CentralCurator, plan: Plan, module: nn.Module, device: torch.device) -> None:
-        self._device = device
+    def _batch(self, drawn: PendingRelease) -> Batch:
+        """This process's share of a sample."""
+        return share_of(super()._batch(drawn), dist.get_rank(), dist.get_world_size())
 
-        def digests(key: bytes) -> Mapping[str, str]:
-            start = [value.detach().cpu() for value in (*module.parameters(), *module.buffers())]
-            values = (value.reshape(-1).view(torch.uint8).numpy().data for value in start if value.numel())
-            settings = f"{module!r} {_modes(module)} {json.dumps(plan.to_json())}"
-            return {
-                "the records, their order or whose they are": _digest(key, curator.records.contents()),
-                "the parameters that training begins with": _digest(key, values),
-                "model or settings": _digest(key, [settings.encode()]),
-                "seed": _digest(key, [curator._key]),
-            }
-
-        _refuse_others(digests, "another process cannot read its data")
-        self._session: CentralSession = _all_or_none(lambda: curator.open(plan), "the ledger refused the loop")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._session, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "plan":
-            self._session.plan = value
-        else:
-            super().__setattr__(name, value)
-
-    def batch(self, drawn: PendingRelease) -> Batch:
-        """This process's share of a sample: whole people, where records are people's."""
-        return _mine(self._session.batch(drawn))
-
-    def release_drawn(self, drawn: PendingRelease, query: Query) -> Tensor:
+    def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Tensor:
         """The noisy sum over all shares; noise is added once, and everybody gets the same numbers."""
-        dim = query.dim(self._session._records)
+        zero = torch.as_tensor(self._zero)
+        dim = query.dim(self._records)
         # Behind the sum: whether a share failed, and of which sample it is.
-        share = torch.zeros(dim + 3, dtype=torch.float64, device=self._device)
+        share = torch.zeros(dim + 3, dtype=torch.float64, device=zero.device)
         sums, place = share[:-3], float(self._place(drawn))
         failed: BaseException | None = None
         try:
             with np.errstate(all="ignore"):
-                query.sum_into(self._session._reading, self.batch(drawn), sums)
+                query.sum_into(self._reading, self.batch(drawn), sums)
         except BaseException as error:
             failed = error
             sums.zero_()
@@ -345,28 +269,49 @@ class SharedSession:
             raise failed or QuietgradError(
                 "another process failed in its share of this step; nothing was released."
             )
-        answer = torch.zeros(dim + 1, dtype=torch.float64, device=self._device)
+        answer = torch.zeros(dim + 1, dtype=torch.float64, device=zero.device)
         if is_leader():
             try:
-                answer[:-1] = torch.as_tensor(self._session.release_drawn(drawn, Summed(sums, query.bound)))
+                answer[:-1] = torch.as_tensor(super().release_drawn(drawn, Summed(sums, query.bound)))
             except BaseException as error:
                 failed = error
                 answer.zero_()[-1] = 1.0
         else:
-            self._session.forget(drawn)
+            self.forget(drawn)
         dist.broadcast(answer, _LEADER)
         if float(answer[-1]) > 0.0:
             raise failed or QuietgradError("the leading process could not release this step.")
-        return answer[:-1].to(self._session._zero.dtype)
+        return answer[:-1].to(zero.dtype)
 
     def _place(self, drawn: PendingRelease) -> int:
         """The number of a sample among all of the plan."""
-        before = 0
-        for slot in self._session.plan.schedule.slots:
-            if slot.name == drawn.slot:
-                break
-            before += slot.count
-        return before + drawn.number
+        slots = self.plan.schedule.slots
+        before = [slot.name for slot in slots].index(drawn.slot)
+        return sum(slot.count for slot in slots[:before]) + drawn.number
+
+
+class SharedCurator(CentralCurator):
+    """Holds the records of a loop on several processes, which must agree on all that a sum depends on."""
+
+    session: ClassVar[type[CentralSession]] = SharedSession
+
+    def open(self, plan: Plan, **options: Any) -> CentralSession:
+        """The session, on every process or on none."""
+        module = public_loss(self.objective).module
+
+        def digests(key: bytes) -> Mapping[str, str]:
+            start = [value.detach().cpu() for value in (*module.parameters(), *module.buffers())]
+            values = (value.reshape(-1).view(torch.uint8).numpy().data for value in start if value.numel())
+            settings = f"{module!r} {_modes(module)} {json.dumps(plan.to_json())}"
+            return {
+                "the records, their order or whose they are": _digest(key, self.records.contents()),
+                "the parameters that training begins with": _digest(key, values),
+                "model or settings": _digest(key, [settings.encode()]),
+                "seed": _digest(key, [self._key]),
+            }
+
+        _refuse_others(digests, "another process cannot read its data")
+        return _all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")
 
 
 class Summed:
@@ -393,7 +338,7 @@ class Shards:
     @staticmethod
     def of(module: nn.Module) -> Shards | None:
         """The shards of a module, if it has any."""
-        return Shards(module) if any(_sharded(param) for param in module.parameters()) else None
+        return Shards(module) if any(_is_sharded(param) for param in module.parameters()) else None
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -409,19 +354,19 @@ class Shards:
 
     def cut(self, name: str, value: Tensor) -> Tensor:
         """This process's shard of a tensor that all have whole."""
-        from torch.distributed.tensor import distribute_tensor
+        from torch.distributed.tensor import distribute_tensor  # it takes seconds to load
 
         like: Any = self.params[name]
         # Everybody has the same numbers: each cuts its own out, and nothing is sent.
         return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _sharded(param: Tensor) -> bool:
+def _is_sharded(param: Tensor) -> bool:
     return hasattr(param, "full_tensor")
 
 
 def _whole(param: Any) -> Tensor:
-    whole: Tensor = param.full_tensor() if _sharded(param) else param
+    whole: Tensor = param.full_tensor() if _is_sharded(param) else param
     return whole.detach()
 
 
@@ -436,7 +381,7 @@ def _twin(module: nn.Module, made: dict[int, nn.Module], params: dict[int, nn.Pa
     twin.__dict__.update(module.__dict__)
     for name, held in module.__dict__.items():
         if isinstance(held, OrderedDict) and name.endswith("_hooks"):
-            kept = {key: hook for key, hook in held.items() if not _of_fsdp(hook)}
+            kept = {k: h for k, h in held.items() if not str(h.__module__).startswith("torch.distributed.")}
             twin.__dict__[name] = OrderedDict(kept)
     twin._buffers = dict(module._buffers)
     twin._modules = {
@@ -448,7 +393,3 @@ def _twin(module: nn.Module, made: dict[int, nn.Module], params: dict[int, nn.Pa
             params[id(param)] = nn.Parameter(_whole(param).clone(), requires_grad=param.requires_grad)
         twin._parameters[name] = None if param is None else params[id(param)]
     return twin
-
-
-def _of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

@@ -18,6 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.trees import mapped, with_parameters
+from quietgrad.torch.clip_rules import PerParameterClip
 from quietgrad.torch.distributed import process_count
 from quietgrad.torch.private_batch import plain
 from quietgrad.torch.recorded_loop import CustomLoop, pieces_of
@@ -188,8 +189,8 @@ class PrivateOptimizer(Optimizer):
     @property
     def max_grad_norm(self) -> Any:
         """C of the next step; a list if every parameter has its own."""
-        clip = self._loop.rule.clip
-        return list(clip) if isinstance(clip, tuple) else clip
+        rule = self._loop.rule
+        return list(rule.clips) if isinstance(rule, PerParameterClip) else rule.clip
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: Any) -> NoReturn:
@@ -250,11 +251,10 @@ class PrivateLoader:
     sample is handed out once: a new iterator goes on where the last one stopped, and ends it.
     """
 
-    def __init__(self, loader: DataLoader[Any], loop: CustomLoop, lengths: tuple[int, ...]) -> None:
+    def __init__(self, loader: DataLoader[Any], loop: CustomLoop) -> None:
         self.loop = loop
         self.original = loader
         self.dataset: Any = loader.dataset
-        self._lengths = lengths  # batches of each epoch; the last one's for all that follow
         self._epoch = 0
         self._iterators = 0
 
@@ -269,7 +269,7 @@ class PrivateLoader:
         return self.loop.expected_batch
 
     def __len__(self) -> int:
-        return self._lengths[min(self._epoch, len(self._lengths) - 1)]
+        return self.loop.lengths[min(self._epoch, len(self.loop.lengths) - 1)]
 
     def __iter__(self) -> Iterator[Any]:
         return self.pieces(None)

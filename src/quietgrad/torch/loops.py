@@ -12,19 +12,20 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quietgrad import training
-from quietgrad.algorithms.base import State
-from quietgrad.algorithms.own_loop import LoopSampling, OwnLoop
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.custom_loop import LoopReleases, LoopSampling
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session, SessionCost
-from quietgrad.curators.central import CentralCurator
+from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import PendingRelease
-from quietgrad.errors import BudgetError, ExhaustedError
+from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Query
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.plans.counting import PublicCount
@@ -32,11 +33,12 @@ from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.calibration import calibrate_steps
 from quietgrad.privacy.events import composed
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
-from quietgrad.torch.clip_rules import ClipRule
+from quietgrad.torch.clip_rules import FlatClip
 from quietgrad.torch.distributed import (
     Shards,
-    SharedSession,
+    SharedCurator,
     any_of_us,
     broadcast_from_leader,
     broadcast_loop_key,
@@ -46,11 +48,13 @@ from quietgrad.torch.distributed import (
 from quietgrad.training.result import Privacy, privacy_statement
 from quietgrad.training.runs import Run
 
-
-def truncate_to_budget(plan: Plan) -> Plan:
-    """The plan, or the part of it that its budget affords."""
-    steps = affordable_steps(plan)
-    return plan if steps is None else replace(plan, schedule=_first(plan.schedule, steps))
+CONDITION = (
+    "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
+    "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
+)
+_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
+_NO_LIMIT = 1e9  # ε of a loop without a limit: what it costs so far is told by Loop.privacy
+_OPEN_END = 10**9  # steps of such a loop
 
 
 class TruncatedAlgorithm:
@@ -61,7 +65,7 @@ class TruncatedAlgorithm:
     30
     """
 
-    def __init__(self, algorithm: Any, steps: int) -> None:
+    def __init__(self, algorithm: Algorithm, steps: int) -> None:
         self._algorithm = algorithm
         self._steps = steps
 
@@ -106,99 +110,55 @@ def affordable_steps(plan: Plan) -> int | None:
         )
 
     def cost(steps: int) -> float:
-        counts: dict[str, int] = {}
-        for slot in plan.schedule.slots:
-            counts[slot.name] = min(slot.count, steps)
-            steps -= counts[slot.name]
-        return plan.epsilon_after(counts)
+        return plan.epsilon_after({slot.name: slot.count for slot in _first(plan.schedule, steps).slots})
 
-    low, high = 0, plan.schedule.releases  # cost(low) ≤ limit < cost(high)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= limit else (low, middle)
-    if low == 0:
+    steps = largest(lambda steps: cost(steps) <= limit, 0, plan.schedule.releases)
+    if steps == 0:
         raise BudgetError(
             f"noise_multiplier={plan.noise_multiplier:g}: one step costs ε = {cost(1):.4g}, above the budget of "
             f"{limit:g}. Use more noise or a smaller batch."
         )
+    return steps
+
+
+def largest(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest number up to ``high`` that fits, if ``low`` does, and all below one that does.
+
+    >>> largest(lambda number: number < 7, 0, 100)
+    6
+    """
+    if high <= low or fits(high):
+        return max(low, high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-CONDITION = (
-    "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
-    "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
-)
-_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
-_NO_LIMIT = 1e9  # ε of a loop that nobody limited: what it costs so far is told by Loop.privacy
-_OPEN_END = 10**9  # steps of such a loop
+@dataclass(frozen=True, kw_only=True)
+class LoopTerms:
+    """What is settled before a loop begins: its samples, its length, its noise or its budget, and who pays.
 
+    It promises at most ε, or only a noise multiplier, or both. Without ``epochs`` and ``steps`` it has no end.
+    """
 
-class Pace(NamedTuple):
-    """How long a loop is: its epochs, or its steps, and what changes on the way; ``None``, ``None``: no end."""
-
-    epochs: int | None = None
-    steps: int | None = None
-    noise_schedule: Callable[[int], float] | None = None
-    batch_schedule: Callable[[int], int] | None = None
-    drop_last: bool = False
-
-    def stretches(self, n: int, size: int) -> tuple[tuple[tuple[int, int, float], ...], tuple[int, ...]]:
-        """(samples, expected size, noise) of each stretch of equal settings, and the samples of each epoch.
-
-        >>> Pace(epochs=3, noise_schedule=lambda epoch: 1.0 if epoch < 2 else 0.5).stretches(100, 30)
-        (((8, 30, 1.0), (4, 30, 0.5)), (4, 4, 4))
-        """
-        for name, value in (("epochs", self.epochs), ("steps", self.steps)):
-            if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
-        changes = self.noise_schedule is not None or self.batch_schedule is not None
-        if self.epochs is None:
-            if changes:
-                raise ValueError("epochs=None: a schedule needs the number of epochs beforehand; give epochs.")
-            return ((self.steps or _OPEN_END, size, 1.0),), (self._length(n, size),)
-        if self.steps is not None:
-            raise ValueError("epochs and steps: give one of them.")
-        epochs = range(self.epochs)
-        sizes = [size if self.batch_schedule is None else int(self.batch_schedule(epoch)) for epoch in epochs]
-        if not all(1 <= each <= n for each in sizes):
-            raise ValueError(
-                f"batch_schedule: gives sizes {min(sizes)} … {max(sizes)}; must be between 1 and n={n}."
-            )
-        noises = [1.0 if self.noise_schedule is None else float(self.noise_schedule(epoch)) for epoch in epochs]
-        lengths = [self._length(n, each) for each in sizes]
-        runs = [list(run) for _, run in groupby(epochs, key=lambda epoch: (sizes[epoch], noises[epoch]))]
-        return tuple((lengths[r[0]] * len(r), sizes[r[0]], noises[r[0]]) for r in runs), tuple(lengths)
-
-    def largest(self, size: int) -> int:
-        """The largest expected sample."""
-        sizes = (int(self.batch_schedule(e)) for e in range(self.epochs or 0)) if self.batch_schedule else ()
-        return max(size, *sizes, 1)
-
-    def payer(self, account: str, ledger: Any, cap: Budget | None, seed: int | None) -> Account:
-        """Who pays: the account in the ledger given, else in the project's own.
-
-        A ledger reserves beforehand what a loop may spend, so one without an end is counted in this process alone.
-        """
-        if self.epochs is not None or self.steps is not None:
-            return Account.of(account, ledger, cap, seeded=seed is not None)
-        if ledger is not None or cap is not None:
-            raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
-        return Account(account, note="kept in no ledger: the loop has no planned end")
-
-    def _length(self, n: int, size: int) -> int:
-        """Samples of an epoch: as many as a loader would make batches, with ``drop_last`` without the short one."""
-        return n // size if self.drop_last else math.ceil(n / size)
-
-
-@dataclass(frozen=True)
-class Promise:
-    """What a loop promises: at most ε, or only a noise multiplier, or both; and how its samples are drawn."""
-
+    batch_size: int
     epsilon: float | None
     delta: float
-    relation: str | Relation = Relation.ADD_REMOVE
-    noise_multiplier: float | None = None
-    sampling: LoopSampling = "poisson"
+    relation: str | Relation
+    noise_multiplier: float | None
+    epochs: int | None
+    steps: int | None = None
+    noise_schedule: Callable[[int], float] | None
+    batch_schedule: Callable[[int], int] | None
+    sampling: LoopSampling
+    drop_last: bool = False
+    unit: PrivacyUnit
+    n_public: int | None
+    ledger: Ledger | str | Path | None
+    account: str
+    cap: Budget | None
+    seed: int | None
 
     @property
     def budget(self) -> Budget:
@@ -208,97 +168,134 @@ class Promise:
         limit = _NO_LIMIT if self.epsilon is None else self.epsilon
         return Budget(limit, self.delta, Relation.parse(self.relation))
 
-    @classmethod
-    def of(
-        cls, epsilon: float | None, delta: float, relation: str | Relation, noise_multiplier: float | None,
-        sampling: LoopSampling, poisson_sampling: bool,
-    ) -> Promise:  # fmt: skip
-        """The promise of a loop whose sampling has two names: Opacus' ``poisson_sampling=False`` is ``"turns"``."""
-        if not poisson_sampling and sampling != "poisson":
-            raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
-        return cls(epsilon, delta, relation, noise_multiplier, sampling if poisson_sampling else "turns")
+    @property
+    def n_is_declared(self) -> bool:
+        """Whether n was not taken from the data."""
+        return self.n_public is not None or self.noise_multiplier is None
 
-    def paced(self, pace: Pace) -> Pace:
-        """The pace of such samples: where every record is in one batch of an epoch, none is dropped."""
-        return pace._replace(drop_last=False) if self.sampling == "random-allocation" else pace
+    @property
+    def has_end(self) -> bool:
+        """Whether its length is planned."""
+        return self.epochs is not None or self.steps is not None
 
-    def count(self, curator: CentralCurator, declared: int | None, least: int) -> PublicCount:
-        """How many records to plan for: the declared number; else counted privately, with about 1 % of ε.
+    def stretches(self, n: int) -> tuple[tuple[tuple[int, int, float], ...], tuple[int, ...]]:
+        """(samples, expected size, noise) of each stretch of equal settings, and the samples of each epoch."""
+        for name, value in (("epochs", self.epochs), ("steps", self.steps)):
+            if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
+        if self.epochs is None:
+            if self.noise_schedule is not None or self.batch_schedule is not None:
+                raise ValueError("epochs=None: a schedule needs the number of epochs beforehand; give epochs.")
+            return ((self.steps or _OPEN_END, self.batch_size, 1.0),), (self._length(n, self.batch_size),)
+        if self.steps is not None:
+            raise ValueError("epochs and steps: give one of them.")
+        epochs, sizes = range(self.epochs), self._sizes
+        if not all(1 <= each <= n for each in sizes):
+            raise ValueError(
+                f"batch_schedule: gives sizes {min(sizes)} … {max(sizes)}; must be between 1 and n={n}."
+            )
+        noises = [1.0 if self.noise_schedule is None else float(self.noise_schedule(epoch)) for epoch in epochs]
+        lengths = [self._length(n, each) for each in sizes]
+        runs = [list(run) for _, run in groupby(epochs, key=lambda epoch: (sizes[epoch], noises[epoch]))]
+        return tuple((lengths[r[0]] * len(r), sizes[r[0]], noises[r[0]]) for r in runs), tuple(lengths)
 
-        A count may come out below the largest sample, which is then the number: ``least``.
+    @property
+    def _sizes(self) -> list[int]:
+        """The expected sample size of each epoch."""
+        schedule = self.batch_schedule or (lambda _: self.batch_size)
+        return [int(schedule(epoch)) for epoch in range(self.epochs or 0)]
 
-        Noise of one's own has no ε to take that from: its price is stated for the length of the data set, which is
-        thereby public.
+    def _length(self, n: int, size: int) -> int:
+        """Samples of an epoch: as many as a loader would make batches, with ``drop_last`` without the short one."""
+        # Where every record is in one batch of an epoch, none is dropped.
+        return n // size if self.drop_last and self.sampling != "random-allocation" else math.ceil(n / size)
+
+    def releases(self, n: int, rule: FlatClip) -> LoopReleases:
+        """The loop as a method that can be planned."""
+        return LoopReleases(self.stretches(n)[0], rule.config(), self.sampling)
+
+    def holder(self, reading: Any, data: Any, kept: Run | None = None) -> CentralCurator:
+        """The holder of the data; of several processes one pays, and all draw the same samples.
+
+        A ledger reserves beforehand what a loop may spend, so one without an end is counted in this process alone.
         """
-        if declared is not None or self.noise_multiplier is not None:
-            return PublicCount(len(curator.records) if declared is None else declared)
-        found: PublicCount = broadcast_from_leader(lambda: curator.count(self.budget, None, None))
-        return replace(found, n=max(found.n, least))
+        if self.seed is not None:
+            warnings.warn(f"seed={self.seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+        if kept is not None:
+            payer = kept.account
+        elif self.has_end:
+            payer = Account.of(self.account, self.ledger, self.cap, seeded=self.seed is not None)
+        elif self.ledger is not None or self.cap is not None:
+            raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
+        else:
+            payer = Account(self.account, note="kept in no ledger: the loop has no planned end")
+        payer = payer if is_leader() else Account(payer.name)
+        name, key = None if kept is None else kept.name, broadcast_loop_key()
+        kind = SharedCurator if is_distributed() else CentralCurator
+        return kind(reading, data, account=payer, run=name, seed=self.seed, key=key)
 
-    def plan(
-        self, pace: Pace, count: PublicCount, size: int, rule: ClipRule, unit: PrivacyUnit
-    ) -> tuple[Plan, tuple[int, ...]]:
-        """What the loop may release, priced, and the samples of each epoch."""
-        budget, own, n = self.budget, self.noise_multiplier, count.n
-        if pace.epochs is None and pace.steps is None:
+    def plan(self, curator: CentralCurator, rule: FlatClip) -> Plan:
+        """What the loop may release, priced.
+
+        n is the declared number, else counted privately with about 1 % of ε, and at least the largest sample. Noise
+        of one's own has no ε to take that from: its price is stated for the length of the data set.
+        """
+        terms, budget, own = self, self.budget, self.noise_multiplier
+        if self.n_public is not None or own is not None:
+            count = PublicCount(len(curator.records) if self.n_public is None else self.n_public)
+        else:
+            found: PublicCount = broadcast_from_leader(lambda: curator.count(budget, None, None))
+            count = replace(found, n=max(found.n, self.batch_size, *self._sizes))
+        if not 1 <= self.batch_size <= count.n:
+            records = self.unit.in_words("records")
+            raise DataError(
+                f"batch_size={self.batch_size}: must be between 1 and the {count.n} {records} of the data set."
+            )
+        if not self.has_end:
             if own is None:
                 raise ValueError("a loop whose noise follows from its budget needs epochs= or steps= beforehand.")
             if self.epsilon is not None:
                 if self.sampling == "turns":
                     raise ValueError("without secret samples a target ε needs the number of epochs; give epochs.")
                 steps = calibrate_steps(
-                    epsilon=self.epsilon, delta=self.delta, noise_multiplier=own, n=n, batch_size=size,
-                    sampling=self.sampling, relation=budget.relation,
+                    epsilon=self.epsilon, delta=self.delta, noise_multiplier=own, n=count.n,
+                    batch_size=self.batch_size, sampling=self.sampling, relation=budget.relation,
                 )  # fmt: skip
-                pace = pace._replace(steps=steps)
-        stretches, lengths = self.paced(pace).stretches(n, size)
-        releases: Any = OwnLoop(stretches, rule.config(), self.sampling)
-        plan = training.plan(releases, n=count, budget=budget, noise_multiplier=own, unit=unit)
-        if own is not None and self.epsilon is not None:
-            plan = truncate_to_budget(plan)
+                terms = replace(self, steps=steps)
+        method: Any = terms.releases(count.n, rule)
+        plan = training.plan(method, n=count, budget=budget, noise_multiplier=own, unit=self.unit)
+        if own is not None and self.epsilon is not None and (steps_left := affordable_steps(plan)) is not None:
+            plan = replace(plan, schedule=_first(plan.schedule, steps_left))
         for slot in plan.schedule.slots:
-            rule.bound(
-                slot.multiplier(plan.noise_multiplier)
-            )  # refuses a count that leaves no noise for the gradient
-        return plan, lengths
+            rule.bound(slot.multiplier(plan.noise_multiplier))  # refuses one that leaves the gradient no noise
+        return plan
 
 
-def holder(reading: Any, data: Any, account: Account, seed: int | None, run: str | None = None) -> CentralCurator:
-    """The holder of the data; of several processes one pays, and all draw the same samples."""
-    if seed is not None:
-        warnings.warn(f"seed={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-    payer = account if is_leader() else Account(account.name)
-    return CentralCurator(reading, data, account=payer, run=run, seed=seed, key=broadcast_loop_key())
+def loop_sampling(sampling: LoopSampling, poisson_sampling: bool) -> LoopSampling:
+    """How samples are drawn, which has two names: Opacus' ``poisson_sampling=False`` is ``"turns"``."""
+    if not poisson_sampling and sampling != "poisson":
+        raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
+    return sampling if poisson_sampling else "turns"
 
 
 class Loop:
     """A plan's open session and how far the loop has come."""
 
     def __init__(
-        self,
-        plan: Plan,
-        curator: CentralCurator,
-        engine: PerExampleEngine,
-        rule: ClipRule,
-        shards: Shards | None,
-        kept: Run | None = None,
-    ) -> None:
+        self, plan: Plan, lengths: tuple[int, ...], curator: CentralCurator, engine: PerExampleEngine,
+        rule: FlatClip, shards: Shards | None, *, n_is_declared: bool, kept: Run | None = None,
+    ) -> None:  # fmt: skip
         self.plan, self.engine, self.rule, self.shards = plan, engine, rule, shards
         rule.precision = engine.dtype
+        self.lengths = lengths  # samples of each epoch; the last one's of all that follow
         self.name = os.urandom(16).hex()
         self.account = curator.account.asked or curator.account.name
         self.is_private = not curator.seeded
-        self.n_is_declared = True  # else it was taken from the data
+        self.n_is_declared = n_is_declared
         self.paused = False  # whether it goes on elsewhere
         self.total = plan.schedule.releases  # samples it may have
         self.mean = True  # whether the gradient is divided by the public size of a sample
-        self._session: Any
-        if kept is not None:
-            self._session = kept.open(curator)
-        elif is_distributed():
-            self._session = SharedSession(curator, plan, engine.module, engine.device)
-        else:
-            self._session = curator.open(plan)
+        self._session: CentralSession = curator.open(plan) if kept is None else kept.open(curator)
         self.handed_out = sum(self._session.used.values())  # samples that the loop has had
         self._spent: SessionCost | None = None
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
@@ -324,10 +321,7 @@ class Loop:
 
     @property
     def cost(self) -> LoopCost:
-        """What the samples that were handed out are accounted as, stepped on or not.
-
-        Whether to skip one may have depended on it.
-        """
+        """What the samples that were handed out are accounted as, also if one was skipped: it may have said so."""
         return LoopCost.of(self)
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -471,11 +465,3 @@ class Loop:
                 f"parameter {changed!r} was frozen, unfrozen, added or removed after the loop was made, which was "
                 "planned for the others: change the module first, then make the loop."
             )
-
-
-def check_person(people: bool, rule: ClipRule) -> None:
-    """Refuse clipping that is not known for people whose records are in several passes."""
-    if people and rule.config().get("clipping") is not None:
-        raise ValueError(
-            "person: a person's records are clipped together over all parameters: use clipping='flat'."
-        )

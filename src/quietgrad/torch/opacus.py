@@ -1,9 +1,7 @@
 """The verbs that Opacus users know: ``make_private``, ``make_private_with_epsilon`` and ``PrivacyEngine``.
 
-What differs is what is promised: batches are true Poisson samples at rate batch_size / n, a sampler whose law is
-unknown is refused instead of replaced, noise and batch sizes that change over epochs are declared beforehand and
-accounted for, noise is always cryptographic, a loop that would exceed its budget stops with an error, and ε says
-whether it rests on the loop's own code.
+What differs: batches are true Poisson samples, a sampler whose law is unknown is refused, schedules are declared
+beforehand and accounted for, a loop stops before it exceeds its budget, and ε says what it rests on.
 """
 
 from __future__ import annotations
@@ -17,17 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from quietgrad.algorithms.own_loop import LoopSampling
+from quietgrad.algorithms.custom_loop import LoopSampling
 from quietgrad.errors import DataError, UnprovableError
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.person_ids import call_id_function
-from quietgrad.objectives.privacy_units import (
-    Combine,
-    RecordsWithIds,
-    UnitGrouping,
-    UserLevelObjective,
-    with_privacy_unit,
-)
+from quietgrad.objectives.networks.records import Multiple, Padding
+from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.torch import checkpoints
 from quietgrad.torch.checkpoints import LoopCost, epsilon_of
@@ -42,7 +34,7 @@ from quietgrad.torch.loop_wrappers import (
     checked_loader,
     made_private,
 )
-from quietgrad.torch.loops import Pace, Promise, check_person, holder
+from quietgrad.torch.loops import LoopTerms, largest, loop_sampling
 from quietgrad.torch.recorded_loop import CustomLoop, PrivateCriterion
 
 if TYPE_CHECKING:
@@ -102,7 +94,7 @@ def make_private(
     max_grad_norm: float | Sequence[float],
     criterion: Callable[..., Any] | None = None,
     transform: Callable[[Any], Any] | None = None,
-    pad: Any = None,
+    pad: int | Multiple | Padding | None = None,
     clipping: str = "flat",
     epochs: int | None = None,
     target_epsilon: float | None = None,
@@ -172,28 +164,25 @@ def make_private(
     module = module if shards is None else shards.twin
     given = checked_loader(data_loader)
     collate = given.collate_fn if transform is None else _then(given.collate_fn, transform)
-    reading: Any = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
-    engine = reading.engine
-    rule = clip_rule(clipping, max_grad_norm, len(engine.names), **settings)
-    check_person(person is not None, rule)
-    promise = Promise.of(target_epsilon, target_delta, relation, noise_multiplier, sampling, poisson_sampling)
-    pace = Pace(epochs, None, noise_schedule, batch_schedule, bool(given.drop_last))
-    data: Any = given.dataset
-    people = _people(len(data), person, combine, records_per_person)
-    if people is not None:
-        reading, data = UserLevelObjective(reading, combine, records_per_person), RecordsWithIds(data, people)
-    curator = holder(reading, data, pace.payer(account, ledger, cap, seed), seed)
-    unit, size = PrivacyUnit.RECORD if people is None else PrivacyUnit.PERSON, given.batch_size
-    count = promise.count(curator, n_public, pace.largest(size or 1))
-    if size is None or not 1 <= size <= count.n:
-        raise DataError(
-            f"batch_size={size}: must be between 1 and the {count.n} {unit.in_words('records')} of the data set."
-        )
-    plan, lengths = promise.plan(pace, count, size, rule, unit)
-    loop = CustomLoop(plan, curator, engine, rule, shards, warns=criterion is not None)
+    objective = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
+    engine = objective.engine
+    rule = clip_rule(clipping, max_grad_norm, len(engine.names), None if person is None else "person", **settings)
+    size, unit = given.batch_size or 0, PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
+    terms = LoopTerms(
+        batch_size=size, epsilon=target_epsilon, delta=target_delta, relation=relation, epochs=epochs,
+        noise_multiplier=noise_multiplier, noise_schedule=noise_schedule, batch_schedule=batch_schedule,
+        sampling=loop_sampling(sampling, poisson_sampling), drop_last=bool(given.drop_last), unit=unit,
+        n_public=n_public, ledger=ledger, account=account, cap=cap, seed=seed,
+    )  # fmt: skip
+    asked = with_privacy_unit(objective, given.dataset, person, combine, records_per_person)
+    curator = terms.holder(*asked)
+    plan = terms.plan(curator, rule)
+    loop = CustomLoop(
+        plan, terms.stretches(plan.n_public)[1], curator, engine, rule, shards, warns=criterion is not None,
+        n_is_declared=terms.n_is_declared,
+    )  # fmt: skip
     loop.mean = loss_reduction != "sum"
-    loop.n_is_declared = n_public is not None or noise_multiplier is None
-    made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given, loop, lengths)
+    made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given, loop)
     if criterion is None:
         return made
     reduction = getattr(criterion, "reduction", loss_reduction or "mean")
@@ -202,15 +191,6 @@ def make_private(
 
 def _then(collate: Callable[..., Any], transform: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
     return lambda samples: transform(collate(samples))
-
-
-def _people(records: int, person: Any, combine: Combine, most: int | None) -> UnitGrouping | None:
-    """Who the records are about; ``None``: each is a person's own."""
-    if person is None:
-        with_privacy_unit(None, None, None, combine, most)  # refuses settings that need people
-        return None
-    ids = call_id_function(person, records) if callable(person) else person
-    return UnitGrouping.of(ids, combine=combine, records_per_person=most, records=records)
 
 
 class Accountant:
@@ -249,14 +229,7 @@ class Accountant:
             except UnprovableError:
                 return False
 
-        low, high = loop.handed_out, loop.total
-        while high > low and not fits(high):
-            if high - low == 1:
-                high = low
-                break
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        loop.total = high
+        loop.total = largest(fits, loop.handed_out, loop.total)
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -277,7 +250,7 @@ class Accountant:
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent, sealed."""
-        return {"quietgrad": checkpoints.seal(self.costs)}
+        return {"quietgrad": checkpoints.seal(self.costs).hex()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Add what another engine spent; nothing that is known here is forgotten."""
@@ -286,15 +259,14 @@ class Accountant:
                 "load_state_dict: not the state of an accountant of quietgrad. What another program says was spent "
                 "cannot be checked; keep it in a ledger beside this run."
             )
-        self.add(checkpoints.unsealed(state_dict["quietgrad"]))
+        self.add(checkpoints.unseal(bytes.fromhex(state_dict["quietgrad"]))[1])
 
 
 class PrivacyEngine:
     """Opacus's entry point by name, so that a script is ported by changing its import.
 
-    ``secure_mode`` is accepted and changes nothing: noise and samples are cryptographic in any case. So is
-    ``accountant="prv"`` or ``"rdp"``: ε is the smallest that is proved. The engine remembers every loop it made
-    private, and :meth:`get_epsilon` is what all of them cost together.
+    ``secure_mode`` changes nothing: noise and samples are cryptographic in any case. Nor does ``accountant="prv"``
+    or ``"rdp"``: ε is the smallest that is proved. :meth:`get_epsilon` is what all loops of the engine cost.
 
     >>> PrivacyEngine(accountant="gdp")
     Traceback (most recent call last):
@@ -323,11 +295,7 @@ class PrivacyEngine:
         return self._keep(make_private_with_epsilon, settings)
 
     def get_epsilon(self, delta: float) -> float:
-        """ε of all samples that loops of this engine have had so far, as if all were of the same people.
-
-        What states that were loaded had cost counts too. For loops on other people's records use another engine; an
-        account of a ledger knows what other processes spent.
-        """
+        """ε of all samples of this engine's loops, and of states that were loaded, as if of the same people."""
         if not self.accountant.costs:
             raise RuntimeError("get_epsilon: nothing was made private yet; call make_private first.")
         return self.accountant.get_epsilon(delta)

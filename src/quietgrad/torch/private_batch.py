@@ -11,25 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.networks.one_record import full_precision
+from quietgrad.objectives.networks.one_record import Pass, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of
-from quietgrad.objectives.networks.vectors import UnitAssignment
+from quietgrad.objectives.networks.vectors import Rows, UnitAssignment
 
 if TYPE_CHECKING:
     from quietgrad.torch.recorded_loop import CustomLoop
 
-Rows = npt.NDArray[np.int64]
 
-
-class Part(NamedTuple):
+class RecordBlock(NamedTuple):
     """Records of one shape: their places in the sample, and their values (n, …), each as in a batch of one."""
 
     rows: Rows
@@ -39,8 +36,9 @@ class Part(NamedTuple):
 class Call:
     """One forward pass of the private model over records of a sample."""
 
-    def __init__(self, sample: Sample, rows: Rows, recording: Any) -> None:
-        self.sample, self.rows, self.recording = sample, rows, recording
+    def __init__(self, sample: Sample, rows: Rows) -> None:
+        self.sample, self.rows = sample, rows
+        self.passes: list[Pass] = []
         self.reached = False  # whether a gradient came back
         self._averaged: int | None = None
 
@@ -63,8 +61,8 @@ class Call:
 class Sample:
     """The records in hand: a sample, or a piece of it that holds whole people."""
 
-    def __init__(self, loop: CustomLoop, keys: RecordSeeds, persons: UnitAssignment | None) -> None:
-        self.loop, self.keys, self.persons = loop, keys, persons
+    def __init__(self, loop: CustomLoop, keys: RecordSeeds, units: UnitAssignment | None) -> None:
+        self.loop, self.keys, self.units = loop, keys, units
         self.calls: list[Call] = []
         self._next = 0  # the first row of the next piece that the loop cuts itself
         self._forms: set[torch.Size] = set()  # what a row of its tensors looks like
@@ -79,10 +77,12 @@ class Sample:
             raise DataError("collate_fn gives records of different structure: give all the same keys and parts.")
         self._forms = {value.shape[2:] for column in columns for value in column if value.dim() > 1}
         values = zip(*columns, strict=True)
-        made = [Handle.of(self, [Part(g.rows, v) for g, v in zip(groups, each, strict=True)]) for each in values]
+        made = [
+            Handle.of(self, [RecordBlock(g.rows, v) for g, v in zip(groups, each, strict=True)]) for each in values
+        ]
         return _hidden(refilled(groups[0].record, iter(made)))
 
-    def stacked(self, tensors: Sequence[Tensor]) -> tuple[Rows, list[list[Part]]]:
+    def stacked(self, tensors: Sequence[Tensor]) -> tuple[Rows, list[list[RecordBlock]]]:
         """The rows that a call is about, and each of its tensors cut into records.
 
         While the loop has touched nothing, a plain tensor is public, and every record gets it as it is.
@@ -100,7 +100,7 @@ class Sample:
         places = [(len(tensors), place) for place in range(len(tensors))]
         return rows, [self._cut(tensor, rows, cut, place) for tensor, place in zip(tensors, places, strict=True)]
 
-    def _cut(self, leaf: Tensor, rows: Rows, cut: bool, place: tuple[int, int]) -> list[Part]:
+    def _cut(self, leaf: Tensor, rows: Rows, cut: bool, place: tuple[int, int]) -> list[RecordBlock]:
         if isinstance(leaf, Handle):
             if leaf.untouched:
                 return leaf._parts
@@ -115,8 +115,8 @@ class Sample:
                 axis = next((axis for axis, size in enumerate(leaf.shape) if size == count), None)
             known[place] = axis
             if axis is not None:
-                return [Part(rows, leaf.movedim(axis, 0).unsqueeze(axis + 1))]
-        return [Part(rows, leaf.expand(count, *leaf.shape))]  # every record's own copy of a public tensor
+                return [RecordBlock(rows, leaf.movedim(axis, 0).unsqueeze(axis + 1))]
+        return [RecordBlock(rows, leaf.expand(count, *leaf.shape))]  # every record's own copy of a public tensor
 
     def _piece(self, tensors: Sequence[Tensor]) -> Rows:
         """The rows that plain tensors are about: all of them, or the next ones."""
@@ -159,7 +159,7 @@ class Hidden:
         raise AttributeError("a part of the records that is no tensor is not handed out: make a tensor of it.")
 
 
-def aligned(known: Sequence[list[Part]]) -> Iterator[tuple[Rows, list[Tensor]]]:
+def aligned(known: Sequence[list[RecordBlock]]) -> Iterator[tuple[Rows, list[Tensor]]]:
     """Groups of rows that are in one part of each value, with their values."""
     if all(len(parts) == 1 for parts in known):  # records of one shape, or none
         yield known[0][0].rows, [_taken(parts[0], known[0][0].rows) for parts in known]
@@ -175,7 +175,7 @@ def aligned(known: Sequence[list[Part]]) -> Iterator[tuple[Rows, list[Tensor]]]:
         yield mine, [_taken(parts[label], mine) for parts, label in zip(known, kinds[:, kind], strict=True)]
 
 
-def _taken(part: Part, rows: Rows) -> Tensor:
+def _taken(part: RecordBlock, rows: Rows) -> Tensor:
     if np.array_equal(part.rows, rows):
         return part.values
     order = np.argsort(part.rows)
@@ -183,7 +183,7 @@ def _taken(part: Part, rows: Rows) -> Tensor:
     return part.values[torch.from_numpy(places).to(part.values.device)]
 
 
-def together(parts: Sequence[Part], axis: int | None = None) -> Tensor:
+def together(parts: Sequence[RecordBlock], axis: int | None = None) -> Tensor:
     """One tensor of all rows in their order, records on the axis that is their batch of one."""
     values = [part.values for part in parts]
     if len({value.dim() for value in values}) > 1 or len({value.dtype for value in values}) > 1:
@@ -219,14 +219,14 @@ class Handle(Tensor):
     """Stands for one tensor of the records in hand, of a size that nobody is told."""
 
     _sample: Sample
-    _parts: list[Part]
+    _parts: list[RecordBlock]
     _make: Callable[[], Tensor]
     _made: Tensor | None
     _made_version: int
     _made_grad: bool
 
     @staticmethod
-    def of(sample: Sample, parts: list[Part], make: Callable[[], Tensor] | None = None) -> Handle:
+    def of(sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor] | None = None) -> Handle:
         """A handle of these values; ``make`` makes the plain tensor where that is not only to put them together."""
         like = parts[0].values
         new: Any = Tensor._make_wrapper_subclass(Handle, (0,), dtype=like.dtype, device=like.device)
@@ -255,15 +255,15 @@ class Handle(Tensor):
         if func in _QUESTIONS:
             return func(like)
         if func in _DIMENSIONS:
-            return like.dim() - (self._made is None and not isinstance(self, Loss))
+            return like.dim() - (self._made is None and not isinstance(self, LossHandle))
         alone = not any(isinstance(each, Handle) for each in tensors_of((args, kwargs)))
-        if func in _CASTS and alone and self.untouched and not isinstance(self, Loss):
+        if func in _CASTS and alone and self.untouched and not isinstance(self, LossHandle):
             return self._cast(func, args, kwargs)
         return NotImplemented
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> Handle:
         """Each record's values in another type, or elsewhere: the handle itself if that changes nothing."""
-        parts = [Part(part.rows, func(part.values, *args, **kwargs)) for part in self._parts]
+        parts = [RecordBlock(part.rows, func(part.values, *args, **kwargs)) for part in self._parts]
         if all(new.values is old.values for new, old in zip(parts, self._parts, strict=True)):
             return self
         return Handle.of(self._sample, parts)
@@ -285,7 +285,7 @@ class Handle(Tensor):
         return func(*plain(args), **plain(kwargs or {}))
 
 
-class Loss(Handle):
+class LossHandle(Handle):
     """The loss of all records in hand: one number, or one of each record."""
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -302,7 +302,7 @@ def plain(value: Any) -> Any:
     return mapped(value, lambda tensor: tensor.plain() if isinstance(tensor, Handle) else tensor)
 
 
-def reduced(sample: Sample, parts: list[Part], reduction: str) -> Loss:
+def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHandle:
     """The loss of a sample from one of each record, (n,).
 
     ``"none"`` keeps them apart. For the others the value shown is their mean or sum, and ``backward()`` sends 1 to
@@ -314,13 +314,13 @@ def reduced(sample: Sample, parts: list[Part], reduction: str) -> Loss:
     sample.loop.mean = reduction == "mean"
     losses = torch.cat([part.values for part in parts])
     value = _applied(_Reduced, losses, sample, reduction == "mean")
-    return _loss(sample, [Part(np.arange(0), value)], lambda: value)
+    return _loss(sample, [RecordBlock(np.arange(0), value)], lambda: value)
 
 
-def _loss(sample: Sample, parts: list[Part], make: Callable[[], Tensor]) -> Loss:
+def _loss(sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor]) -> LossHandle:
     new: Any = Handle.of(sample, parts, make)
-    new.__class__ = Loss
-    loss: Loss = new
+    new.__class__ = LossHandle
+    loss: LossHandle = new
     return loss
 
 
@@ -346,10 +346,7 @@ def noted(values: Tensor, call: Call) -> Tensor:
 
 
 def undone(values: Tensor, call: Call, *, outputs: bool) -> Tensor:
-    """The outputs or inputs of a call whose loss the loop makes itself: a mean over records is undone between them.
-
-    What goes back from the outputs is each record's own, and what comes out at the inputs is what the loss said.
-    """
+    """The outputs or inputs of a call whose loss the loop makes itself: a mean over records is undone between."""
     return _applied(_Undone, values, call, outputs) if values.requires_grad else values
 
 

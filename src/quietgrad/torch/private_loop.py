@@ -6,51 +6,45 @@ is a run that can be interrupted and continued.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quietgrad.algorithms.own_loop import LoopSampling, OwnLoop
+from quietgrad.algorithms.custom_loop import LoopSampling
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import Batch, Gradient, Query
 from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.records import Collate
+from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import DEFAULT
-from quietgrad.torch.checkpoints import pack, unpack
-from quietgrad.torch.clip_rules import ClipRule, FlatClip, clip_rule
+from quietgrad.torch.clip_rules import FlatClip, clip_rule
 from quietgrad.torch.distributed import Shards, is_distributed, unwrapped
 from quietgrad.torch.loop_wrappers import check_optimizer
-from quietgrad.torch.loops import Loop, Pace, Promise, check_person, holder
+from quietgrad.torch.loops import Loop, LoopTerms, loop_sampling
 from quietgrad.training import runs
 from quietgrad.training.callbacks import Callback, Progress, begin, together
 from quietgrad.training.minimizing import counting, result_of
 from quietgrad.training.result import Privacy
 from quietgrad.training.runs import Run, is_kept, open_run, over
 
-if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger
-
 LOOP = "loop"  # the kind of these runs
 Parameters = Mapping[str, nn.Parameter]
 
 
-def found(folder: str | Path | None, ledger: Any, pace: Pace, seed: int | None, every: float) -> Run | None:
+def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run | None:
     """The loop that was interrupted and is kept in ``folder``; ``None`` if a new one begins."""
     if folder is None:
         return None
     if is_distributed():
         raise ValueError("folder: a loop of several processes is not kept. Leave folder out, or use one process.")
-    if pace.epochs is None and pace.steps is None:
+    if not terms.has_end:
         raise ValueError("folder: a loop that is kept needs its length beforehand; give epochs or steps.")
     if over(folder) is not None:
         raise DataError(
@@ -59,64 +53,46 @@ def found(folder: str | Path | None, ledger: Any, pace: Pace, seed: int | None, 
         )
     if not is_kept(folder):
         return None
-    if seed is not None:
+    if terms.seed is not None:
         raise ValueError("seed: the loop that is kept in this folder is private; leave seed out.")
-    return open_run(folder, kind=LOOP, ledger=ledger, every=every)
+    return open_run(folder, kind=LOOP, ledger=terms.ledger, every=every)
 
 
-def settled(params: Parameters, optimizer: Optimizer | None, people: Any, n_is_declared: bool) -> dict[str, Any]:
-    """What the header says besides the plan."""
-    return {
-        "parameters": {name: list(param.shape) for name, param in params.items()},
-        "optimizer": None if optimizer is None else type(optimizer).__name__,
-        "people": people,
-        "n_is_declared": n_is_declared,
-    }
-
-
-def agreed(
-    kept: Run, asked: Mapping[str, Any], pace: Pace, promise: Promise, size: int, rule: ClipRule,
-    n_public: int | None, account: str, cap: Budget | None,
-) -> tuple[int, ...]:  # fmt: skip
-    """The samples of each epoch, if what the call says is what the folder says; else ``DataError``."""
+def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, rule: FlatClip) -> None:
+    """Raise ``DataError`` unless what the call says is what the folder says."""
     plan = kept.plan
-    kept.agree_on_account(None if account == DEFAULT else account, cap)
+    kept.agree_on_account(None if terms.account == DEFAULT else terms.account, terms.cap)
     for what in ("parameters", "optimizer", "people"):
-        kept.agree(what, asked[what] or "none", kept.header.settings[what] or "none")
-    stretches, lengths = promise.paced(pace).stretches(plan.n_public, size)
-    said = OwnLoop(stretches, rule.config(), promise.sampling).config()
+        kept.agree(what, settings[what] or "none", kept.header.settings[what] or "none")
+    said = terms.releases(plan.n_public, rule).config()
     for what in sorted({*said, *plan.config}):
         kept.agree(what, [said.get(what)], [plan.config.get(what)])
     assert plan.budget is not None
-    kept.agree("budget", promise.budget.to_json(), plan.budget.to_json())
-    kept.agree("noise_multiplier", promise.noise_multiplier, plan.noise_multiplier)
-    kept.agree("n_public", n_public, plan.n_public)
-    return lengths
+    kept.agree("budget", terms.budget.to_json(), plan.budget.to_json())
+    kept.agree("noise_multiplier", terms.noise_multiplier, plan.noise_multiplier)
+    kept.agree("n_public", terms.n_public, plan.n_public)
 
 
-def stands(params: Parameters, optimizer: Optimizer | None, rule: ClipRule) -> dict[str, Any]:
+def _state(params: Parameters, optimizer: Optimizer | None, rule: FlatClip) -> dict[str, Any]:
     """Where a loop stands between two samples: parameters, gradients that wait for a step, optimizer, clip rule."""
-    content = {
+    return {
         "params": {name: param.detach() for name, param in params.items()},
         "grads": {name: param.grad for name, param in params.items() if param.grad is not None},
         "optimizer": None if optimizer is None else optimizer.state_dict(),
         "rule": rule.state(),
     }
-    tensors: dict[str, Tensor] = {}
-    return {"said": json.dumps(pack(content, "loop", tensors)), "tensors": tensors}
 
 
-def put_back(state: Mapping[str, Any], params: Parameters, optimizer: Optimizer | None, rule: ClipRule) -> None:
-    """Go on from what :func:`stands` said."""
-    content = unpack(json.loads(state["said"]), state["tensors"])
+def _put_back(state: Mapping[str, Any], params: Parameters, optimizer: Optimizer | None, rule: FlatClip) -> None:
+    """Go on from a :func:`_state`."""
     with torch.no_grad():
         for name, param in params.items():
-            param.copy_(content["params"][name])
-            grad = content["grads"].get(name)
+            param.copy_(state["params"][name])
+            grad = state["grads"].get(name)
             param.grad = None if grad is None else grad.to(param)
     if optimizer is not None:
-        optimizer.load_state_dict(content["optimizer"])
-    rule.load_state(content["rule"])
+        optimizer.load_state_dict(state["optimizer"])
+    rule.load_state(state["rule"])
 
 
 class PrivateBatch:
@@ -208,7 +184,7 @@ class PrivateLoop(Loop):
         records_per_person: int | None = None,
         views: int = 1,
         collate_fn: Collate | None = None,
-        pad: Any = None,
+        pad: int | Multiple | Padding | None = None,
         n_public: int | None = None,
         micro_batch: int | None = None,
         memory_budget: float = 512e6,
@@ -228,60 +204,54 @@ class PrivateLoop(Loop):
             module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
             views=views,
         )  # fmt: skip
-        rule = clip_rule(clipping, max_grad_norm, len(objective.engine.names), **settings)
-        check_person(person is not None, rule)
-        if views > 1 and type(rule) is not FlatClip:
-            raise ValueError(
-                "views: the mean of a record's views is clipped over all parameters: use clipping='flat'."
-            )
+        engine, several = objective.engine, "person" if person is not None else "views" if views > 1 else None
+        rule = clip_rule(clipping, max_grad_norm, len(engine.names), several, **settings)
         if optimizer is not None:
             check_optimizer(optimizer, given.parameters())
-        if budget is None:
-            promise = Promise.of(None, delta, relation, noise_multiplier, sampling, poisson_sampling)
-        else:
-            promised = budget.epsilon, budget.delta, budget.relation, noise_multiplier
-            promise = Promise.of(*promised, sampling, poisson_sampling)
-        pace = Pace(epochs, steps, noise_schedule, batch_schedule)
+        terms = LoopTerms(
+            batch_size=batch_size, epsilon=None if budget is None else budget.epsilon,
+            delta=delta if budget is None else budget.delta, noise_multiplier=noise_multiplier,
+            relation=relation if budget is None else budget.relation, epochs=epochs, steps=steps,
+            noise_schedule=noise_schedule, batch_schedule=batch_schedule, n_public=n_public, ledger=ledger,
+            sampling=loop_sampling(sampling, poisson_sampling), account=account, cap=cap, seed=seed,
+            unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
+        )  # fmt: skip
         asked = with_privacy_unit(objective, data, person, combine, records_per_person)
-        unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
         self._folder = None if folder is None else Path(folder)
-        declared = n_public is not None or noise_multiplier is None
         self._trained = {name: param for name, param in given.named_parameters() if param.requires_grad}
-        said = settled(self._trained, optimizer, counting(asked[0]), declared)
-        kept = found(folder, ledger, pace, seed, checkpoint_seconds)
+        said = {
+            "parameters": {name: list(param.shape) for name, param in self._trained.items()},
+            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "people": counting(asked[0]),
+            "n_is_declared": terms.n_is_declared,
+        }
+        kept = _kept_run(folder, terms, checkpoint_seconds)
         try:
-            payer = pace.payer(account, ledger, cap, seed) if kept is None else kept.account
-            curator = holder(*asked, payer, seed, None if kept is None else kept.name)
+            curator = terms.holder(*asked, kept)
             # Before anything is reserved, a count of the records included; the length of epochs follows from that.
-            begin(
-                self._tell,
-                pace.steps or 0,
-                objective.engine.flatten(dict(module.named_parameters())),
-                private=seed is None,
-            )
+            begin(self._tell, steps or 0, engine.flatten(dict(module.named_parameters())), private=seed is None)
             if kept is not None:
-                self._lengths = agreed(kept, said, pace, promise, batch_size, rule, n_public, account, cap)
-                plan = kept.plan
-            else:
-                count = promise.count(curator, n_public, pace.largest(batch_size))
-                plan, self._lengths = promise.plan(pace, count, batch_size, rule, unit)
-                if folder is not None:
-                    state = stands(self._trained, optimizer, rule)
-                    kept = runs.begin(
-                        folder, plan, curator, kind=LOOP, state=state, settings=said,
-                        every=checkpoint_seconds,
-                    )  # fmt: skip
-            super().__init__(plan, curator, objective.engine, rule, shards, kept)
+                _agree(kept, said, terms, rule)
+                said = {**kept.header.settings}
+            plan = terms.plan(curator, rule) if kept is None else kept.plan
+            if kept is None and folder is not None:
+                kept = runs.begin(
+                    folder, plan, curator, kind=LOOP, state=_state(self._trained, optimizer, rule), settings=said,
+                    every=checkpoint_seconds,
+                )  # fmt: skip
+            super().__init__(
+                plan, terms.stretches(plan.n_public)[1], curator, engine, rule, shards, kept=kept,
+                n_is_declared=bool(said["n_is_declared"]),
+            )  # fmt: skip
             if kept is not None and kept.resumed:
-                put_back(kept.state, self._trained, optimizer, rule)
+                _put_back(kept.state, self._trained, optimizer, rule)
         except Exception:
             if kept is not None:
                 (kept.close if kept.resumed else kept.discard)()
             raise
         self._kept = kept
-        self.n_is_declared = declared if kept is None else bool(kept.header.settings["n_is_declared"])
 
     def __len__(self) -> int:
         """The samples of the whole plan."""
@@ -290,7 +260,7 @@ class PrivateLoop(Loop):
     @property
     def epoch_length(self) -> int:
         """The samples of the first epoch."""
-        return self._lengths[0]
+        return self.lengths[0]
 
     def __iter__(self) -> Iterator[PrivateBatch]:
         """All samples that are left."""
@@ -308,7 +278,7 @@ class PrivateLoop(Loop):
         end, epoch = 0, 0
         while self.handed_out < self.total:
             while end <= self.handed_out:
-                end += self._lengths[min(epoch, len(self._lengths) - 1)]
+                end += self.lengths[min(epoch, len(self.lengths) - 1)]
                 epoch += 1
             yield self._until(min(end, self.total))
 
@@ -323,7 +293,7 @@ class PrivateLoop(Loop):
     def save(self) -> None:
         """Save where the loop stands between two samples, if it is kept in a folder."""
         if self._kept is not None and self._folder is not None:
-            self._kept.save(stands(self._trained, self.optimizer, self.rule), self._session, now=True)
+            self._kept.save(_state(self._trained, self.optimizer, self.rule), self._session, now=True)
 
     def pause(self) -> None:
         """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
@@ -414,20 +384,13 @@ class _RuledSum:
     """Σ over a sample of what a clip rule makes of each record's gradient."""
 
     def __init__(self, loop: PrivateLoop, theta: Tensor, multiplier: float) -> None:
-        self._loop, self._theta, self._multiplier = loop, theta, multiplier
-
-    @property
-    def bound(self) -> float:
-        return self._loop.rule.bound(self._multiplier)
+        self._loop, self._theta = loop, theta
+        self._clipping, self.bound = loop.rule.at(multiplier), loop.rule.bound(multiplier)
 
     def dim(self, records: Any) -> int:
         return self._loop.engine.dim + self._loop.rule.extra
 
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
-        out, engine, rule = torch.as_tensor(out), self._loop.engine, self._loop.rule
-        rows = np.arange(len(batch.records)) if batch.indices is None else batch.indices
-        keys = RecordSeeds.of(batch.key, rows)
-        for some in keys.passes(self._loop.objective.micro_batch) if len(rows) else ():
-            part = keys.rows(some)
-            for _, gradients in engine.gradients(self._theta, batch.records.read(part), part):
-                rule.add(gradients, rule.norms(gradients), out, self._multiplier)
+    def sum_into(self, objective: object, batch: Batch, out: Any) -> None:
+        out, engine = torch.as_tensor(out), self._loop.engine
+        for _, part in self._loop.objective.passes(batch):
+            engine.add((self._theta,), batch.records.read(part), self._clipping, out, part)

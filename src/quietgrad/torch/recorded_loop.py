@@ -20,24 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import DataError
-from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Examples, RecordGroup
 from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
-from quietgrad.plans.schedule import Plan
-from quietgrad.torch.clip_rules import ClipRule
-from quietgrad.torch.distributed import Shards, Summed, process_count
+from quietgrad.torch.distributed import Summed, process_count
 from quietgrad.torch.loops import Loop
 from quietgrad.torch.private_batch import (
     Call,
     Handle,
-    Part,
+    RecordBlock,
     Sample,
     aligned,
     noted,
@@ -52,15 +48,12 @@ from quietgrad.torch.private_batch import (
 class CustomLoop(Loop):
     """A loop whose forward passes are recorded, record by record, until its optimizer steps."""
 
-    def __init__(
-        self, plan: Plan, curator: CentralCurator, engine: PerExampleEngine, rule: ClipRule, shards: Shards | None,
-        warns: bool,
-    ) -> None:  # fmt: skip
-        super().__init__(plan, curator, engine, rule, shards)
+    def __init__(self, *args: Any, warns: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.sample: Sample | None = None  # the records in hand; None once they are released
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
-        self._people = curator.records.people if isinstance(curator.records, UserLevelRecords) else None
-        records: Any = curator.records
+        records: Any = self._session._records
+        self._people = records.people if isinstance(records, UserLevelRecords) else None
         self._examples: Examples = records if self._people is None else records.rows
         self._drawn: PendingRelease | None = None
         self._sum: Tensor | None = None  # of the pieces that were differentiated
@@ -125,26 +118,26 @@ class CustomLoop(Loop):
         self._refuse_other_parameters()
         given = (args, kwargs)
         rows, values = sample.stacked(tensors_of(given))
-        call = Call(sample, rows, None)
+        call = Call(sample, rows)
         if self.condition is not None:
-            values = [[Part(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
+            values = [[RecordBlock(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
         groups = [RecordGroup(mine, refilled(given, iter(own))) for mine, own in aligned(values)]
         if len(rows):
-            call.recording = self.engine.record(groups, sample.keys)
+            call.passes = self.engine.record(groups, sample.keys)
             sample.calls.append(call)
-            parts = call.recording.parts
+            parts = [(each.rows, each.outputs) for each in call.passes]
         else:
             parts = self._of_nobody(groups[0], call)
         columns = zip(*(tensors_of(outputs) for _, outputs in parts), strict=True)
         made = [
             self._output(
-                call, number, [Part(r, t) for (r, _), t in zip(parts, column, strict=True)], groups[0].record
+                call, number, [RecordBlock(r, t) for (r, _), t in zip(parts, column, strict=True)], groups[0].record
             )
             for number, column in enumerate(columns)
         ]
         return refilled(parts[0][1], iter(made))
 
-    def _output(self, call: Call, number: int, parts: list[Part], record: Any) -> Handle:
+    def _output(self, call: Call, number: int, parts: list[RecordBlock], record: Any) -> Handle:
         """A handle of one of the module's outputs, with records on the axis on which a batch would have them."""
         sample, shape, axis = call.sample, parts[0].values.shape[1:], 0
         if not shape or shape[0] != 1:
@@ -152,12 +145,12 @@ class CustomLoop(Loop):
             several = None if two is None or number >= len(two) else two[number]
             several = shape if several is None else several
             if len(several) == len(shape) + 1 and several[0] == 2:  # the module squeezed its batch of one
-                parts = [Part(rows, values.unsqueeze(1)) for rows, values in parts]
+                parts = [RecordBlock(rows, values.unsqueeze(1)) for rows, values in parts]
             elif not shape and parts[0].values.is_floating_point():  # the module's own loss of a record
-                return reduced(sample, [Part(rows, noted(values, call)) for rows, values in parts], "mean")
+                return reduced(sample, [RecordBlock(rows, noted(values, call)) for rows, values in parts], "mean")
             elif len(several) == len(shape):
                 axis = next((k for k, size in enumerate(several) if size == 2 * shape[k]), 0)
-        parts = [Part(rows, noted(values, call)) for rows, values in parts]
+        parts = [RecordBlock(rows, noted(values, call)) for rows, values in parts]
         return Handle.of(
             sample, parts, lambda: undone(together(parts, axis if shape else None), call, outputs=True)
         )
@@ -176,7 +169,7 @@ class CustomLoop(Loop):
         """The outputs of an empty sample: those of a made-up record, without it."""
         record = mapped(group.record, lambda t: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device))
         keys = RecordSeeds(call.sample.keys.key, np.array([0]))
-        (_, outputs), *_ = self.engine.record([RecordGroup(np.array([0]), record)], keys).parts
+        outputs = self.engine.record([RecordGroup(np.array([0]), record)], keys)[0].outputs
         call.sample.calls.append(call)
 
         def nobody(tensor: Tensor) -> Tensor:
@@ -210,26 +203,11 @@ class CustomLoop(Loop):
         if self._sum is None:
             dim, device = self.engine.dim + self.rule.extra, self.engine.device
             self._sum = torch.zeros(dim, dtype=torch.float64, device=device)
-        recordings = [call.recording for call in sample.calls if call.reached and call.recording is not None]
+        passes = [each for call in sample.calls if call.reached for each in call.passes]
         sample.calls = []
-        if not recordings:
-            return
-        gradients = self.engine.gradients_recorded(recordings, len(sample))
-        persons = sample.persons
-        if persons is not None:
-            gradients = gradients.together(persons)
-        norms = self.rule.norms(gradients)
-        finite = norms.isfinite() if norms.dim() == 1 else norms.isfinite().all(1)
-        if not bool(finite.all()):  # 0 · inf is not 0: the sum is formed without these
-            rows = finite.nonzero().flatten().cpu()
-            if persons is not None:
-                places, persons = persons.some(rows.numpy())
-                rows = torch.from_numpy(places)
-            gradients = self.engine.gradients_recorded(recordings, len(sample), rows)
-            gradients = gradients if persons is None else gradients.together(persons)
-            norms = norms[finite]
-        if len(norms):
-            self.rule.add(gradients, norms, self._sum, self.multiplier(drawn.slot))
+        if passes:
+            clipping = self.rule.at(self.multiplier(drawn.slot))
+            self.engine.add_recorded(passes, len(sample), sample.units, clipping, self._sum)
 
     def write_gradients(self) -> bool:
         """Make the noisy sum of the sample in hand the parameters' gradient; false while pieces of it follow."""
@@ -266,16 +244,16 @@ def _pieces(sample: Sample, most: int, expected: float, records_per_person: int 
     How many there are is public: enough for pieces to be six standard deviations below ``most``. Only where nobody
     said how many records a person has at most it follows from the sample, which a loop that counts them learns.
     """
-    keys, persons = sample.keys, sample.persons
-    if persons is None:
+    keys, units = sample.keys, sample.units
+    if units is None:
         return [Sample(sample.loop, keys.rows(rows), None) for rows in keys.dealt(pieces_of(most, expected))]
     if records_per_person is None:
         sample.loop.rest_on_code()
-        parts = list(persons.passes(keys, most))
+        parts = list(units.passes(keys, most))
     else:
-        first = np.unique(persons.owners, return_index=True)[1]
+        first = np.unique(units.owners, return_index=True)[1]
         parts = keys.rows(first).dealt(pieces_of(max(1, most // records_per_person), expected))
-    taken = [persons.some(people) for people in parts]
+    taken = [units.some(people) for people in parts]
     return [Sample(sample.loop, keys.rows(rows), whose) for rows, whose in taken]
 
 
@@ -330,7 +308,7 @@ class PrivateCriterion(nn.Module):
         parts = []
         for rows, stacked in aligned(values):
             record = refilled(given, iter(stacked))
-            parts.append(Part(rows, self._losses(record, sample.keys.rows(rows))))
+            parts.append(RecordBlock(rows, self._losses(record, sample.keys.rows(rows))))
         return reduced(sample, parts, self.reduction)
 
     def _losses(self, record: Any, keys: RecordSeeds) -> Tensor:

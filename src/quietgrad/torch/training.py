@@ -125,7 +125,11 @@ def fit(
         within: Any = algorithm
         if noise_multiplier is not None and n_public is not None:  # the steps that the budget affords
             within = run.within_budget(n_public, budget, noise_multiplier, records_public)
-        _log_fallbacks(run.objective)
+        if slow := run.objective.engine.fallbacks:
+            more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+            log.warning(
+                "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", slow[0], more
+            )
         return training.minimize(
             shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap, n_public=n_public,
             records_public=records_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
@@ -183,9 +187,12 @@ class _Training:
         every: int | None = None, callbacks: Sequence[Callback] = (), stop: Stop | None = None,
         progress: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
+        if every is not None and every < 1:
+            raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
         self.objective = ModuleObjective(model, loss_fn, **settings)
         self.algorithm, self.progress = algorithm, progress
-        self.watch = _Watch(self.objective, evaluate, every, callbacks, stop)
+        self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
+        self.scores: dict[str, float] = {}
         self.asked = with_privacy_unit(self.objective, train_set, person, combine, records_per_person)
         check_people(algorithm, self.asked[0])
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
@@ -210,7 +217,7 @@ class _Training:
 
         def watched(shared: Any, examples: Any) -> Result:
             with progress_bar(quiet=not self.progress) as bar:
-                return lead(shared, examples, together([self.watch, bar]))
+                return lead(shared, examples, together([self._watch, bar]))
 
         try:
             result = run_on_leader(*self.asked, watched)
@@ -218,43 +225,13 @@ class _Training:
             for layer, mode in modes.items():
                 layer.training = mode
         self.objective.write_back(result.params)
-        if self.watch.scores:
-            metrics = {**self.watch.scores, "private": False, "computed_by": "evaluate, without noise"}
+        if self.scores:
+            metrics = {**self.scores, "private": False, "computed_by": "evaluate, without noise"}
             result = dataclasses.replace(result, metrics=metrics)
         return result
 
-
-def _log_fallbacks(objective: ModuleObjective) -> None:
-    """One line, if part of the model has no kernel."""
-    found = objective.engine.fallbacks
-    if found:
-        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        log.warning(
-            "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", found[0], more
-        )
-
-
-class _Watch:
-    """Scores a run now and then, tells its callbacks, and lets ``stop`` end it."""
-
-    def __init__(
-        self,
-        objective: ModuleObjective,
-        evaluate: Evaluate | None,
-        every: int | None,
-        callbacks: Sequence[Callback],
-        stop: Stop | None,
-    ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
-        self.objective = objective
-        self.evaluate = evaluate
-        self.every = every
-        self.callbacks = callbacks
-        self.stop = stop
-        self.scores: dict[str, float] = {}
-
-    def __call__(self, progress: Progress) -> None:
+    def _watch(self, progress: Progress) -> None:
+        """Score the model now and then, tell the callbacks, and let ``stop`` end the run."""
         if progress.step % (self.every or max(1, progress.planned // _REPORTS)) and not progress.done:
             return
         if self.evaluate is not None:

@@ -42,16 +42,32 @@ def _version(package: str) -> str | None:
 
 
 def save(path: Path, run: str, content: Any, key: bytes) -> None:
-    """Write ``content`` (dataclasses of ours, dictionaries, lists, arrays, plain values) of ``run`` to ``path``."""
+    """Write ``content`` of ``run`` to ``path``; see :func:`sealed_bytes`."""
+    write_atomically(path, sealed_bytes(run, content, key))
+
+
+def sealed_bytes(run: str, content: Any, key: bytes) -> bytes:
+    """A safetensors file of dataclasses of ours, dictionaries, lists, tuples, arrays, tensors and plain values."""
     from safetensors.numpy import save as to_bytes
 
     tensors: dict[str, Any] = {}
     said = json.dumps({"format": FORMAT, "run": run, "content": _pack(content, "content", tensors)})
-    write_atomically(path, to_bytes(tensors, metadata={"quietgrad": said, "seal": _seal(key, said, tensors)}))
+    return to_bytes(tensors, metadata={"quietgrad": said, "seal": _seal(key, said, tensors)})
 
 
 def load(path: Path, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
-    """The run's name and the content that :func:`save` was given; ``key_of`` finds the key of a run by its name.
+    """The run's name and the content that :func:`save` was given; see :func:`unsealed`."""
+    try:
+        data = read_bytes(path)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no checkpoint; train with --out DIR first.") from None
+    except OSError as error:
+        raise DataError(f"{path}: not a readable checkpoint ({type(error).__name__}).") from None
+    return unsealed(str(path), data, key_of)
+
+
+def unsealed(path: str, data: bytes, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
+    """The run's name and what :func:`sealed_bytes` was given; ``key_of`` finds the key of a run by its name.
 
     A file that was cut short or altered, or is another program's, is refused.
     """
@@ -59,20 +75,18 @@ def load(path: Path, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
     from safetensors.numpy import load as from_bytes
 
     try:
-        data = read_bytes(path)
         # The header of a safetensors file: its length in 8 bytes, then JSON.
         length = int.from_bytes(data[:8], "little")
         told = parse_json(data[8 : 8 + length])["__metadata__"]
         header, seal = parse_json(told["quietgrad"]), str(told["seal"])
         tensors = from_bytes(data)
         found, run = header["format"], header["run"]
-    except FileNotFoundError:
-        raise DataError(f"{path}: there is no checkpoint; train with --out DIR first.") from None
     except (SafetensorError, KeyError, TypeError, ValueError, OSError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again."
+            f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again. Pickled files are "
+            "not opened, because they may run code."
         ) from None
     if found != FORMAT or not isinstance(run, str):
         raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
@@ -113,9 +127,15 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
         fields = {key: _pack(getattr(value, key), f"{name}.{key}", tensors) for key in names}
         return {"kind": type(value).__name__, "fields": fields}
     if isinstance(value, Mapping):
-        return {"kind": "dict", "fields": {k: _pack(v, f"{name}.{k}", tensors) for k, v in value.items()}}
+        fields = {str(k): _pack(v, f"{name}.{k}", tensors) for k, v in value.items()}
+        if value and all(type(k) is int for k in value):  # as an optimizer numbers its parameters
+            return {"kind": "numbered", "fields": fields}
+        if not all(isinstance(k, str) for k in value):
+            raise TypeError("a dictionary in a checkpoint: its keys must be texts, or all whole numbers.")
+        return {"kind": "dict", "fields": fields}
     if isinstance(value, (list, tuple)):
-        return {"kind": "list", "items": [_pack(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]}
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {"kind": kind, "items": [_pack(v, f"{name}.{i}", tensors) for i, v in enumerate(value)]}
     if isinstance(value, np.ndarray):
         tensors[name] = np.ascontiguousarray(value)
         return {"kind": "numpy", "tensor": name}
@@ -124,9 +144,14 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
 
         value = value.detach().cpu().contiguous()
         narrow = value.dtype == torch.bfloat16  # which numpy does not know
-        tensors[name] = np.ascontiguousarray((value.view(torch.int16) if narrow else value).numpy())
+        tensors[name] = (value.view(torch.int16) if narrow else value).numpy()
         return {"kind": "bfloat16" if narrow else "torch", "tensor": name}
-    return {"kind": "plain", "value": value}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"kind": "plain", "value": value}
+    raise TypeError(
+        f"a checkpoint cannot hold a {type(value).__name__}: it takes tensors, numbers, texts, lists and "
+        "dictionaries, and nothing is pickled."
+    )
 
 
 def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
@@ -140,7 +165,10 @@ def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
 
         found = torch.from_numpy(tensors[packed["tensor"]].copy())
         return found if kind == "torch" else found.view(torch.bfloat16)
-    if kind == "list":
-        return [_unpack(item, tensors) for item in packed["items"]]
+    if kind in ("list", "tuple"):
+        items = [_unpack(item, tensors) for item in packed["items"]]
+        return items if kind == "list" else tuple(items)
     fields = {key: _unpack(value, tensors) for key, value in packed["fields"].items()}
+    if kind == "numbered":
+        return {int(key): value for key, value in fields.items()}
     return fields if kind == "dict" else _KINDS[kind](**fields)

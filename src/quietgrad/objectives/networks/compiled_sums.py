@@ -52,18 +52,6 @@ def add_rows(rows: Tensor, weights: Tensor, out: Tensor) -> None:
     _add_rows(rows.numpy(), weights.contiguous().numpy(), out.numpy())
 
 
-def sum_rows(rows: Tensor, order: Any, starts: Any) -> Tensor:
-    """Σ r_ij over i in order[starts[p]:starts[p + 1]], in float64 and rounded once.
-
-    >>> sum_rows(torch.eye(3), np.array([0, 2, 1]), np.array([0, 2, 3]))
-    tensor([[1., 0., 1.],
-            [0., 1., 0.]])
-    """
-    out = rows.new_empty((len(starts) - 1, rows.shape[1]))
-    _sum_rows(rows.numpy(), order, starts, out.numpy())
-    return out
-
-
 def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
     """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum).
 
@@ -162,22 +150,6 @@ def _add_compensated(high: Any, low: Any, term: Any) -> None:
         part = total - high[j]
         low[j] += (high[j] - (total - part)) + (term[j] - part)
         high[j] = total
-
-
-@_SUM
-def _sum_rows(rows: Any, order: Any, starts: Any, out: Any) -> None:
-    width = rows.shape[1]
-    total = np.empty(min(width, _STRIP))
-    for p in range(len(starts) - 1):
-        for start in range(0, width, _STRIP):
-            count = min(_STRIP, width - start)
-            total[:count] = 0.0
-            for k in range(starts[p], starts[p + 1]):
-                i = order[k]
-                for j in range(count):
-                    total[j] += np.float64(rows[i, start + j])
-            for j in range(count):
-                out[p, start + j] = total[j]
 
 
 @_SUM

@@ -13,25 +13,27 @@ backward pass per point do so for all records of a pass, and kernels make norms 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.gradients import (
     GRADIENT,
+    Clipping,
     Collector,
+    Found,
     Gradients,
-    Known,
     OtherPath,
+    ProgramProfile,
+    add_clipped,
     recorded,
     vectors_by_autograd,
 )
-from quietgrad.objectives.networks.one_record import Pass, RecordProgram, full_precision
+from quietgrad.objectives.networks.one_record import Pass, RecordProgram, full_precision, in_passes
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped
@@ -41,9 +43,7 @@ from quietgrad.objectives.networks.usable import (
     refuse_mixing_layers,
     refuse_unusable_modules,
 )
-from quietgrad.objectives.networks.vectors import GradientTerms, UnitAssignment, Workspace, squares_of
-
-Rows = npt.NDArray[np.int64]
+from quietgrad.objectives.networks.vectors import GradientTerms, Rows, Stored, UnitAssignment, Workspace
 
 # Clipping aims this much below C, so that rounding never lifts a contribution above C. By the precision that
 # gradients are computed in.
@@ -64,20 +64,6 @@ def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
     return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
 
 
-class Recording:
-    """Forward passes of a module in a loop of the user's own, kept until its gradients are asked for.
-
-    ``parts`` are (rows, outputs): positions of records, and what the model returned for each, (n, …), with a graph.
-    """
-
-    def __init__(self, passes: list[Pass]) -> None:
-        self.passes = passes
-
-    @property
-    def parts(self) -> list[tuple[Rows, Any]]:
-        return [(each.rows, each.outputs) for each in self.passes]
-
-
 class PerExampleEngine:
     """Per-record gradients of `module` as sums over a batch, on one flat parameter vector θ.
 
@@ -86,7 +72,6 @@ class PerExampleEngine:
         loss: loss(output, target), or loss(model, *record), of a batch of one: one number.
         memory_budget: bytes of per-record gradients kept at a time. What does not fit is computed from
             factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
-        micro_batch: most records per pass; None: as many as fit.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
     Modules in half precision are computed with in float32, norms in float64. A record whose norm is not finite
@@ -105,21 +90,13 @@ class PerExampleEngine:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        loss: LossFunction | None = None,
-        *,
-        memory_budget: float = 512e6,
-        micro_batch: int | None = None,
+        self, module: nn.Module, loss: LossFunction | None = None, *, memory_budget: float = 512e6
     ) -> None:
-        if micro_batch is not None and micro_batch < 1:
-            raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None for the whole batch at once.")
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
         self.module = module
         self.loss = loss
         self.memory_budget = memory_budget
-        self.micro_batch = micro_batch
         self.loss_of: Any = None if loss is None else RecordLoss(module, loss)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trainable:
@@ -135,7 +112,7 @@ class PerExampleEngine:
         dtypes = [p.dtype for p in trainable.values()]
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = next(iter(trainable.values())).device
-        self.programs: dict[tuple[bool, ...], Known] = {}
+        self.programs: dict[tuple[bool, ...], ProgramProfile] = {}
         self.space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
 
     # --- parameters ------------------------------------------------------------------------------------------
@@ -176,117 +153,111 @@ class PerExampleEngine:
         self,
         points: Sequence[Tensor],
         groups: Sequence[RecordGroup],
-        rule: ClippingRule,
+        rule: ClippingRule | Clipping,
         out: Tensor,
         keys: RecordSeeds | None = None,
-        persons: UnitAssignment | None = None,
+        units: UnitAssignment | None = None,
     ) -> Tensor:
         """out += Σ of what the rule makes of each record's gradients; returns their norms, (records, families).
 
         ``keys`` are the secrets by which the records draw random numbers; without them they are fresh. With
-        ``persons`` the rule is applied to each person's combined gradients, and the norms are theirs.
+        ``units`` the rule is applied to each unit's combined gradients, and the norms are theirs. A unit whose
+        records are all in one pass is combined there. The others are added up over passes before they are clipped:
+        in no case is anybody clipped twice.
         """
-        theta, previous = points[0], points[1] if rule.beta else None
-        self._check(theta, previous, out)
-        mix = _mixing(rule)
+        mix, clipping = GRADIENT, rule
+        if isinstance(rule, ClippingRule):
+            mix = GradientTerms(not rule.beta or rule.gamma > 0.0, rule.beta > 0.0, rule.beta)
+            clipping = _Weights(rule, mix, self.dtype)
+            self._check(points, out)
+        assert not isinstance(clipping, ClippingRule)
+        points = [points[1], points[0]] if mix.change else points[:1]  # the previous one first
         count = sum(len(group.rows) for group in groups)
         keys = keys or RecordSeeds.of(None, np.arange(count))
-        weigh = _weighing(rule, mix, self.dtype)
-        if persons is not None and not persons.single:
-            return self._add_people(theta, previous, groups, mix, weigh, out, keys, persons)
-        norms = theta.new_zeros((count, mix.families), dtype=torch.float64)
-        for rows, found in self._each_pass(theta, previous, groups, keys, mix):
-            norms[torch.from_numpy(rows)] = self._add_clipped(found, weigh, out).to(norms)
-        return norms
-
-    def gradients(
-        self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordSeeds
-    ) -> Iterator[tuple[Rows, Gradients]]:
-        """Gradients of all records pass by pass, with their rows; those that are not finite are left out."""
-        with torch.no_grad(), full_precision():
-            for rows, found in self._each_pass(theta, None, groups, keys, GRADIENT):
-                norms = found(None).all_norms()
-                finite = norms.isfinite().all(1)
-                kept = None if bool(finite.all()) else finite.cpu().numpy()
-                yield (rows, found(None)) if kept is None else (rows[kept], found(finite.cpu()))
-
-    def _add_clipped(self, found: _Found, weigh: Callable[[Tensor], Tensor], out: Tensor) -> Tensor:
-        made = found(None)
-        norms = made.all_norms()
-        finite = norms.isfinite().all(1)
-        if not bool(finite.all()):
-            # 0 · inf is not 0, so the sum is formed again without these; the others draw as before.
-            if bool(finite.any()):
-                made = found(finite.cpu())
-                made.add_weighted(weigh(made.all_norms()), out)
-            return norms
-        made.add_weighted(weigh(norms), out)
-        return norms
+        units = None if units is None or units.single else units
+        who, norms = [np.arange(0)], [out.new_zeros((0, mix.families), dtype=torch.float64)]
+        spread: dict[int, Tensor] = {}
+        for rows, whose, found in self._each_pass(points, groups, keys, mix, units):
+            if units is None or whose is not None:
+                norms.append(add_clipped(found, whose, clipping, out))
+                who.append(rows if units is None else units.whole_in(rows))
+                continue
+            owners, whole = units.owners[rows], units.whole_in(rows)
+            inside = np.flatnonzero(np.isin(owners, whole))
+            if len(inside):
+                norms.append(add_clipped(_only(found, inside), _whole(units, rows[inside]), clipping, out))
+                who.append(whole)
+            for unit in np.setdiff1d(owners, whole).tolist():
+                total = spread.setdefault(unit, out.new_zeros((mix.families, self.dim), dtype=torch.float64))
+                (part,) = found(np.flatnonzero(owners == unit), None)
+                _add_families(part, total)
+        for unit, total in spread.items():
+            assert units is not None
+            pieces = [(slice(0, self.dim), Stored(total[:, None]))]
+            factors = torch.from_numpy(units.factors[[unit]])
+            alone = Gradients([*pieces], 1, mix.families, [slice(0, self.dim)], factors=factors)
+            norms.append(clipping.norms(alone))
+            who.append(np.array([unit]))
+            if bool(norms[-1].isfinite().all()):
+                clipping.add(alone, norms[-1], out)
+        found_norms = torch.cat([each.to(out.device) for each in norms if len(each)] or norms)
+        return found_norms[torch.from_numpy(np.argsort(np.concatenate(who)))]
 
     def _each_pass(
-        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], keys: RecordSeeds,
-        mix: GradientTerms,
-    ) -> Iterator[tuple[Rows, _Found]]:  # fmt: skip
-        """Rows of a pass, and what makes their gradients: of all of them, or of those in a mask."""
+        self, points: Sequence[Tensor], groups: Sequence[RecordGroup], keys: RecordSeeds, mix: GradientTerms,
+        units: UnitAssignment | None,
+    ) -> Iterator[tuple[Rows, UnitAssignment | None, Found]]:  # fmt: skip
+        """Rows of a pass, whose they are if all are whole units', and what makes their gradients."""
         for group in groups:
             if not len(group.rows):
                 continue
             record = self.on_device(group.record)
             known = self._known(record)
             mine = keys if len(groups) == 1 else keys.rows(group.rows)
+
+            def run(rows: Rows) -> tuple[UnitAssignment | None, Found] | Rows:
+                whose = None if units is None else _whole(units, group.rows[rows])  # noqa: B023
+                made = self._pass(known.program, points, *_of(record, mine, rows), mix, whose)  # noqa: B023
+                return made if isinstance(made, np.ndarray) else (whose, made)
+
             most = self._pass_size(known, mix) or len(group.rows)
             for left in mine.passes(most):
-                while len(left):
-                    rows = left
-                    made = self._pass(known.program, theta, previous, *self._of(record, mine, rows), mix)
-                    while isinstance(made, np.ndarray):  # only these, and fewer each time, go the same way
-                        rows = rows[made]
-                        made = self._pass(known.program, theta, previous, *self._of(record, mine, rows), mix)
-                    yield group.rows[rows], made
-                    left = np.setdiff1d(left, rows)
-
-    @staticmethod
-    def _of(record: Any, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
-        """Some of the records, and their seeds."""
-        return (record, keys) if len(rows) == len(keys.indices) else (_select(record, rows), keys.rows(rows))
+                for rows, (whose, found) in in_passes(left, run):
+                    yield group.rows[rows], whose, found
 
     def _pass(
-        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordSeeds,
-        mix: GradientTerms,
-    ) -> _Found | Rows:  # fmt: skip
-        """What makes these records' gradients, of all or of those in a mask; or which can be made together."""
-        made = self._together(program, theta, previous, record, keys, mix)
+        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
+        whose: UnitAssignment | None,
+    ) -> Found | Rows:  # fmt: skip
+        """What makes these records' gradients, of all or of some rows; or which can be made together."""
+        made = self._together(program, points, record, keys, mix, whose)
         if isinstance(made, np.ndarray):
             return made
-        first: list[Gradients] = [made]
+        first = [made]
 
-        def found(kept: Tensor | None) -> Gradients:
-            if kept is None and first:
+        def found(kept: Rows | None, units: UnitAssignment | None) -> list[Gradients]:
+            if kept is None and units is whose and first:
                 return first.pop()
-            rows = np.arange(len(keys.indices)) if kept is None else np.flatnonzero(kept.numpy())
-            part, own = self._of(record, keys, rows)
-            again = self._together(program, theta, previous, part, own, mix)
+            part, own = _of(record, keys, np.arange(len(keys.indices)) if kept is None else kept)
+            again = self._together(program, points, part, own, mix, units)
             if isinstance(again, np.ndarray):
                 # Fewer records may answer otherwise, by a rounding, or in ways few enough for a pass.
-                points = [theta] if previous is None else [previous, theta]
-                again = self._one_by_one(program, points, part, own, mix, whole=True)
-                assert isinstance(again, Gradients)
+                return self._one_by_one(program, points, part, own, mix, units)
             return again
 
         return found
 
     def _together(
-        self, program: RecordProgram, theta: Tensor, previous: Tensor | None, record: Any, keys: RecordSeeds,
-        mix: GradientTerms,
-    ) -> Gradients | Rows:  # fmt: skip
+        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
+        units: UnitAssignment | None,
+    ) -> list[Gradients] | Rows:  # fmt: skip
         rows = np.arange(len(keys.indices))
-        collector = Collector(mix, self.space, list(self.slices.values()), len(rows))
-        points = [theta] if previous is None else [previous, theta]
+        collector = Collector(mix, self.space, list(self.slices.values()), len(rows), units)
         try:
             for number, point in enumerate(points):
                 done = program.together(self.loss_of, self._leaves(point), record, keys, rows, collector.arrived)
                 if done is None:
-                    return self._one_by_one(program, points, record, keys, mix)
+                    break
                 if isinstance(done, np.ndarray):
                     return done
                 collector.begin(done.sites, first=number < len(points) - 1)
@@ -294,118 +265,55 @@ class PerExampleEngine:
                     with torch.enable_grad():
                         torch.autograd.backward(done.outputs.sum())
                 collector.end(done.sites)
+            else:
+                return collector.gradients()
         except OtherPath:
-            return self._one_by_one(program, points, record, keys, mix)
-        return collector.gradients()
+            pass
+        # Each by plain autograd: a few at a time, so that what is written out fits.
+        most = max(1, int(max(self.memory_budget, _LEAST) // (mix.families * self.dim * 8)))
+        return rows[:most] if len(rows) > most else self._one_by_one(program, points, record, keys, mix, units)
 
     def _one_by_one(
-        self, program: RecordProgram, points: list[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
-        whole: bool = False,
-    ) -> Gradients | Rows:  # fmt: skip
-        """Each record by plain autograd; a few at a time, so that what is written out fits, or the ``whole``."""
-        count = len(keys.indices)
-        most = max(1, int(max(self.memory_budget, _LEAST) // (mix.families * self.dim * 8)))
-        if count > most and not whole:
-            return np.arange(most)
-        vectors = [
-            vectors_by_autograd(program, self.loss_of, self._leaves(point), record, keys, self.dtype)
-            for point in points
-        ]
-        now = vectors[-1]
-        change = torch.sub(now, vectors[0], alpha=mix.scale) if mix.change else None
-        piece = mix.stored(now, change)
-        slices = list(self.slices.values())
-        pieces = [(slot, type(piece)(piece.values[..., slot].contiguous())) for slot in slices]
-        return Gradients(pieces, count, mix.families, slices)  # type: ignore[arg-type]
-
-    # --- people ----------------------------------------------------------------------------------------------
-
-    def _add_people(
-        self, theta: Tensor, previous: Tensor | None, groups: Sequence[RecordGroup], mix: GradientTerms,
-        weigh: Callable[[Tensor], Tensor], out: Tensor, keys: RecordSeeds, persons: UnitAssignment,
-    ) -> Tensor:  # fmt: skip
-        """What the rule makes of each person's combined gradients.
-
-        A person whose records are all in one pass is combined there. Those of the others are added up over passes
-        before they are clipped: in no case is anybody clipped twice.
-        """
-        norms = theta.new_zeros((len(persons), mix.families), dtype=torch.float64)
-        done = np.zeros(len(persons), bool)
-        sizes = persons.sizes
-        spread: dict[int, Tensor] = {}
-        for rows, found in self._each_pass(theta, previous, groups, keys, mix):
-            owners = persons.owners[rows]
-            people, inside = np.unique(owners, return_counts=True)
-            whole = people[inside == sizes[people]]
-            mask = np.isin(owners, whole)
-            if mask.any():
-                numbers = np.searchsorted(whole, owners[mask])
-                mine = UnitAssignment(numbers.astype(np.int64), persons.factors[whole])
-                part = found(None if mask.all() else torch.from_numpy(mask)).together(mine)
-                values = part.all_norms()
-                finite = values.isfinite().all(1)
-                norms[torch.from_numpy(whole)] = values.to(norms)
-                done[whole] = True
-                if bool(finite.all()):
-                    part.add_weighted(weigh(values), out)
-                elif bool(finite.any()):
-                    good = whole[finite.cpu().numpy()]
-                    kept = np.isin(owners, good)
-                    again = UnitAssignment(
-                        np.searchsorted(good, owners[kept]).astype(np.int64), persons.factors[good]
-                    )
-                    part = found(torch.from_numpy(kept)).together(again)
-                    part.add_weighted(weigh(part.all_norms()), out)
-            for person in np.setdiff1d(people, whole).tolist():
-                total = spread.setdefault(
-                    person, torch.zeros((mix.families, self.dim), dtype=torch.float64, device=self.device)
-                )
-                part = found(torch.from_numpy(owners == person))
-                for family in range(mix.families):
-                    weights = torch.zeros((part.count, mix.families), dtype=torch.float64, device=self.device)
-                    weights[:, family] = 1.0
-                    Gradients(list(part.pieces), part.count, mix.families, part.slices).add_weighted(
-                        weights, total[family]
-                    )
-        for person, total in spread.items():
-            factor = float(persons.factors[person])
-            values = squares_of(total)[None].sqrt() * factor
-            norms[person] = values[0].to(norms)
-            if bool(values.isfinite().all()):
-                out += ((weigh(values)[0] * factor) @ total).to(out.dtype)
-        return norms
+        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
+        units: UnitAssignment | None,
+    ) -> list[Gradients]:  # fmt: skip
+        """Each record by plain autograd."""
+        vectors = []
+        for point in points:
+            all_of = vectors_by_autograd(program, self.loss_of, self._leaves(point), record, keys, self.dtype)
+            vectors.append([(slot, all_of[:, slot].contiguous()) for slot in self.slices.values()])
+        collector = Collector(mix, self.space, list(self.slices.values()), len(keys.indices), units)
+        collector.put_vectors(vectors[-1], vectors[0] if mix.change else None)
+        return collector.gradients()
 
     # --- loops of the user's own -----------------------------------------------------------------------------
 
-    def record(self, calls: Sequence[RecordGroup], keys: RecordSeeds) -> Recording:
+    def record(self, calls: Sequence[RecordGroup], keys: RecordSeeds) -> list[Pass]:
         """The module's outputs at its own parameters, one record at a time; each record is ``(args, kwargs)``.
 
-        ``rows`` of the calls are positions among ``keys``. The graph of the outputs ends at taps, which keep what
-        comes back.
+        ``rows`` of calls and passes are positions among ``keys``. The graph of the outputs ends at taps, which keep
+        what comes back.
         """
         passes: list[Pass] = []
         leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
         for call in calls:
             record = self.on_device(call.record)
             known = self._known(record, calls=True)
-            mine = keys.rows(call.rows)
-            for made in known.program.passes(self._call, leaves, record, mine):
+            for made in known.program.passes(self._call, leaves, record, keys.rows(call.rows)):
                 made.rows = call.rows[made.rows]
                 passes.append(made)
-        return Recording(passes)
+        return passes
 
     @torch.no_grad()
-    def gradients_recorded(
-        self, recordings: Sequence[Recording], count: int, rows: Tensor | None = None
-    ) -> Gradients:
-        """Per-record gradients of ``count`` records after the way back; several calls of one add up.
+    def add_recorded(
+        self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, rule: Clipping, out: Tensor
+    ) -> None:
+        """out += what the rule makes of ``count`` records' gradients after the way back; several calls add up."""
 
-        With ``rows`` (a mask or positions) those of some records alone.
-        """
-        passes = [each for recording in recordings for each in recording.passes]
-        if rows is not None and rows.dtype == torch.bool:
-            rows = rows.nonzero().flatten()
-        return recorded(passes, count, self.space, list(self.slices.values()), rows)
+        def found(rows: Rows | None, units: UnitAssignment | None) -> list[Gradients]:
+            return recorded(passes, count, self.space, list(self.slices.values()), rows, units)
+
+        add_clipped(found, units, rule, out)
 
     # --- programs --------------------------------------------------------------------------------------------
 
@@ -468,48 +376,63 @@ class PerExampleEngine:
             torch.autograd.backward(done.outputs.sum())
         return done
 
-    def _known(self, record: Any, calls: bool = False) -> Known:
+    def _known(self, record: Any, calls: bool = False) -> ProgramProfile:
         """What is known of the program in the layers' present modes: found out on made-up records of this shape."""
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
             refuse_mixing_layers(self.module)
-            self.programs[key] = known = Known(self.module, self.slices, self.loss)
+            self.programs[key] = known = ProgramProfile(self.module, self.slices, self.loss)
             leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
             known.try_out(self._call if calls else self.loss_of, leaves, record)
         return self.programs[key]
 
-    def _pass_size(self, known: Known, mix: GradientTerms) -> int | None:
+    def _pass_size(self, known: ProgramProfile, mix: GradientTerms) -> int | None:
         numbers = (mix.families + 1) * known.copied
         if numbers == 0 or known.program.alone is not None:
-            return self.micro_batch
-        most = max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
-        return most if self.micro_batch is None else min(most, self.micro_batch)
+            return None
+        return max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
 
-    def _check(self, theta: Tensor, previous: Tensor | None, out: Tensor) -> None:
-        for name, vector in (("theta", theta), ("previous", previous), ("out", out)):
-            wide = name == "out" and vector is not None and vector.dtype == torch.float64
-            if vector is not None and (vector.shape != (self.dim,) or not (wide or vector.dtype == self.dtype)):
+    def _check(self, points: Sequence[Tensor], out: Tensor) -> None:
+        for name, vector in (*zip(("theta", "previous"), points, strict=False), ("out", out)):
+            wide = name == "out" and vector.dtype == torch.float64
+            if vector.shape != (self.dim,) or not (wide or vector.dtype == self.dtype):
                 raise ValueError(
                     f"{name} has shape {tuple(vector.shape)} and {vector.dtype}: it must be the flat vector of "
                     f"{self.dim} parameters in {self.dtype}, e.g. engine.flatten(dict(module.named_parameters()))."
                 )
 
 
-_Found = Callable[[Tensor | None], Gradients]
-
-
-def _select(record: Any, rows: Rows) -> Any:
+def _of(record: Any, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
+    """Some of the records, and their seeds."""
+    if len(rows) == len(keys.indices):
+        return record, keys
     where = torch.from_numpy(np.ascontiguousarray(rows))
-    return mapped(record, lambda tensor: tensor[where.to(tensor.device)])
+    return mapped(record, lambda tensor: tensor[where.to(tensor.device)]), keys.rows(rows)
+
+
+def _whole(units: UnitAssignment, rows: Rows) -> UnitAssignment | None:
+    """Whose these rows are, if each unit has all its records among them."""
+    owners, whole = units.owners[rows], units.whole_in(rows)
+    if not np.isin(owners, whole).all():
+        return None
+    return UnitAssignment(np.searchsorted(whole, owners), units.factors[whole])
+
+
+def _only(found: Found, inside: Rows) -> Found:
+    """What makes gradients of some rows of a pass, and of some of these."""
+    return lambda rows, units: found(inside if rows is None else inside[rows], units)
+
+
+def _add_families(part: Gradients, total: Tensor) -> None:
+    """total[f] += Σ_i v_{i,f}."""
+    for family in range(part.families):
+        weights = total.new_zeros((part.count, part.families))
+        weights[:, family] = 1.0
+        Gradients([*part.pieces], part.count, part.families, part.slices).add_weighted(weights, total[family])
 
 
 def _is_half(value: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _mixing(rule: ClippingRule) -> GradientTerms:
-    """The families of vectors that a rule clips."""
-    return GradientTerms(gradient=not rule.beta or rule.gamma > 0.0, change=rule.beta > 0.0, scale=rule.beta)
 
 
 def positive(rule: ClippingRule) -> ClippingRule:
@@ -519,18 +442,26 @@ def positive(rule: ClippingRule) -> ClippingRule:
     return rule
 
 
-def _weighing(rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The weights of each record's vectors, by their norms."""
+class _Weights:
+    """What a rule of the library makes of records' vectors."""
 
-    def weigh(norms: Tensor) -> Tensor:
-        if mix.families == 2:
+    def __init__(self, rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> None:
+        self.rule, self.mix, self.precision = rule, mix, precision
+
+    def norms(self, gradients: Gradients) -> Tensor:
+        return gradients.norms()
+
+    def add(self, gradients: Gradients, norms: Tensor, out: Tensor) -> None:
+        rule, precision = self.rule, self.precision
+        if self.mix.families == 2:
             gradient, change = norms.unbind(1)
             parts = (
                 rule.gamma * clip_weights(gradient, rule.second_clip, precision),
                 rule.alpha * clip_weights(change, rule.clip, precision),
             )
-            return torch.stack(parts, 1)
-        weights = rule.alpha * clip_weights(norms, rule.clip, precision)
-        return weights + rule.gamma * clip_weights(norms, rule.second_clip, precision) if rule.gamma else weights
-
-    return weigh
+            weights = torch.stack(parts, 1)
+        else:
+            weights = rule.alpha * clip_weights(norms, rule.clip, precision)
+            if rule.gamma:
+                weights = weights + rule.gamma * clip_weights(norms, rule.second_clip, precision)
+        gradients.add_weighted(weights, out)

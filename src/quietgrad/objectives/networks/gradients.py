@@ -1,31 +1,33 @@
 """Per-example gradients of a pass, or of several, and what is found out about a program before it sees records.
 
 A :class:`Collector` gathers what every site of a pass contributes, at one point or at two. Of the previous point it
-keeps, as gradients arrive, stored vectors where there is room, or what the kernel needs. :class:`Known` runs a
-program on synthetic records: whether many can be run at once, how much is written out for each, and whether the
-kernels agree with plain autograd. Cross-example dependence needs no trial: other records are not in reach.
+keeps, as gradients arrive, stored vectors where there is room, or what the kernel needs. Records of one privacy
+unit are laid out as one example there. :class:`ProgramProfile` runs a program on synthetic records: whether many
+can be run at once, how much is written out for each, and whether the kernels agree with plain autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from quietgrad.errors import QuietgradError
-from quietgrad.objectives.networks.kernels import TiedGradients, written
+from quietgrad.objectives.networks.kernels import TiedGradients
 from quietgrad.objectives.networks.one_record import Pass, Program, RecordProgram, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
-from quietgrad.objectives.networks.taps import Site, Vectors
+from quietgrad.objectives.networks.taps import TapSite, Vectors
 from quietgrad.objectives.networks.trees import mapped, tensors_of
 from quietgrad.objectives.networks.vectors import (
     GradientTerms,
     LayerCall,
     PerExampleVectors,
+    Rows,
+    SizeBucket,
     Stored,
     StoredGradients,
     UnitAssignment,
@@ -42,29 +44,20 @@ class OtherPath(Exception):
 
 
 class Gradients:
-    """Vectors of ``count`` records, or of people after :meth:`together`, for one family or two.
+    """Vectors of ``count`` records or units, for one family or two; ``slices`` are those of all parameters.
 
-    ``slices`` are those of all parameters, in order.
+    ``units`` are the numbers of the units, each of whose vectors counts with its factor.
     """
 
-    def __init__(self, pieces: list[Piece], count: int, families: int, slices: Sequence[slice]) -> None:
-        self.pieces = pieces
-        self.count = count
-        self.families = families
-        self.slices = slices
-        self.factors: Tensor | None = None  # of people
-
-    def together(self, persons: UnitAssignment) -> Gradients:
-        """Those of the people whose records these are."""
-        if persons.single:
-            return self
-        pieces = [(where, piece.together(persons)) for where, piece in self.pieces]
-        made = Gradients(pieces, len(persons), self.families, self.slices)
-        made.factors = torch.from_numpy(persons.factors)
-        return made
+    def __init__(
+        self, pieces: list[Piece], count: int, families: int, slices: Sequence[slice],
+        units: Rows | None = None, factors: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.pieces, self.count, self.families, self.slices = pieces, count, families, slices
+        self.units, self.factors = units, factors
 
     @full_precision()
-    def all_norms(self) -> Tensor:
+    def norms(self) -> Tensor:
         """(records, families), in float64; a negative square, an accident of rounding, counts as not finite."""
         squares = torch.zeros((self.count, self.families), dtype=torch.float64)
         for _, piece in self.pieces:
@@ -72,13 +65,9 @@ class Gradients:
         norms = squares.sqrt()
         return norms if self.factors is None else norms * self.factors.to(norms.device)[:, None]
 
-    def norms(self) -> Tensor:
-        """(records,), of the first family."""
-        return self.all_norms()[:, 0]
-
     @full_precision()
     def parameter_norms(self) -> Tensor:
-        """(records, parameters)."""
+        """(records, parameters), of the first family."""
         squares = torch.zeros((self.count, len(self.slices)), dtype=torch.float64)
         for where, piece in self.pieces:
             found = piece.squared_norms()
@@ -88,8 +77,8 @@ class Gradients:
 
     @full_precision()
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
-        """out += Σ_i w_i v_i, in float64; weights (records,) or (records, families). Uses the vectors up."""
-        weights = (weights[:, None] if weights.dim() == 1 else weights).double()
+        """out += Σ_i w_i v_i, in float64; weights (records, families). Uses the vectors up."""
+        weights = weights.double()
         if self.factors is not None:
             weights = weights * self.factors.to(weights.device)[:, None]
         total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
@@ -113,24 +102,88 @@ class Gradients:
         return int(np.searchsorted(starts, where.start, side="right")) - 1
 
 
+class Clipping(Protocol):
+    """How records' gradients are measured, and what a sum gets of each."""
+
+    def norms(self, gradients: Gradients) -> Tensor:
+        """What is clipped by, of each record or unit: (records, …)."""
+        ...
+
+    def add(self, gradients: Gradients, norms: Tensor, out: Tensor) -> None:
+        """out += the clipped contributions of records, or units, whose norms are finite."""
+        ...
+
+
+Found = Callable[[Rows | None, UnitAssignment | None], list[Gradients]]
+"""Makes the gradients of all rows of a pass, or of some; of records, or of the units whose they are."""
+
+
+def add_clipped(found: Found, units: UnitAssignment | None, rule: Clipping, out: Tensor) -> Tensor:
+    """out += what the rule makes of each record, or unit; returns their norms.
+
+    One whose norm is not finite counts as zero. 0 · inf is not 0, so the sum is then formed again without these;
+    the others draw as before.
+    """
+    parts = found(None, units)
+    measured = [rule.norms(part) for part in parts]
+    norms = measured[0]
+    if units is not None:
+        norms = norms.new_empty((len(units), *norms.shape[1:]))
+        for part, each in zip(parts, measured, strict=True):
+            norms[slice(None) if part.units is None else torch.from_numpy(part.units)] = each
+    finite = norms.isfinite().flatten(1).all(1).cpu().numpy()
+    if not finite.all():
+        good = np.flatnonzero(finite)
+        rows, units = (good, None) if units is None else units.some(good)
+        parts = found(rows, units) if len(rows) else []
+        measured = [rule.norms(part) for part in parts]
+    for part, each in zip(parts, measured, strict=True):
+        rule.add(part, each, out)
+    return norms
+
+
+class _Gathered:
+    """What the sites of a pass contribute to one bucket of units, or to all records."""
+
+    def __init__(self, bucket: SizeBucket | None) -> None:
+        self.bucket = bucket
+        self.before: dict[int, LayerCall | StoredGradients | Vectors | None] = {}
+        self.pieces: list[Piece] = []
+        self.shared: dict[_Cluster, list[Piece]] = {}
+
+    def arranged(self, content: Content | None) -> Content | None:
+        """Records of a unit as one example with the positions of all of them; written-out vectors add up."""
+        if self.bucket is None or content is None:
+            return content
+        if isinstance(content, LayerCall):
+            return LayerCall(self.bucket.of(content.input, blank=False), self.bucket.of(content.output_grad))
+        return self.added_up(content)
+
+    def added_up(self, vectors: Vectors) -> Vectors:
+        """Written-out vectors of each unit."""
+        if self.bucket is None:
+            return vectors
+        sums = [self.bucket.of(values).sum(1, dtype=torch.float64) for _, values in vectors]
+        return [(slot, total.to(values.dtype)) for (slot, values), total in zip(vectors, sums, strict=True)]
+
+
 class Collector:
     """Gathers the contributions of a pass at one point, or of the passes at two."""
 
-    def __init__(self, mix: GradientTerms, space: Workspace, slices: Sequence[slice], count: int) -> None:
-        self.mix = mix
-        self.space = space
-        self.slices = slices
-        self.count = count
+    def __init__(
+        self, mix: GradientTerms, space: Workspace, slices: Sequence[slice], count: int,
+        units: UnitAssignment | None = None,
+    ) -> None:  # fmt: skip
+        self.mix, self.space, self.slices, self.count = mix, space, slices, count
+        self._units = None if units is None or units.single else units
         self._nothing = Workspace(0.0, torch.empty(0, dtype=space.dtype))
         self._order: dict[int, int] = {}  # number of a site in its pass
         self._keys: list[Any] = []
-        self._before: dict[int, LayerCall | StoredGradients | Vectors | None] = {}
         self._first: bool = False
         self._clusters: list[_Cluster] = []
-        self._pieces: list[Piece] = []
-        self._shared: dict[int, _Cluster] = {}
+        self._gathered = [_Gathered(each) for each in ([None] if self._units is None else self._units.buckets)]
 
-    def begin(self, sites: Sequence[Site], first: bool = False) -> None:
+    def begin(self, sites: Sequence[TapSite], first: bool = False) -> None:
         """The way back of a pass begins: ``first`` if it is that of the previous point."""
         keys = [site.key for site in sites]
         if self.mix.change and not first and keys != self._keys:
@@ -140,35 +193,40 @@ class Collector:
         self._keys, self._first = keys, first
         self._order = {id(site): number for number, site in enumerate(sites)}
         self._clusters = _clustered([cover for site in sites for cover in site.covers])
-        if not first:
-            self._shared = {c.start: c for c in self._clusters if c.uses > 1}
 
-    def arrived(self, site: Site) -> None:
+    def arrived(self, site: TapSite) -> None:
         """A gradient is there: what a kernel makes of it frees its memory at once."""
         if site.kernel is not None and id(site) in self._order:
             self._take(site)
 
-    def end(self, sites: Sequence[Site]) -> None:
+    def end(self, sites: Sequence[TapSite]) -> None:
         """All gradients are there."""
         for site in sites:
             if id(site) in self._order:
                 self._take(site)
 
-    def _take(self, site: Site) -> None:
+    def _take(self, site: TapSite) -> None:
         number = self._order.pop(id(site))
         content = site.content(self.space.dtype)
         site.grad = None
-        if self._first:
-            kept: Any = content
-            if isinstance(content, LayerCall) and site.kernel is not None and not site.reads_batch:
-                kept = site.kernel.remember(content, self.mix, self._space(site), site.slots)
-            self._before[number] = kept
-            return
-        before = self._before.pop(number, None)
-        self.put(site, content, before)
+        for part in self._gathered:
+            own = part.arranged(content)
+            if not self._first:
+                self._put(part, site, own, part.before.pop(number, None))
+            elif isinstance(own, LayerCall) and site.kernel is not None and not site.reads_batch:
+                part.before[number] = site.kernel.remember(own, self.mix, self._space(site), site.slots)
+            else:
+                part.before[number] = own
 
-    def put(self, site: Site, now: Content | None, before: Any = None) -> None:
-        """One site's content at the point, and at the previous one."""
+    def put(self, site: TapSite, content: Content) -> None:
+        """One site's content, of one point alone."""
+        for part in self._gathered:
+            self._put(part, site, part.arranged(content), None)
+
+    def _put(
+        self, part: _Gathered, site: TapSite, now: Content | None,
+        before: LayerCall | StoredGradients | Vectors | None,
+    ) -> None:  # fmt: skip
         if now is None and before is None:
             return
         if isinstance(now, LayerCall) and (
@@ -176,44 +234,51 @@ class Collector:
         ):
             assert site.kernel is not None
             for role, piece in site.kernel.contributions(now, before, self.mix, self._space(site), site.slots):
-                self._put(site.slots[role], piece)
+                self._add(part, site.slots[role], piece)
             return
         if isinstance(now, LayerCall) or isinstance(before, LayerCall | StoredGradients):
             raise OtherPath  # a gradient arrived at one point alone
-        now = now or [(slot, torch.zeros_like(values)) for slot, values in before]
-        before = before or [None] * len(now)
-        for (slot, values), old in zip(now, before, strict=True):
+        self._put_vectors(part, now, before)
+
+    def put_vectors(self, now: Vectors, before: Vectors | None) -> None:
+        """Written-out vectors of all parameters, at the point and at the previous one."""
+        for part in self._gathered:
+            self._put_vectors(part, part.added_up(now), None if before is None else part.added_up(before))
+
+    def _put_vectors(self, part: _Gathered, now: Vectors | None, before: Vectors | None) -> None:
+        now = now or [(slot, torch.zeros_like(values)) for slot, values in before or ()]
+        for number, (slot, values) in enumerate(now):
             change = None
             if self.mix.change:
-                change = values if old is None else torch.sub(values, old[1], alpha=self.mix.scale)
-            self._put(slot, self.mix.stored(values, change))
+                change = torch.sub(values, before[number][1], alpha=self.mix.scale) if before else values
+            self._add(part, slot, self.mix.stored(values, change))
 
-    def _put(self, slot: slice, piece: PerExampleVectors) -> None:
+    def _add(self, part: _Gathered, slot: slice, piece: PerExampleVectors) -> None:
         cluster = self._cluster(slot)
         if cluster is None or cluster.uses == 1:
-            self._pieces.append((slot, piece))
-            return
-        cluster.add(slot, piece)
+            part.pieces.append((slot, piece))
+        else:
+            part.shared.setdefault(cluster, []).append((slot, piece))
 
     def _cluster(self, slot: slice) -> _Cluster | None:
-        for cluster in self._clusters:
-            if cluster.start <= slot.start < cluster.stop:
-                return cluster
-        return None
+        return next((each for each in self._clusters if each.start <= slot.start < each.stop), None)
 
-    def _space(self, site: Site) -> Workspace:
+    def _space(self, site: TapSite) -> Workspace:
         """Memory to write vectors out; none where several uses add up: their factors are kept."""
         several = any((cluster := self._cluster(s)) is not None and cluster.uses > 1 for s in site.slots.values())
         return self._nothing if several else self.space
 
-    def gradients(self) -> Gradients:
-        """Everything that was put, parameter by parameter."""
-        pieces = self._pieces
-        for cluster in self._shared.values():
-            found = cluster.piece()
-            if found is not None:
-                pieces.append(found)
-        return Gradients(pieces, self.count, self.mix.families, self.slices)
+    def gradients(self) -> list[Gradients]:
+        """Everything that was put, parameter by parameter: of all records, or bucket by bucket of units."""
+        found = []
+        for part in self._gathered:
+            pieces = [*part.pieces, *(cluster.piece(uses) for cluster, uses in part.shared.items())]
+            count, units, factors = self.count, None, None
+            if part.bucket is not None and self._units is not None:
+                units, count = part.bucket.units, len(part.bucket.units)
+                factors = torch.from_numpy(self._units.factors[units])
+            found.append(Gradients(pieces, count, self.mix.families, self.slices, units, factors))
+        return found
 
 
 class _Cluster:
@@ -223,30 +288,21 @@ class _Cluster:
         self.start, self.stop = slot.start, slot.stop
         self.uses = 1
         self.same = True
-        self.parts: list[Piece] = []
 
-    def add(self, slot: slice, piece: PerExampleVectors) -> None:
-        self.parts.append((slot, piece))
-
-    def piece(self) -> Piece | None:
+    def piece(self, uses: Sequence[Piece]) -> Piece:
         """Vectors of several uses add up before they have a norm."""
-        if not self.parts:
-            return None
-        if len(self.parts) == 1:
-            return self.parts[0]
+        if len(uses) == 1:
+            return uses[0]
         where = slice(self.start, self.stop)
         if self.same:
             joint = TiedGradients(self.stop - self.start)
-            for _, part in self.parts:
+            for _, part in uses:
                 joint.add(part)
             return where, joint
-        total: Tensor | None = None
-        for slot, part in self.parts:  # uses of parts of a parameter that overlap
-            values = written(part, slice(None)).flatten(2)
-            if total is None:
-                total = values.new_zeros((*values.shape[:2], self.stop - self.start))
-            total[..., slot.start - self.start : slot.stop - self.start] += values
-        assert total is not None
+        first = uses[0][1].written(slice(None))
+        total = first.new_zeros((*first.shape[:2], self.stop - self.start))
+        for slot, part in uses:  # uses of parts of a parameter that overlap
+            total[..., slot.start - self.start : slot.stop - self.start] += part.written(slice(None))
         return where, Stored(total)
 
 
@@ -265,15 +321,15 @@ def _clustered(covers: Sequence[slice]) -> list[_Cluster]:
 
 @full_precision()
 def recorded(
-    passes: Sequence[Pass], count: int, space: Workspace, slices: Sequence[slice], rows: Tensor | None = None
-) -> Gradients:
+    passes: Sequence[Pass], count: int, space: Workspace, slices: Sequence[slice], rows: Rows | None = None,
+    units: UnitAssignment | None = None,
+) -> list[Gradients]:  # fmt: skip
     """Vectors of ``count`` records from all passes that saw them: what several passes of a record left adds up.
 
-    With ``rows`` those of some records alone.
+    With ``rows`` those of some records alone; ``units`` are theirs.
     """
-    collector = Collector(GRADIENT, space, slices, count if rows is None else len(rows))
-    sites = [site for each in passes for site in each.sites]
-    collector.begin(sites)
+    collector = Collector(GRADIENT, space, slices, count if rows is None else len(rows), units)
+    collector.begin([site for each in passes for site in each.sites])
     for each in passes:
         for site in each.sites:
             content = site.content(space.dtype)
@@ -282,7 +338,7 @@ def recorded(
     return collector.gradients()
 
 
-def _placed(content: Content, made: Pass, count: int, rows: Tensor | None) -> Content:
+def _placed(content: Content, made: Pass, count: int, rows: Rows | None) -> Content:
     """What a pass left, with a row for every record: zero for those that it did not see."""
     whole = np.array_equal(made.rows, np.arange(count))
 
@@ -291,7 +347,7 @@ def _placed(content: Content, made: Pass, count: int, rows: Tensor | None) -> Co
             full = values.new_zeros((count, *values.shape[1:]))
             full[torch.from_numpy(made.rows).to(values.device)] = values
             values = full
-        return values if rows is None else values[rows.to(values.device)]
+        return values if rows is None else values[torch.from_numpy(rows).to(values.device)]
 
     if isinstance(content, LayerCall):
         return LayerCall(place(content.input), place(content.output_grad))
@@ -302,7 +358,7 @@ _TOLERANCE = {torch.float32: 2e-3, torch.float64: 1e-6}  # between kernels and a
 _RECORDS = 3
 
 
-class Known:
+class ProgramProfile:
     """What is known of a program in one mode of a module's layers."""
 
     def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: Any = None) -> None:
@@ -360,14 +416,14 @@ class Known:
         _go_back(done.outputs)
         first = next(iter(params.values()))
         like = torch.empty(0, dtype=_widest(params), device=first.device)
-        fast = recorded([done], len(done.rows), Workspace(0.0, like), list(self.slices.values()))
+        (fast,) = recorded([done], len(done.rows), Workspace(0.0, like), list(self.slices.values()))
         slow = vectors_by_autograd(runner, program, params, record, keys, like.dtype).double()
-        norms, size = fast.norms().to(slow), slow.norm(dim=1)
+        norms, size = fast.norms()[:, 0].to(slow), slow.norm(dim=1)
         if not (bool(slow.isfinite().all()) and bool(norms.isfinite().all())):
             return True
         weights = torch.linspace(1.0, 2.0, len(slow), dtype=torch.float64, device=slow.device)
         total, right, most = torch.zeros_like(slow[0]), weights @ slow, size.max()
-        fast.add_weighted(weights, total)
+        fast.add_weighted(weights[:, None], total)
         tolerance = _TOLERANCE[like.dtype]
         near = bool(((norms - size).abs() <= tolerance * (size + most)).all())
         return near and bool((total - right).norm() <= tolerance * (right.norm() + most))

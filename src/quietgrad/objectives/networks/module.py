@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import vhp
 
 from quietgrad.objectives.base import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.objectives.base import Batch as ReleaseBatch
@@ -22,7 +23,7 @@ from quietgrad.objectives.networks import compiled_sums
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
-from quietgrad.objectives.networks.trees import Places, mapped, tensors_of
+from quietgrad.objectives.networks.trees import ModuleState, mapped
 from quietgrad.objectives.networks.usable import LossFunction
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
@@ -121,9 +122,8 @@ class ModuleObjective(BaseObjective):
     def add(self, batch: ReleaseBatch, points: Sequence[Tensor], rule: ClippingRule, out: Tensor) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients.
 
-        Contributions are computed in float32 at least and added up in float64, passes with compensation. With
-        ``out`` in float64 one record moves the sum by its own contribution and by what it changes in the roundings
-        of one pass, however many passes there are.
+        Passes are added up in float64 with compensation: with ``out`` in float64 one record moves the sum by its
+        own contribution and by what it changes in the roundings of one pass.
         """
         rows = _rows(batch)
         units = None if self.views == 1 else UnitAssignment.numbered(np.arange(len(rows)), mean=True)
@@ -195,11 +195,14 @@ class ModuleObjective(BaseObjective):
         return total
 
     def _losses(self, batch: ReleaseBatch, params: Tensor) -> Iterator[tuple[Indices, Tensor]]:
-        rows = _rows(batch)
-        seeds = RecordSeeds.of(batch.key, rows)
-        for some in seeds.passes(self.micro_batch) if len(rows) else ():
-            part = seeds.rows(some)
+        for some, part in self.passes(batch):
             yield some, self.engine.losses(params, batch.records.read(part), part)
+
+    def passes(self, batch: ReleaseBatch) -> Iterator[tuple[Indices, RecordSeeds]]:
+        """Positions in the batch of the records of each pass, and their seeds."""
+        seeds = RecordSeeds.of(batch.key, _rows(batch))
+        for some in seeds.passes(self.micro_batch) if len(seeds.indices) else ():
+            yield some, seeds.rows(some)
 
 
 def _rows(batch: ReleaseBatch) -> Indices:
@@ -220,8 +223,6 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 
 class CompensatedSum:
     """Adds vectors in float64 to ``out`` and keeps what each addition rounds away (Neumaier 1974).
-
-    Its error is one rounding of the result, however many terms there are. :meth:`finish` ends it.
 
     >>> out = torch.zeros(1, dtype=torch.float64)
     >>> total = CompensatedSum(out)
@@ -283,27 +284,22 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
     """
     engine = objective.engine
     total = torch.zeros_like(params)
-    theta = params.detach().clone().requires_grad_()
+    state = ModuleState(objective.module)
     with torch.enable_grad(), evaluating(objective.module):
-        places = Places(objective.module)
-        keys = RecordSeeds(bytes(32), np.arange(len(records)))
-        for rows in keys.passes(objective.micro_batch):
-            for group in records.read(keys.rows(rows)):
-                for k in range(len(tensors_of(group.record)[0])):
+        for _, part in objective.passes(ReleaseBatch(records, None, bytes(32))):
+            for group in records.read(part):
+                for k in range(len(group.rows)):
                     record = mapped(engine.on_device(group.record), itemgetter(k))
-                    with places.holding(engine.unflatten(theta)):
-                        total += _along(engine.loss_of(record), theta, vector)
+
+                    def loss(theta: Tensor, record: Any = record) -> Any:
+                        with state.holding(engine.unflatten(theta)):
+                            return engine.loss_of(record)
+
+                    total += vhp(loss, params.detach(), vector)[1]  # type: ignore[no-untyped-call]
         total /= len(records)
+        theta = params.detach().clone().requires_grad_()
         slope = objective.regularizer.gradient(theta)
         if slope.requires_grad:
             (bend,) = torch.autograd.grad(slope @ vector, theta)
             total += bend
     return total
-
-
-def _along(loss: Tensor, theta: Tensor, vector: Tensor) -> Tensor:
-    (gradient,) = torch.autograd.grad(loss, theta, create_graph=True)
-    if not gradient.requires_grad:
-        return torch.zeros_like(theta)  # a loss linear in θ
-    (product,) = torch.autograd.grad(gradient @ vector, theta)
-    return product

@@ -14,10 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch._functorch.autograd_function as autograd_function
 import torch.utils.checkpoint as checkpointing
@@ -33,11 +32,20 @@ from quietgrad.objectives.networks.randomness import (
     UnplannedDraw,
     preserved,
 )
-from quietgrad.objectives.networks.taps import Apart, EachItsOwn, NotTogether, Site, Taps, Vectors, functorch
-from quietgrad.objectives.networks.trees import Places, mapped, refilled, tensors_of
+from quietgrad.objectives.networks.taps import (
+    DivergentRecords,
+    EachItsOwn,
+    NotTogether,
+    Taps,
+    TapSite,
+    Vectors,
+    functorch,
+)
+from quietgrad.objectives.networks.trees import ModuleState, mapped, refilled, replaced, tensors_of
+from quietgrad.objectives.networks.vectors import Rows
 
-Rows = npt.NDArray[np.int64]
 Program = Callable[[Any], Any]
+Made = TypeVar("Made")
 
 
 @dataclass(eq=False)
@@ -49,8 +57,21 @@ class Pass:
 
     rows: Rows
     outputs: Any
-    sites: list[Site]
+    sites: list[TapSite]
     alone: bool = False
+
+
+def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[Rows, Made]]:
+    """Rows of each pass and what came of it; ``run`` may say which of its rows, fewer each time, to begin with."""
+    while len(left):
+        rows = left
+        made = run(rows)
+        while isinstance(made, np.ndarray):
+            rows = rows[made]
+            made = run(rows)
+        # Before it is handed out: whoever gets it may number its rows otherwise.
+        left = np.setdiff1d(left, rows)
+        yield rows, made
 
 
 class RecordProgram:
@@ -65,7 +86,7 @@ class RecordProgram:
     ) -> None:
         self.module = nn.Identity() if module is None else module
         self.slices = slices or {}
-        self.places = Places(self.module, beside)
+        self.places = ModuleState(self.module, beside)
         self.draws = False  # by operations that only the dispatcher sees
         self.factories = False
         self.alone: str | None = None  # why each record is run by itself
@@ -74,44 +95,26 @@ class RecordProgram:
         self.made_up = False  # whether records are made up, so that errors may be told as they are
 
     def passes(
-        self,
-        program: Program,
-        params: Mapping[str, Tensor],
-        record: Any,
-        keys: RecordSeeds,
-        arrived: Callable[[Site], None] | None = None,
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds
     ) -> Iterator[Pass]:
-        """All records of a stacked structure, (n, …) each, in as few passes as there are answers.
+        """All records of a stacked structure, (n, …) each, in as few passes as there are answers."""
 
-        ``arrived`` is told of every site whose gradient has come; a pass must be used up before the next is made.
-        """
-        left = np.arange(len(keys.indices))
-        while len(left):
-            rows = left
-            found = self.together(program, params, record, keys, rows, arrived)
-            while isinstance(found, np.ndarray):  # only these, and fewer each time, answer alike
-                rows = found
-                found = self.together(program, params, record, keys, rows, arrived)
+        def run(rows: Rows) -> Pass | Rows | None:
+            return self.together(program, params, record, keys, rows)
+
+        for rows, found in in_passes(np.arange(len(keys.indices)), run):
             if found is None:
-                yield from (self.by_itself(program, params, record, keys, int(row), arrived) for row in rows)
-                left = np.setdiff1d(left, rows)
-                continue
-            # Before it is handed out: whoever gets it may number its rows otherwise.
-            left = np.setdiff1d(left, found.rows)
-            yield found
+                yield from (self.by_itself(program, params, record, keys, int(row)) for row in rows)
+            else:
+                yield found
 
     def together(
-        self,
-        program: Program,
-        params: Mapping[str, Tensor],
-        record: Any,
-        keys: RecordSeeds,
-        rows: Rows,
-        arrived: Callable[[Site], None] | None = None,
-    ) -> Pass | Rows | None:
-        """A pass of all records at ``rows``, or which of them to begin again with.
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, rows: Rows,
+        arrived: Callable[[TapSite], None] | None = None,
+    ) -> Pass | Rows | None:  # fmt: skip
+        """A pass of all records at ``rows``; which of these to begin again with; ``None``: each is run alone.
 
-        ``None`` if they cannot be run together.
+        ``arrived`` is told of every site whose gradient has come.
         """
         while self.alone is None:
             known = self.draws, self.factories
@@ -121,8 +124,8 @@ class RecordProgram:
                 raise
             except EachItsOwn:
                 return None  # these records, and maybe no others
-            except Apart as apart:
-                most: Rows = rows[apart.most.numpy()]
+            except DivergentRecords as apart:
+                most: Rows = apart.most.numpy()
                 return most
             except (NotTogether, UnplannedDraw) as reason:
                 self.alone = str(reason)
@@ -137,7 +140,7 @@ class RecordProgram:
 
     def _vmapped(
         self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, rows: Rows,
-        arrived: Callable[[Site], None] | None,
+        arrived: Callable[[TapSite], None] | None,
     ) -> Pass:  # fmt: skip
         device = _device(params, record)
         whole = len(rows) == len(keys.indices)
@@ -170,21 +173,19 @@ class RecordProgram:
         return Pass(rows, refilled(kept[0], iter(outputs)), sites)
 
     def by_itself(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, row: int,
-        arrived: Callable[[Site], None] | None = None,
-    ) -> Pass:  # fmt: skip
+        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, row: int
+    ) -> Pass:
         """A pass of one record, by plain autograd: each parameter is one site."""
         device = _device(params, record)
         mine = keys.rows(np.array([row]))
-        sites: list[Site] = []
+        sites: list[TapSite] = []
         own: dict[str, Tensor] = {}
         for name, param in params.items():
             slot = self.slices[name]
-            site = Site("alone", (name,), vectors=_vector_of(slot), covers=[slot], copied=param.numel())
+            site = TapSite("alone", (name,), vectors=_vector_of(slot), covers=[slot], copied=param.numel())
             leaf = param.detach().clone().requires_grad_()
             # Told by backward() alone, not by a gradient that the program itself takes.
             leaf.register_post_accumulate_grad_hook(_telling(site))  # type: ignore[no-untyped-call]
-            site.arrived = arrived
             own[name] = leaf
             sites.append(site)
         part = mapped(record, lambda tensor: tensor[row])
@@ -201,7 +202,7 @@ class RecordProgram:
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:
             self.draws = True
-            return self.by_itself(program, params, record, keys, row, arrived)
+            return self.by_itself(program, params, record, keys, row)
         return Pass(np.array([row]), outputs, sites, alone=True)
 
     @contextmanager
@@ -220,19 +221,17 @@ class RecordProgram:
             stack.enter_context(full_precision())
             stack.enter_context(_torch_as_needed())
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", "There is a performance drop"
-            )  # what has no rule is slower, and right
+            warnings.filterwarnings("ignore", "There is a performance drop")  # without a rule: slower, and right
             warnings.filterwarnings("ignore", "Using padding='same'")
             stack.enter_context(draws if draws is not None else nullcontext())
             yield
 
 
-def _vector_of(slot: slice) -> Callable[[Site, Tensor], Vectors]:
+def _vector_of(slot: slice) -> Callable[[TapSite, Tensor], Vectors]:
     return lambda _, grad: [(slot, grad)]
 
 
-def _telling(site: Site) -> Callable[[Tensor], None]:
+def _telling(site: TapSite) -> Callable[[Tensor], None]:
     def tell(leaf: Tensor) -> None:
         assert leaf.grad is not None
         site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
@@ -280,6 +279,15 @@ class _NotCheckpointed:
         return function(*args)
 
 
+def _refuse_own_rule(function: Any) -> bool:
+    if _has_own_rule(function):
+        raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
+    return False
+
+
+_has_own_rule = autograd_function.has_overridden_vmap_rule
+
+
 @contextmanager
 def _torch_as_needed() -> Iterator[None]:
     """Two things of torch's, while a program runs.
@@ -287,28 +295,10 @@ def _torch_as_needed() -> Iterator[None]:
     Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. And an
     ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one.
     """
-    held = (
-        checkpointing.CheckpointFunction,
-        checkpointing._checkpoint_without_reentrant_generator,
-        autograd_function.has_overridden_vmap_rule,
-    )
-
-    def refuse_own_rule(function: Any) -> bool:
-        if held[2](function):
-            raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
-        return False
-
-    try:
-        checkpointing.CheckpointFunction = _NotCheckpointed  # type: ignore[misc, assignment]
-        checkpointing._checkpoint_without_reentrant_generator = _run_once
-        autograd_function.has_overridden_vmap_rule = refuse_own_rule  # type: ignore[assignment]
+    once = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _run_once}
+    own = {"has_overridden_vmap_rule": _refuse_own_rule}
+    with replaced(checkpointing, once), replaced(autograd_function, own):
         yield
-    finally:
-        (
-            checkpointing.CheckpointFunction,  # type: ignore[misc]
-            checkpointing._checkpoint_without_reentrant_generator,
-            autograd_function.has_overridden_vmap_rule,
-        ) = held
 
 
 def _device(params: Mapping[str, Tensor], record: Any) -> torch.device:

@@ -8,9 +8,7 @@ with a copy of its parameters for each record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,35 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quietgrad.objectives.networks import compiled_sums
-from quietgrad.objectives.networks.kernels import (
-    convolution_kernel,
-    embedding_kernel,
-    linear_kernel,
-    matrix_form,
-    matrix_kernel,
-)
-from quietgrad.objectives.networks.recurrent import RECURRENT
-from quietgrad.objectives.networks.taps import OPERATIONS, Site, Taps
-
-
-@dataclass(frozen=True)
-class Operation:
-    """How it is done; ``always``: also if no parameter of it is trained, because vmap has no good rule for it."""
-
-    handler: Callable[..., Any]
-    always: bool = False
-
-    def run(self, taps: Taps, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            result = self.handler(taps, *args, **kwargs)
-        except TypeError as error:
-            if "argument" in str(error):  # called in a way that is not known here
-                result = NotImplemented
-            else:
-                raise
-        if result is NotImplemented and self.always and not any(map(taps.is_shared, (*args, *kwargs.values()))):
-            return func(*args, **kwargs)
-        return result
+from quietgrad.objectives.networks.kernels import convolution_kernel, embedding_kernel, linear_kernel
+from quietgrad.objectives.networks.recurrent import RECURRENT_CELLS, RECURRENT_LAYERS
+from quietgrad.objectives.networks.taps import OPERATIONS, Operation, Taps
+from quietgrad.objectives.networks.trees import replaced
 
 
 def _linear(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -109,30 +82,46 @@ def _addmm(taps: Taps, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float
     return _product(taps, mat1, mat2, input)
 
 
+_MATRICES = 64  # of one parameter that are multiplied one by one
+
+
 def _einsum(taps: Taps, equation: Any, *operands: Any) -> Any:
+    """A sum of products as one product with a matrix of parameters, if these lie in the matrix's order."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     shared = [taps.is_shared(value) for value in operands]
-    if not any(shared) or sum(shared) > 1:
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or sum(shared) != 1:
         return NotImplemented
-    form = matrix_form(equation, [tuple(value.shape) for value in operands], shared)
-    if form is None or taps.slot(operands[form.place]) is None:
+    left, result = equation.replace(" ", "").split("->")
+    terms, place = left.split(","), shared.index(True)
+    own, weight = terms.pop(place), operands[place]
+    others = [value for k, value in enumerate(operands) if k != place]
+    seen, sizes = set("".join(terms)), dict(zip(own, weight.shape, strict=True))
+    summed, free = ("".join(i for i in own if (i in seen) == inside) for inside in (True, False))
+    once = all(len(set(term)) == len(term) for term in (own, *terms, result))
+    indices = [
+        pair for term, value in zip(terms, others, strict=True) for pair in zip(term, value.shape, strict=True)
+    ]
+    if any(sizes.get(index, size) != size for index, size in indices):
+        return NotImplemented  # an axis of one is repeated
+    if not once or not summed or set(summed) & set(result) or not set(free) <= set(result):
         return NotImplemented
-    weight = operands[form.place]
-    others = [value for place, value in enumerate(operands) if place != form.place]
+    lead = "".join(index for index in result if index in seen)
     with taps:
-        x = torch.einsum(form.rest, *others)
-        lead = x.dim() - form.arrangement.rows
-        x = x.flatten(lead) if x.dim() > lead else x
-    if not taps.is_records(x):
-        return NotImplemented
-    rows = taps.rows(x)
-    site = taps.use("einsum", matrix_kernel(tuple(weight.shape), form.arrangement), rows, {"weight": weight})
-    with taps.outside():
-        out = taps.tap(rows @ form.arrangement.of(weight.detach()), site)
-    made = taps.logical(out)
-    free = [weight.shape[axis] for axis in form.arrangement.order[form.arrangement.rows :]]
-    return made.reshape(*made.shape[:-1], *free).permute(form.result)
+        x = torch.einsum(f"{','.join(terms)}->{lead}{summed}", *others).flatten(len(lead))
+        if own == free + summed:
+            out = F.linear(x, weight.reshape(-1, x.shape[-1]))
+        else:  # matrices one after the other, such as those of experts
+            ahead = own.index(summed[0])
+            if own[ahead:] != summed + free[ahead:]:
+                return NotImplemented
+            matrices = weight.reshape(-1, x.shape[-1], math.prod(weight.shape[ahead + len(summed) :]))
+            if len(matrices) > _MATRICES:
+                return NotImplemented
+            out = torch.stack([x @ matrix for matrix in matrices.unbind()], -2)
+            out = out.flatten(-2)
+        out = out.reshape(*out.shape[:-1], *(sizes[index] for index in free))
+        return out.permute([(lead + free).index(index) for index in result])
 
 
 def _convolution(spatial: int) -> Callable[..., Any]:
@@ -159,7 +148,7 @@ def _convolution(spatial: int) -> Callable[..., Any]:
             else:
                 around += [each(padding)[axis]] * 2
         images = 1 if alone else rows.shape[1]
-        made = convolution_kernel(tuple(weight.shape), strides, tuple(around), steps, groups, images)
+        made = convolution_kernel(tuple(weight.shape), strides, tuple(around), steps, groups)
         with taps.outside():
             folded = rows if alone else rows.flatten(0, 1)
             call = (torch.conv1d, torch.conv2d, torch.conv3d)[spatial - 1]
@@ -248,8 +237,8 @@ def _layer_norm(
     taps: Taps, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     shape = list(normalized_shape)
-    return _over_last(
-        taps, "layer_norm", input, len(shape), weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps)
+    return _norm(
+        taps, "layer_norm", input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), len(shape)
     )
 
 
@@ -257,36 +246,13 @@ def _rms_norm(
     taps: Taps, input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
     shape = list(normalized_shape)
-    return _over_last(
-        taps, "rms_norm", input, len(shape), weight, None, lambda x, w, b: F.rms_norm(x, shape, w, eps)
-    )
-
-
-def _over_last(
-    taps: Taps, name: str, input: Tensor, axes: int, weight: Any, bias: Any, norm: Callable[..., Tensor]
-) -> Any:
-    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
-        return NotImplemented
-    rows = taps.rows(input)
-    still = rows.detach()
-
-    def sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = norm(still, None, None) * grad
-        return tuple(_leading(each.flatten(-axes)) for each in (scaled, grad))  # type: ignore[return-value]
-
-    with taps.outside():
-        out = norm(rows, taps.plain(weight), taps.plain(bias))
-        if taps.is_shared(weight) or taps.is_shared(bias):
-            out = taps.tap(out, taps.affine(name, weight, bias, sums))
-    return taps.logical(out)
+    return _norm(taps, "rms_norm", input, weight, None, lambda x, w, b: F.rms_norm(x, shape, w, eps), len(shape))
 
 
 def _group_norm(
     taps: Taps, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
-    return _over_channels(
-        taps, "group_norm", input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps)
-    )
+    return _norm(taps, "group_norm", input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
 
 
 def _instance_norm(
@@ -295,7 +261,7 @@ def _instance_norm(
 ) -> Any:  # fmt: skip
     if running_mean is not None or not use_input_stats:
         return NotImplemented
-    return _over_channels(
+    return _norm(
         taps, "instance_norm", input, weight, bias, lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=eps)
     )
 
@@ -306,36 +272,37 @@ def _batch_norm(
 ) -> Any:  # fmt: skip
     if training or running_mean is None:
         return NotImplemented
-    return _over_channels(
-        taps, "batch_norm", input, weight, bias,
-        lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps),
-    )  # fmt: skip
+    fixed = running_mean, running_var
+    return _norm(
+        taps, "batch_norm", input, weight, bias, lambda x, w, b: F.batch_norm(x, *fixed, w, b, False, momentum, eps)
+    )
 
 
-def _over_channels(
-    taps: Taps, name: str, input: Tensor, weight: Any, bias: Any, norm: Callable[..., Tensor]
+def _norm(
+    taps: Taps, name: str, input: Tensor, weight: Any, bias: Any, norm: Callable[..., Tensor], last: int = 0
 ) -> Any:
-    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias) or input.dim() < 2:
+    """A norm with a scale and a shift of the ``last`` axes, or of channels, which follow a record's images."""
+    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
+        return NotImplemented
+    if not last and input.dim() < 2:
         return NotImplemented
     rows = taps.rows(input)
-    still, images = rows.detach(), rows.shape[1]
+    given = rows if last else rows.flatten(0, 1)
+    still = given.detach()
 
-    def sums(grad: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = norm(still.flatten(0, 1), None, None) * grad
-        return tuple(  # type: ignore[return-value]
-            each.reshape(-1, images, each.shape[1], each[0, 0].numel()).sum((1, 3)) for each in (scaled, grad)
-        )
+    def sums(grad: Tensor) -> list[Tensor]:
+        both = [norm(still, None, None) * grad, grad]
+        if last:
+            flat = [each.flatten(-last) for each in both]
+            return [each.flatten(1, -2).sum(1) if each.dim() > 2 else each for each in flat]
+        return [each.reshape(-1, rows.shape[1], each.shape[1], each[0, 0].numel()).sum((1, 3)) for each in both]
 
     with taps.outside():
-        out = norm(rows.flatten(0, 1), taps.plain(weight), taps.plain(bias))
+        out = norm(given, taps.plain(weight), taps.plain(bias))
         if taps.is_shared(weight) or taps.is_shared(bias):
             out = taps.tap(out, taps.affine(name, weight, bias, sums))
-        out = torch.unflatten(out, 0, (-1, images))
+        out = out if last else torch.unflatten(out, 0, (-1, rows.shape[1]))
     return taps.logical(out)
-
-
-def _leading(values: Tensor) -> Tensor:
-    return values.flatten(1, -2).sum(1) if values.dim() > 2 else values
 
 
 def _attention(
@@ -350,13 +317,13 @@ def _attention(
     if dropout_p > 0.0 or query.dim() not in (3, 4) or not (query.dim() == key.dim() == value.dim()):
         with taps:
             return _written_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    parts = [_all(taps, part) for part in (query, key, value)]
+    parts = [taps.all_rows(part) for part in (query, key, value)]
     with taps.outside():
         lead = max(part.shape[1] for part in parts) if query.dim() == 4 else 0
         folded = [_folded(part, lead) for part in parts]
         mask = attn_mask
         if attn_mask is not None:
-            mask = _all(taps, attn_mask)
+            mask = taps.all_rows(attn_mask)
             while mask.dim() < query.dim() + 1:
                 mask = mask.unsqueeze(1)
             mask = _folded(mask, lead)
@@ -366,11 +333,6 @@ def _attention(
         )
         out = torch.unflatten(out, 0, (taps.count, lead)) if lead else out
     return taps.logical(out)
-
-
-def _all(taps: Taps, value: Tensor) -> Tensor:
-    """(n, …) of a value, also of one that is the same for every record."""
-    return taps.rows(value) if taps.is_records(value) else value.expand(taps.count, *value.shape)
 
 
 def _folded(rows: Tensor, lead: int) -> Tensor:
@@ -410,20 +372,8 @@ def _dropout(taps: Taps, input: Tensor, p: float = 0.5, training: bool = True, i
 
 def _multi_head_attention(taps: Taps, *args: Any, **kwargs: Any) -> Any:
     """As torch does it, with its projections seen one by one: they are linear layers."""
-    with _looked_into(), taps:
+    with replaced(F, {"has_torch_function": lambda *_: False}), taps:  # run, instead of shown as one operation
         return F.multi_head_attention_forward(*args, **kwargs)
-
-
-@contextmanager
-def _looked_into() -> Iterator[None]:
-    """A function of torch.nn.functional that is written in Python is run, instead of shown as one operation."""
-    names = vars(F)
-    held = names["has_torch_function"]
-    names["has_torch_function"] = lambda *_: False
-    try:
-        yield
-    finally:
-        names["has_torch_function"] = held
 
 
 def _bilinear(taps: Taps, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -433,151 +383,36 @@ def _bilinear(taps: Taps, input1: Tensor, input2: Tensor, weight: Tensor, bias: 
         return torch.unflatten(out, 0, input1.shape[:-1])
 
 
-def _recurrent(func: Any) -> Callable[..., Any]:
-    recur = RECURRENT[func]
-
-    def run(taps: Taps, *args: Any) -> Any:
-        if len(args) != 9 or not isinstance(args[0], Tensor) or not taps.is_records(args[0]) or args[0].dim() != 3:
-            return NotImplemented  # packed sequences
-        return _layers(taps, recur, *args)
-
-    return run
-
-
-def _layers(
-    taps: Taps, recur: Callable[..., Any], x: Tensor, start: Any, weights: Any, biases: bool, layers: int,
-    dropout: float, training: bool, both: bool, batch_first: bool,
-) -> Any:  # fmt: skip
-    starts = (start,) if isinstance(start, Tensor) else start
-    each = 4 if biases else 2
-    if len(weights) != each * layers * (1 + both) or not all(x.shape) or any(map(taps.is_records, weights)):
-        return NotImplemented  # projections
-    with taps.outside():
-        z = taps.rows(x)  # (n, batch, time, features), or time before batch
-        z = z.movedim(2, 0) if batch_first else z.movedim(1, 0)
-        count, batch = z.shape[1:3]
-        z = z.flatten(1, 2)
-    states = []
-    for each_start in starts:
-        value = taps.copy(each_start) if taps.is_shared(each_start) else each_start
-        with taps.outside():
-            states.append(_all(taps, value).movedim(1, 0).flatten(1, 2))  # (layers·sides, n·batch, width)
-    last: list[list[Tensor]] = [[] for _ in starts]
-    for layer in range(layers):
-        sides = []
-        for side in range(1 + both):
-            k = layer * (1 + both) + side
-            one = weights[each * k : each * (k + 1)]
-            w_ih, w_hh, b_ih, b_hh = one if biases else (*one, None, None)
-            with taps.outside():
-                hidden, *ends = _one_way(
-                    taps, recur, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in states], count
-                )
-                sides.append(hidden.flip(0) if side else hidden)
-            for found, end in zip(last, ends, strict=True):
-                found.append(end)
-        with taps.outside():
-            z = torch.cat(sides, -1) if both else sides[0]
-            if dropout and training and layer < layers - 1:  # records in front, where each draws its own
-                z = torch.unflatten(z, 1, (count, batch)).movedim(1, 0)
-                z = F.dropout(z.contiguous(), dropout).movedim(0, 1).flatten(1, 2)
-    with taps.outside():
-        z = torch.unflatten(z, 1, (count, batch)).movedim(1, 0)  # (n, time, batch, width)
-        out = z.transpose(1, 2) if batch_first else z
-        ends = [torch.unflatten(torch.stack(found), 1, (count, batch)).movedim(1, 0) for found in last]
-    return (taps.logical(out), *map(taps.logical, ends))
-
-
-def _one_way(
-    taps: Taps, recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any,
-    start: list[Tensor], count: int,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """One layer in one direction, times first; its weights are those of linear layers on sequences."""
-
-    def records_first(values: Tensor) -> Tensor:  # (time, n·batch, features)
-        values = torch.unflatten(values, 1, (count, -1)).movedim(1, 0)
-        return values.flatten(1, 2)
-
-    z = F.linear(x, taps.plain(w_ih), taps.plain(b_ih))
-    if taps.is_shared(w_ih) or taps.is_shared(b_ih):
-        kernel = linear_kernel(*w_ih.shape)
-        site = taps.use("recurrent input", kernel, records_first(x), {"weight": w_ih, "bias": b_ih})
-        site.arrange = records_first
-        z = taps.tap(z, site)
-    # u stands for h W_hhᵀ + b_hh: its numbers are not read, and the gradient of that product arrives at it.
-    u = z.new_zeros(()).expand(z.shape)
-    second: Site | None = None
-    if taps.is_shared(w_hh) or taps.is_shared(b_hh):
-        width = w_hh.shape[1]
-        blank = z.new_zeros(()).expand(count, z.shape[0] * (z.shape[1] // count), width)
-        second = taps.use("recurrent state", linear_kernel(*w_hh.shape), blank, {"weight": w_hh, "bias": b_hh})
-        second.arrange = records_first
-        u = taps.tap(torch.empty_like(z), second)
-    states = [s.to(z.dtype) for s in start]
-    hidden, *ends = recur(z, u, taps.plain(w_hh), taps.plain(b_hh), *states)
-    if second is not None:
-        second.given = records_first(
-            torch.cat([states[0][None].expand(1, *hidden.shape[1:]), hidden[:-1]]).detach()
-        )
-    return hidden, *ends
-
-
-def _cell(recurrence: Callable[..., Any]) -> Callable[..., Any]:
-    def run(
-        taps: Taps, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
-    ) -> Any:
-        h = hx if isinstance(hx, Tensor) else hx[0]
-        with taps:
-            return recurrence(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), hx)
-
-    return run
-
-
-def _lstm_cell(z: Tensor, u: Tensor, hx: Any) -> Any:
-    i, f, g, o = (z + u).chunk(4, -1)
-    c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def _gru_cell(z: Tensor, u: Tensor, h: Tensor) -> Tensor:
-    (zr, zk, zn), (ur, uk, un) = z.chunk(3, -1), u.chunk(3, -1)
-    keep, fresh = (zk + uk).sigmoid(), (zn + (zr + ur).sigmoid() * un).tanh()
-    return fresh + keep * (h - fresh)
-
-
-_MATMUL = Operation(_matmul)
-OPERATIONS |= {
-    F.linear: Operation(_linear, always=True),
-    torch.matmul: _MATMUL,
-    torch.mm: _MATMUL,
-    Tensor.matmul: _MATMUL,
-    Tensor.__matmul__: _MATMUL,
-    Tensor.__rmatmul__: Operation(lambda taps, other, input: _matmul(taps, input, other)),
-    Tensor.mm: _MATMUL,
-    torch.addmm: Operation(_addmm),
-    torch.einsum: Operation(_einsum),
-    torch.conv1d: Operation(_convolution(1), always=True),
-    torch.conv2d: Operation(_convolution(2), always=True),
-    torch.conv3d: Operation(_convolution(3), always=True),
-    F.max_pool2d: Operation(_max_pool2d, always=True),
-    torch.max_pool2d: Operation(_max_pool2d, always=True),
-    F.embedding: Operation(_embedding, always=True),
-    F.embedding_bag: Operation(_embedding_bag, always=True),
-    F.layer_norm: Operation(_layer_norm, always=True),
-    F.rms_norm: Operation(_rms_norm, always=True),
-    F.group_norm: Operation(_group_norm, always=True),
-    F.instance_norm: Operation(_instance_norm, always=True),
-    F.batch_norm: Operation(_batch_norm, always=True),
-    F.scaled_dot_product_attention: Operation(_attention, always=True),
-    F.multi_head_attention_forward: Operation(_multi_head_attention),
-    F.dropout: Operation(_dropout, always=True),
-    F.bilinear: Operation(_bilinear),
-    torch.lstm: Operation(_recurrent(torch.lstm), always=True),
-    torch.gru: Operation(_recurrent(torch.gru), always=True),
-    torch.rnn_tanh: Operation(_recurrent(torch.rnn_tanh), always=True),
-    torch.rnn_relu: Operation(_recurrent(torch.rnn_relu), always=True),
-    torch.lstm_cell: Operation(_cell(_lstm_cell)),
-    torch.gru_cell: Operation(_cell(_gru_cell)),
-    torch.rnn_tanh_cell: Operation(_cell(lambda z, u, h: (z + u).tanh())),
-    torch.rnn_relu_cell: Operation(_cell(lambda z, u, h: (z + u).relu())),
+_ALWAYS: dict[Any, Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.conv1d: _convolution(1),
+    torch.conv2d: _convolution(2),
+    torch.conv3d: _convolution(3),
+    F.max_pool2d: _max_pool2d,
+    torch.max_pool2d: _max_pool2d,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.group_norm: _group_norm,
+    F.instance_norm: _instance_norm,
+    F.batch_norm: _batch_norm,
+    F.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    **RECURRENT_LAYERS,
 }
+_OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: lambda taps, other, input: _matmul(taps, input, other),
+    Tensor.mm: _matmul,
+    torch.addmm: _addmm,
+    torch.einsum: _einsum,
+    F.multi_head_attention_forward: _multi_head_attention,
+    F.bilinear: _bilinear,
+    **RECURRENT_CELLS,
+}
+OPERATIONS |= {func: Operation(handler, always=True) for func, handler in _ALWAYS.items()}
+OPERATIONS |= {func: Operation(handler) for func, handler in _OF_PARAMETERS.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quietgrad.objectives.networks import compiled_sums
-from quietgrad.objectives.networks.vectors import (
-    GradientTerms,
-    LayerCall,
-    SizeBucket,
-    Stored,
-    UnitAssignment,
-    UnitVectors,
-    squares_of,
-)
+from quietgrad.objectives.networks.vectors import GradientTerms, LayerCall, Stored, squares_of
 
 _CACHE = 1 << 21  # bytes of unfolded input worked on at a time; two megabytes stay in a core's cache
 
@@ -55,9 +47,10 @@ class LinearLayerMap:
 
 
 class Convolution:
-    """A convolution in any number of dimensions, as an :class:`OuterLayer`."""
+    """A convolution in any number of dimensions, as an :class:`OuterLayer`.
 
-    channel_dim = 1
+    An example may have several images, (examples, images, channels, …): its gradient is their sum.
+    """
 
     def __init__(
         self,
@@ -70,6 +63,7 @@ class Convolution:
         self.groups = groups
         self.shape = (weight[0], prod(weight[1:]))
         self.kernel = weight[2:]
+        self.channel_dim = -1 - len(self.kernel)
         self.stride, self.dilation = stride, dilation
         self.padding = padding
         before, after = self.padding[::-2], self.padding[-2::-2]
@@ -85,8 +79,22 @@ class Convolution:
     def _padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self.padding) if any(self.padding) else inputs
 
+    def _images(self, values: Tensor) -> Tensor:
+        """All images, whosever they are."""
+        return values.flatten(0, self.channel_dim - 1) if self._several(values) else values
+
+    def _several(self, values: Tensor) -> bool:
+        return values.dim() > 1 - self.channel_dim
+
+    def _beside(self, sides: Tensor, given: Tensor) -> Tensor:
+        """(examples·groups, channels, positions): all positions of an example's images in one row."""
+        if not self._several(given):
+            return sides
+        split = sides.view(len(given), -1, self.groups, *sides.shape[1:])
+        return split.permute(0, 2, 3, 1, 4).reshape(len(given) * self.groups, sides.shape[1], -1)
+
     def columns(self, inputs: Tensor) -> Tensor:
-        x = self._padded(inputs)
+        x = self._padded(self._images(inputs))
         examples, channels, *sizes = x.shape
         axes = list(zip(sizes, self.kernel, self.stride, self.dilation, x.stride()[2:], strict=True))
         places = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d, _ in axes]
@@ -94,18 +102,27 @@ class Convolution:
         patches = x.as_strided(
             (examples, channels, *self.kernel, *places), (*x.stride()[:2], *strides), x.storage_offset()
         )
-        return patches.reshape(examples * self.groups, self.shape[1], prod(places))
+        return self._beside(patches.reshape(examples * self.groups, self.shape[1], prod(places)), inputs)
 
     def rows(self, grads: Tensor) -> Tensor:
+        images = self._images(grads)
         if self.groups == 1:
-            return grads.flatten(2)
-        families = grads.shape[1] // self.shape[0]
-        examples, fan_out = len(grads), self.shape[0] // self.groups
-        split = grads.reshape(examples, families, self.groups, fan_out, -1).transpose(1, 2)
-        return split.reshape(examples * self.groups, families * fan_out, -1)
+            return self._beside(images.flatten(2), grads)
+        families = images.shape[1] // self.shape[0]
+        examples, fan_out = len(images), self.shape[0] // self.groups
+        split = images.reshape(examples, families, self.groups, fan_out, -1).transpose(1, 2)
+        return self._beside(split.reshape(examples * self.groups, families * fan_out, -1), grads)
 
     def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
-        if self._grouped(inputs):
+        if self._several(inputs):
+            grads, inputs = (t.flatten(1, self.channel_dim - 1) for t in (grads, inputs))
+            out.zero_()
+            for some in range(0, inputs.shape[1], most := self._at_once(inputs)):
+                part = slice(some, some + most)
+                each = out.new_empty((len(out), inputs[:, part].shape[1], *out.shape[1:]))
+                self.products(grads[:, part].flatten(0, 1), inputs[:, part].flatten(0, 1), each.flatten(0, 1))
+                out += each.sum(1)
+        elif self._grouped(inputs):
             examples, outputs = grads.shape[:2]
             weight = self._backward(
                 grads.reshape(1, -1, *grads.shape[2:]),
@@ -161,10 +178,8 @@ class Convolution:
 
     def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
         # As a product of matrices: a convolution in float64 is many times slower.
-        rows, columns = (
-            side.double().reshape(-1, self.groups, *side.shape[1:])
-            for side in (self.rows(grads), self.columns(inputs))
-        )
+        sides = self.rows(self._images(grads)), self.columns(self._images(inputs))
+        rows, columns = (side.double().reshape(-1, self.groups, *side.shape[1:]) for side in sides)
         return torch.einsum("egot,egit->goi", rows, columns).flatten()
 
     def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
@@ -179,56 +194,19 @@ class Convolution:
         return gradients[1]
 
     def block(self, inputs: Tensor, families: int) -> int:
+        if self._several(inputs):
+            return max(1, self._at_once(inputs) // inputs.flatten(1, self.channel_dim - 1).shape[1])
+        return self._at_once(inputs)
+
+    def _at_once(self, inputs: Tensor) -> int:
+        """Images worked on together."""
+        inputs = self._images(inputs)
         if self._grouped(inputs):
             return 64
         if self._shifted(inputs):
             return max(1, _CACHE // (inputs[0].numel() * inputs.element_size()))
         positions = inputs[0, 0].numel() // prod(self.stride) * self.groups
         return max(1, _CACHE // (self.shape[1] * positions * inputs.element_size()))
-
-
-class SeveralRecords:
-    """A convolution whose examples are people: (people, records, channels, …), gradients added up over records."""
-
-    channel_dim = 2
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.groups: int = layer.groups
-        self.shape: tuple[int, int] = layer.shape
-
-    def _beside(self, sides: Tensor, people: int) -> Tensor:
-        """(people·records·groups, channels, positions): all positions of a person's records in one row."""
-        records = len(sides) // (people * self.groups)
-        split = sides.view(people, records, self.groups, *sides.shape[1:])
-        return split.permute(0, 2, 3, 1, 4).reshape(people * self.groups, sides.shape[1], -1)
-
-    def columns(self, inputs: Tensor) -> Tensor:
-        return self._beside(self.layer.columns(inputs.flatten(0, 1)), len(inputs))
-
-    def rows(self, grads: Tensor) -> Tensor:
-        return self._beside(self.layer.rows(grads.flatten(0, 1)), len(grads))
-
-    def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
-        records, most = inputs.shape[1], self._at_once(inputs)
-        out.zero_()
-        for start in range(0, records, most):
-            part = slice(start, min(start + most, records))
-            each = out.new_empty((len(out), part.stop - part.start, *out.shape[1:]))
-            self.layer.products(grads[:, part].flatten(0, 1), inputs[:, part].flatten(0, 1), each.flatten(0, 1))
-            out += each.sum(1)
-
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        gradient: Tensor = self.layer.weight_gradient(grads.flatten(0, 1), inputs.flatten(0, 1))
-        return gradient
-
-    def block(self, inputs: Tensor, families: int) -> int:
-        return max(1, self._at_once(inputs) // inputs.shape[1])
-
-    def _at_once(self, inputs: Tensor) -> int:
-        """Records worked on together: of several people, or a part of one person's."""
-        at_once: int = self.layer.block(inputs.flatten(0, 1), 1)
-        return at_once
 
 
 _CHUNK = 1 << 20  # numbers of float64 worked on at a time
@@ -276,13 +254,13 @@ class OuterProducts:
         self.lefts = lefts
         self.rights = rights
         self.families = families
-        self.by_gram = self._cheap_gram(self.positions)
-
-    def _cheap_gram(self, positions: int) -> bool:
-        outputs, fan_in = self.layer.shape
-        rank_one = positions == len(self.lefts) == 1
+        outputs, fan_in = layer.shape
+        rank_one = self.positions == len(lefts) == 1
         # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
-        return rank_one or 2 * positions * (outputs + self.layer.groups * fan_in) < outputs * fan_in
+        self.by_gram = rank_one or 2 * self.positions * (outputs + layer.groups * fan_in) < outputs * fan_in
+
+    def __len__(self) -> int:
+        return len(self.rights[0])
 
     @classmethod
     def of(cls, layer: OuterLayer, now: LayerCall, before: LayerCall | None, mix: GradientTerms) -> OuterProducts:
@@ -295,12 +273,6 @@ class OuterProducts:
             return cls(layer, [left], [now.input], mix.families)
         step = now.input - before.input
         return cls(layer, [left, now.output_grad], [before.input, step], mix.families)
-
-    def rows(self, where: slice) -> OuterProducts:
-        """Those of some examples."""
-        return OuterProducts(
-            self.layer, [a[where] for a in self.lefts], [b[where] for b in self.rights], self.families
-        )
 
     def followed_by(self, other: OuterProducts) -> OuterProducts | None:
         """The sum of both, as outer products over one sequence of positions; None if the layer has no sequences."""
@@ -316,9 +288,11 @@ class OuterProducts:
 
     def squared_norms(self) -> Tensor:
         """By Gram matrices, or from a few examples at a time, whichever multiplies less."""
-        return self._gram_norms() if self.by_gram else self._blockwise_norms()
+        if self.by_gram:
+            return torch.cat([self._gram_part(part) for part in self._chunks()])
+        return torch.cat([written.squared_norms() for _, written in self._blocks()])
 
-    def _gram_norms(self) -> Tensor:
+    def _gram_part(self, part: slice) -> Tensor:
         """‖Σ_k L_k ⊗ R_k‖² = Σ_kl ⟨R_kᵀR_l, L_kᵀL_l⟩ from above; no vector is written out.
 
         The terms have signs and may cancel: two positions with large and nearly equal inputs. Let u = 2⁻⁵³, n and m
@@ -328,9 +302,6 @@ class OuterProducts:
         where nothing cancels: the computed norm is never below the true one. A vector that has cancelled below
         10⁻⁶·A or so is clipped as if it were that long; more digits float32 inputs do not have.
         """
-        return torch.cat([self._gram_part(part) for part in self._chunks()])
-
-    def _gram_part(self, part: slice) -> Tensor:
         factors = [_in_float64(a[part], b[part]) for a, b in zip(self.lefts, self.rights, strict=True)]
         columns = [self.layer.columns(right) for _, right in factors]
         rows = [self.layer.rows(left) for left, _ in factors]
@@ -348,12 +319,9 @@ class OuterProducts:
         squares = squares + 2 * (terms + 8) * UNIT * longest.square()
         return squares.view(-1, self.layer.groups, self.families).sum(1)
 
-    def _blockwise_norms(self) -> Tensor:
-        return torch.cat([written.squared_norms() for _, written in self._blocks()])
-
     def _blocks(self) -> Iterator[tuple[slice, Stored]]:
         """A few examples at a time, written out and forgotten again."""
-        workspace = self._space(min(self._block, len(self.rights[0])))
+        workspace = self._space(min(self._block, len(self)))
         for part in self._parts(self._block):
             values = workspace[:, : part.stop - part.start]
             self._write(part, values)
@@ -362,7 +330,7 @@ class OuterProducts:
     def stored(self, values: Tensor | None = None) -> Stored:
         """All vectors written out, into `values` (families, examples, outputs, fan-in) if given."""
         if values is None:
-            values = self._space(len(self.rights[0]))
+            values = self._space(len(self))
         if self.families == len(self.lefts) == 1:
             squares = write_gradients(self.layer, LayerCall(self.rights[0], self.lefts[0]), values[0])
             return Stored(values.flatten(2), squares)
@@ -387,23 +355,10 @@ class OuterProducts:
                     total += _scale(family, share)
                 out += self.layer.weight_gradient(total, right[part])
 
-    def together(self, persons: UnitAssignment) -> UnitVectors:
-        """A person is one example with all positions of all their records: the same products, of longer sequences.
-
-        What the bound on the Gram matrices' rounding adds is for as many positions as that. Sums from the factors
-        are the same in any order, so people measured by Gram matrices are added up from the examples at once.
-        """
-
-        def by_gram(group: SizeBucket) -> bool:
-            return self._cheap_gram(self.positions * group.rows.shape[1])
-
-        return UnitVectors(persons, persons.alike(self.lefts[0].device), self, self.of_people, by_gram)
-
-    def of_people(self, group: SizeBucket) -> OuterProducts:
-        """Those of a group of people."""
-        layer = self.layer if self.layer.channel_dim == -1 else SeveralRecords(self.layer)
-        rights = [group.of(right, blank=False) for right in self.rights]  # what is beside a zero adds nothing
-        return OuterProducts(layer, [group.of(left) for left in self.lefts], rights, self.families)
+    def written(self, where: slice) -> Tensor:
+        """Those of some examples, written out."""
+        lefts, rights = ([side[where] for side in sides] for sides in (self.lefts, self.rights))
+        return OuterProducts(self.layer, lefts, rights, self.families).stored().values
 
     @property
     def _block(self) -> int:
@@ -415,8 +370,7 @@ class OuterProducts:
         return self._parts(max(1, _CHUNK // max(1, numbers)))
 
     def _parts(self, size: int) -> list[slice]:
-        examples = len(self.rights[0])
-        return [slice(i, min(i + size, examples)) for i in range(0, examples, size)]
+        return [slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
 
     def _space(self, examples: int) -> Tensor:
         return self.lefts[0].new_empty((self.families, examples, *self.layer.shape))

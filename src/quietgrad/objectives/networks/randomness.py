@@ -1,10 +1,8 @@
 """Randomness inside a query: every record draws its own, from a secret of the release and its own number.
 
-Dropout, noise layers and augmentation are part of what is asked of a record. If what one record draws depended on
-who else is in the batch, one record more or less would change what all others contribute. So a number drawn for
-record i is a function of (key of the release, i, number of the draw) and of nothing else: the same at both points
-of a difference, in one pass or many, in a second summation, on one process or several. Given the key, a record's
-contribution is then a function of that record alone (docs/torch-proof.md).
+A number drawn for record i is a function of (key of the release, i, number of the draw) and of nothing else: the
+same at both points of a difference, in one pass or many, in a second summation, on one process or several. Given
+the key, a record's contribution is then a function of that record alone (docs/torch-proof.md).
 
 The seeds PRF(key, i) are AES. What is made of a seed need not be: the proof asks that the records' masks be
 independent of each other and of the data, and that holds whatever function makes a mask of a secret seed.
@@ -39,12 +37,7 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 @dataclass(frozen=True)
 class RecordSeeds:
-    """The secrets of some records in one release: record ``indices[k]`` belongs to row k.
-
-    >>> keys = RecordSeeds(bytes(32), np.array([7, 3, 5]))
-    >>> bool((keys.rows(np.array([2])).draws == keys.draws[2:]).all())
-    True
-    """
+    """The secrets of some records in one release: record ``indices[k]`` belongs to row k."""
 
     key: bytes
     indices: npt.NDArray[np.integer[Any]]
@@ -78,8 +71,6 @@ class RecordSeeds:
     def views(self, count: int) -> RecordSeeds:
         """Every record ``count`` times, one after the other, each time with a word of its own.
 
-        The word is a function of the key, the record's number and the view's, and of nobody else's record.
-
         >>> keys = RecordSeeds(bytes(32), np.array([7, 3])).views(2)
         >>> keys.indices.tolist(), len(set(keys.reads.tolist()))
         ([7, 7, 3, 3], 4)
@@ -92,11 +83,9 @@ class RecordSeeds:
     ) -> Iterator[npt.NDArray[np.int64]]:
         """Rows in passes of at most ``most``: the leaves of a binary tree on the records' secret words.
 
-        If these are people with ``sizes`` records each, a pass has at most ``most`` records, or one person.
-
-        A batch that is cut by position is cut elsewhere when a record leaves, and the float32 roundings of every
-        later pass change with it. A leaf holds whoever's word begins with its bits, so one record more or less
-        changes one pass (or joins two of ``most`` + 1 records together), however many there are.
+        If these are units with ``sizes`` records each, a pass has at most ``most`` records, or one unit. A leaf
+        holds the records whose words begin with its bits, so one record more or less changes the roundings of one
+        pass (or joins two of ``most`` + 1 records together); cut by position, it would change all later ones.
         """
         total = len(self.indices)
         if (total if sizes is None else sizes.sum()) <= most:
@@ -154,116 +143,106 @@ class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        number, self.number = self.number, self.number + 1
+        self.number += 1
         refuse_own_generator(func._overloadpacket.__name__, (*args, *kwargs.values()))
         make = _MAKERS.get(func._overloadpacket.__name__)
         if make is not None:
             given = _arguments(func, args, kwargs)
             given.pop("generator", None)
-            return make(_Source(self, number), *given.values())
+            return make(self, *given.values())
         if self.together:
             raise UnplannedDraw(f"{func} cannot be drawn for each record of a batch.")
-        seed_generators(int(_mixed(self.words + _signed((number + 1) << 40))[0]) % 2**64)
+        seed_generators(int(_mixed(self.words + _signed(self.number << 40))[0]) % 2**64)
         return func(*args, **kwargs)
 
     def mask(self, shape: Sequence[int], chance: float) -> Tensor:
         """True with the given chance: what a dropout of this shape would draw."""
-        number, self.number = self.number, self.number + 1
-        return _Source(self, number).below(shape, chance)
+        self.number += 1
+        return self.below(shape, chance)
 
-    def numbers(self, shape: Sequence[int], number: int) -> Tensor:
+    def numbers(self, shape: Sequence[int]) -> Tensor:
         """Words of 64 uniform bits, of the given shape: splitmix64 of (record's word, draw, place)."""
         count, size = len(self.words), prod(shape)
         if self.together and (not shape or shape[0] % count):
             raise UnplannedDraw(f"a draw of shape {tuple(shape)} has no row for each of {count} examples.")
         places = torch.arange(1, size // max(count, 1) + 1, device=self.words.device)
-        counters = (places + (number << 40)) * _signed(0x9E3779B97F4A7C15)
-        made = _mixed(self.words[:, None] + counters)
-        if not shape:
-            return made.view(())
-        return made.view(shape)
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The uniform numbers of one draw."""
-
-    draws: PerRecordRNG
-    number: int
+        counters = (places + ((self.number - 1) << 40)) * _signed(0x9E3779B97F4A7C15)
+        return _mixed(self.words[:, None] + counters).view(shape)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """In [0, 1), as fine as the precision."""
         bits = _BITS.get(dtype, 53)
-        words = _shifted(self.draws.numbers(shape, self.number), 64 - bits)
+        words = _shifted(self.numbers(shape), 64 - bits)
         return words.to(torch.float64 if bits == 53 else dtype) * 2.0**-bits
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        words = _shifted(self.draws.numbers(shape, self.number), 11)
+        """Standard normal, by the inverse of its distribution function."""
+        words = _shifted(self.numbers(shape), 11)
         result: Tensor = torch.special.ndtri((words.double() + 0.5) * 2.0**-53)
         return result
 
     def below(self, shape: Sequence[int], chance: float | Tensor) -> Tensor:
         """True with the given chance."""
-        words = _shifted(self.draws.numbers(shape, self.number), 11)
+        words = _shifted(self.numbers(shape), 11)
         if isinstance(chance, Tensor):
             return words.double() * 2.0**-53 < chance
         return words < int(chance * 2**53)
 
 
-def _dropout(source: _Source, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+def _dropout(rng: PerRecordRNG, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False or p == 0.0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    kept = source.below(x.shape, 1.0 - p)
+    kept = rng.below(x.shape, 1.0 - p)
     return x * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
 
 
-def _bernoulli(source: _Source, x: Tensor, p: Any = None) -> Tensor:
+def _bernoulli(rng: PerRecordRNG, x: Tensor, p: Any = None) -> Tensor:
     chance = x if p is None else p
     if isinstance(chance, Tensor):
         chance = chance.expand(x.shape)
-    return source.below(x.shape, chance).to(x.dtype)
+    return rng.below(x.shape, chance).to(x.dtype)
 
 
 def _rrelu(
-    source: _Source, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: Any
+    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: Any
 ) -> Tensor:
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    slope = torch.where(x <= 0, lower + (upper - lower) * source.uniform(x.shape, x.dtype), 1.0)
+    slope = torch.where(x <= 0, lower + (upper - lower) * rng.uniform(x.shape, x.dtype), 1.0)
     noise.copy_(slope)
     return x * slope
 
 
 def _rand(
-    source: _Source, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
-    return source.uniform(size, dtype).to(device or "cpu", dtype)
+    return rng.uniform(size, dtype).to(device or "cpu", dtype)
 
 
 def _randn(
-    source: _Source, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
 ) -> Tensor:
-    return source.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
+    return rng.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
 
 
 def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def like(source: _Source, x: Tensor, dtype: Any, layout: Any, device: Any, *_: Any) -> Tensor:
-        return make(source, x.shape, dtype or x.dtype, layout, device or x.device)
+    def like(rng: PerRecordRNG, x: Tensor, dtype: Any, layout: Any, device: Any, *_: Any) -> Tensor:
+        return make(rng, x.shape, dtype or x.dtype, layout, device or x.device)
 
     return like
 
 
-def _uniform(source: _Source, x: Tensor, low: float, high: float) -> Tensor:
-    return x.copy_(low + (high - low) * source.uniform(x.shape, x.dtype))
+def _uniform(rng: PerRecordRNG, x: Tensor, low: float, high: float) -> Tensor:
+    return x.copy_(low + (high - low) * rng.uniform(x.shape, x.dtype))
 
 
-def _normal(source: _Source, x: Tensor, mean: float, std: float) -> Tensor:
-    return x.copy_(mean + std * source.normal(x.shape))
+def _normal(rng: PerRecordRNG, x: Tensor, mean: float, std: float) -> Tensor:
+    return x.copy_(mean + std * rng.normal(x.shape))
 
 
-def _exponential(source: _Source, x: Tensor, rate: float) -> Tensor:
-    return x.copy_(-torch.log1p(-source.uniform(x.shape, torch.float64)) / rate)
+def _exponential(rng: PerRecordRNG, x: Tensor, rate: float) -> Tensor:
+    return x.copy_(-torch.log1p(-rng.uniform(x.shape, torch.float64)) / rate)
 
 
 # By name of the operation, with the arguments of its schema but the generator. What is not here is drawn by torch's
@@ -271,7 +250,7 @@ def _exponential(source: _Source, x: Tensor, rate: float) -> Tensor:
 _MAKERS: dict[str, Callable[..., Any]] = {
     "native_dropout": _dropout,
     "bernoulli": _bernoulli,
-    "bernoulli_": lambda source, x, p: x.copy_(_bernoulli(source, x, p)),
+    "bernoulli_": lambda rng, x, p: x.copy_(_bernoulli(rng, x, p)),
     "rand": _rand,
     "randn": _randn,
     "rand_like": _alike(_rand),

@@ -7,9 +7,9 @@ same are stacked and run together, so that no record's shape changes what is com
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +43,12 @@ class Multiple:
     of: int
 
     def __post_init__(self) -> None:
-        if isinstance(self.of, bool) or not isinstance(self.of, int) or self.of < 1:
-            raise ValueError(f"Multiple({self.of!r}): must be a whole number ≥ 1.")
+        _check_length("Multiple", self.of)
+
+
+def _check_length(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}({value!r}): must be a whole number ≥ 1, or for pad Multiple(k) or Padding(…).")
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,8 @@ class Padding:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.length, Multiple) and (
-            isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1
-        ):
-            raise ValueError(f"pad={self.length!r}: must be a whole number ≥ 1, or Multiple(k).")
+        if not isinstance(self.length, Multiple):
+            _check_length("pad", self.length)
 
     def of(self, record: Any) -> Any:
         """The record, padded."""
@@ -93,32 +95,21 @@ class Padding:
         return self._item(record, own, size, self.value)
 
     def _item(self, item: Any, own: int, size: int, value: float | None) -> Any:
+        """Every tensor with the record's length padded, or cut; ``None``: as a target."""
+
         def padded(tensor: Tensor) -> Tensor:
-            default = self.target if _whole(tensor) else self.value
-            return _padded(tensor, own, size, default if value is None else value)
+            if tensor.dim() < 2 or tensor.shape[1] != own or own >= size:
+                return tensor[:, :size] if tensor.dim() >= 2 and tensor.shape[1] == own else tensor
+            whole = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+            fill = (self.target if whole else self.value) if value is None else value
+            return F.pad(tensor, (*([0, 0] * (tensor.dim() - 2)), 0, size - own), value=fill)
 
         return mapped(item, padded)
 
 
-def _whole(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and tensor.dtype is not torch.bool
-
-
-def _padded(tensor: Tensor, own: int, size: int, value: float) -> Tensor:
-    if tensor.dim() < 2 or tensor.shape[1] != own:
-        return tensor
-    if own >= size:
-        return tensor[:, :size]
-    return F.pad(tensor, (*([0, 0] * (tensor.dim() - 2)), 0, size - own), value=value)
-
-
 def as_padding(pad: int | Multiple | Padding | None) -> Padding | None:
     """``pad=`` as people give it."""
-    if pad is None or isinstance(pad, Padding):
-        return pad
-    if not isinstance(pad, int | Multiple):
-        raise ValueError(f"pad={pad!r}: must be a whole number, Multiple(k), Padding(…) or None.")
-    return Padding(pad)
+    return pad if pad is None or isinstance(pad, Padding) else Padding(pad)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +149,7 @@ class Examples:
 
 
 def examples_of(
-    data: Any,
-    dim: int,
-    collate: Collate | None = None,
-    pad: Padding | None = None,
-    fixed: tuple[Tensor, ...] = (),
+    data: Any, dim: int, collate: Collate | None = None, pad: Padding | None = None, fixed: tuple[Tensor, ...] = ()
 ) -> Examples:
     """``data`` made ready: (X, y) of tensors or arrays, a ``TensorDataset``, or any map-style data set.
 
@@ -173,12 +160,8 @@ def examples_of(
     if isinstance(data, Examples):
         return data
     if isinstance(data, tuple | list) and not (collate and len(data) != 2):
-        data = (
-            TensorDataset(*_checked(data))
-            if all(isinstance(p, Tensor | np.ndarray) for p in data)
-            else _Nested(data)
-        )
-    if isinstance(data, IterableDataset) or not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+        data = _InMemory(_as_tensors(data))
+    if isinstance(data, IterableDataset) or not isinstance(data, _MapStyle):
         raise DataError(
             f"a data set of type {type(data).__name__} has no length or no positions, so no sample of known "
             "probability can be drawn from it. Use a map-style data set with __len__ and __getitem__."
@@ -186,13 +169,13 @@ def examples_of(
     if len(data) < 1:
         raise DataError("the data set is empty: there is nothing to train on.")
     refuse_repeated_records(data)
-    if isinstance(data, TensorDataset):
-        _finite(data.tensors)
-    in_memory = collate in (None, default_collate) and pad is None
-    if in_memory and type(data) is TensorDataset:
-        read = _whole_rows(tuple(data.tensors))
-    elif in_memory and isinstance(data, _Nested):
-        read = _whole_rows(data.parts)
+    parts = tuple(data.tensors) if isinstance(data, TensorDataset) else None
+    parts = data.parts if isinstance(data, _InMemory) else parts
+    if any(part.is_floating_point() and not part.isfinite().all() for part in tensors_of(parts)):
+        raise DataError("the data hold a number that is not finite; clean them first. Nothing was reserved.")
+    if collate in (None, default_collate) and pad is None and type(data) in (TensorDataset, _InMemory):
+        assert parts is not None
+        read = _whole_rows(parts)
     else:
         read = _reader(data, collate or default_collate, pad)
     examples = Examples(read, len(data), dim, fixed)
@@ -200,31 +183,29 @@ def examples_of(
     return examples
 
 
-class _Nested:
-    """((X1, X2), y): records are ((x1, x2), y)."""
+@runtime_checkable
+class _MapStyle(Protocol):
+    def __len__(self) -> int: ...
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        if len(data) != 2:
-            raise DataError(f"data has {len(data)} parts: give (X, y), several inputs as ((X1, X2), y).")
-        self.parts = tuple(_as_tensors(part) for part in data)
-        _checked(tensors_of(self.parts))
-        _finite(tensors_of(self.parts))
+    def __getitem__(self, place: int, /) -> Any: ...
+
+
+class _InMemory:
+    """(X, y), or ((X1, X2), y): records are (x, y), or ((x1, x2), y)."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        if len(parts) < 2 or (len(parts) > 2 and any(isinstance(part, tuple) for part in parts)):
+            raise DataError(f"data has {len(parts)} parts: give (X, y), several inputs as ((X1, X2), y).")
+        lengths = {len(tensor) for tensor in tensors_of(parts)}
+        if len(lengths) != 1 or lengths == {0}:
+            raise DataError(f"X and y have lengths {sorted(lengths)}: they must be equal and at least 1.")
+        self.parts, self._length = parts, lengths.pop()
 
     def __len__(self) -> int:
-        return len(tensors_of(self.parts)[0])
+        return self._length
 
     def __getitem__(self, place: int) -> Any:
         return mapped(self.parts, lambda tensor: tensor[place])
-
-
-def _checked(parts: Sequence[Any]) -> list[Tensor]:
-    tensors = [torch.tensor(part) if isinstance(part, np.ndarray) else part for part in parts]
-    if len(tensors) < 2:
-        raise DataError(f"data has {len(tensors)} parts: give (X, y), several inputs as ((X1, X2), y).")
-    lengths = {len(tensor) for tensor in tensors}
-    if len(lengths) != 1 or lengths == {0}:
-        raise DataError(f"X and y have lengths {sorted(lengths)}: they must be equal and at least 1.")
-    return tensors
 
 
 def _as_tensors(value: Any) -> Any:
@@ -238,12 +219,6 @@ def _as_tensors(value: Any) -> Any:
         f"a {type(value).__name__} cannot be given to a module: use tensors or arrays of numbers, or a data set "
         "with a collate_fn that makes them."
     )
-
-
-def _finite(tensors: Sequence[Tensor]) -> None:
-    for tensor in tensors:
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise DataError("the data hold a number that is not finite; clean them first. Nothing was reserved.")
 
 
 def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordSeeds], list[RecordGroup]]:
@@ -301,9 +276,7 @@ def _one(data: Any, index: int, collate: Collate, pad: Padding | None) -> Any:
 def _numbers_to_tensors(batch: Any) -> Any:
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         return torch.as_tensor(batch)
-    if isinstance(batch, UserDict):
-        return {key: _numbers_to_tensors(item) for key, item in batch.items()}
-    if isinstance(batch, dict):
+    if isinstance(batch, dict | UserDict):
         return {key: _numbers_to_tensors(item) for key, item in batch.items()}
     if isinstance(batch, tuple | list):
         items = [_numbers_to_tensors(item) for item in batch]
@@ -359,14 +332,8 @@ def _at(data: Any, indices: Rows) -> Rows:
     return np.stack([np.full(len(indices), identity, np.int64), indices], axis=1)
 
 
-def bytes_of(value: Any) -> Iterator[bytes | memoryview]:
-    """Everything about a tensor, an array, a number or a text, as bytes."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(np.ascontiguousarray(value))
-    if not isinstance(value, Tensor):
-        yield value if isinstance(value, bytes) else f"{type(value).__name__} {value!r}".encode()
-        return
-    tensor = value
+def bytes_of(tensor: Tensor) -> Iterator[bytes | memoryview]:
+    """Everything about a tensor, as bytes."""
     yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     if tensor.numel():
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -11,10 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from quietgrad.objectives.networks.kernels import linear_kernel
+from quietgrad.objectives.networks.taps import Taps, TapSite
 
-class _Steps(NamedTuple):
+
+class _CellFunctions(NamedTuple):
     """A cell: what it does at one time, and the way back."""
 
     forward: Callable[..., tuple[Any, ...]]
@@ -26,7 +30,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, cell: _Steps, z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor
+        ctx: Any, cell: _CellFunctions, z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor
     ) -> tuple[Tensor, ...]:
         transposed = weight.t().contiguous()
         states, kept, hidden = start, [], []
@@ -116,7 +120,7 @@ def _lstm(z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Ten
     return _LongShort.apply(z, u, weight, bias, *start)  # type: ignore[no-untyped-call]
 
 
-def _each_time(cell: _Steps) -> Callable[..., Any]:
+def _each_time(cell: _CellFunctions) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         return _Recurrence.apply(cell, *args)  # type: ignore[no-untyped-call]
 
@@ -160,10 +164,125 @@ def _relu_back(before: Any, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
     return slope, slope, None
 
 
-RECURRENT: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _lstm,
-    torch.gru: _each_time(_Steps(_gru, _gru_back)),
-    torch.rnn_tanh: _each_time(_Steps(_tanh, _tanh_back)),
-    torch.rnn_relu: _each_time(_Steps(_relu, _relu_back)),
+def _recurrent(recur: Callable[..., Any]) -> Callable[..., Any]:
+    def run(taps: Taps, *args: Any) -> Any:
+        if len(args) != 9 or not isinstance(args[0], Tensor) or not taps.is_records(args[0]) or args[0].dim() != 3:
+            return NotImplemented  # packed sequences
+        return _layers(taps, recur, *args)
+
+    return run
+
+
+def _layers(
+    taps: Taps, recur: Callable[..., Any], x: Tensor, start: Any, weights: Any, biases: bool, layers: int,
+    dropout: float, training: bool, both: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    starts = (start,) if isinstance(start, Tensor) else start
+    each = 4 if biases else 2
+    if len(weights) != each * layers * (1 + both) or not all(x.shape) or any(map(taps.is_records, weights)):
+        return NotImplemented  # projections
+    with taps.outside():
+        z = taps.rows(x)  # (n, batch, time, features), or time before batch
+        z = z.movedim(2, 0) if batch_first else z.movedim(1, 0)
+        count, batch = z.shape[1:3]
+        z = z.flatten(1, 2)
+    states = []
+    for each_start in starts:
+        value = taps.copy(each_start) if taps.is_shared(each_start) else each_start
+        with taps.outside():
+            states.append(taps.all_rows(value).movedim(1, 0).flatten(1, 2))  # (layers·sides, n·batch, width)
+    last: list[list[Tensor]] = [[] for _ in starts]
+    for layer in range(layers):
+        sides = []
+        for side in range(1 + both):
+            k = layer * (1 + both) + side
+            one = weights[each * k : each * (k + 1)]
+            w_ih, w_hh, b_ih, b_hh = one if biases else (*one, None, None)
+            with taps.outside():
+                hidden, *ends = _one_way(
+                    taps, recur, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in states], count
+                )
+                sides.append(hidden.flip(0) if side else hidden)
+            for found, end in zip(last, ends, strict=True):
+                found.append(end)
+        with taps.outside():
+            z = torch.cat(sides, -1) if both else sides[0]
+            if dropout and training and layer < layers - 1:  # records in front, where each draws its own
+                z = torch.unflatten(z, 1, (count, batch)).movedim(1, 0)
+                z = F.dropout(z.contiguous(), dropout).movedim(0, 1).flatten(1, 2)
+    with taps.outside():
+        z = torch.unflatten(z, 1, (count, batch)).movedim(1, 0)  # (n, time, batch, width)
+        out = z.transpose(1, 2) if batch_first else z
+        ends = [torch.unflatten(torch.stack(found), 1, (count, batch)).movedim(1, 0) for found in last]
+    return (taps.logical(out), *map(taps.logical, ends))
+
+
+def _one_way(
+    taps: Taps, recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any,
+    start: list[Tensor], count: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """One layer in one direction, times first; its weights are those of linear layers on sequences."""
+
+    def records_first(values: Tensor) -> Tensor:  # (time, n·batch, features)
+        values = torch.unflatten(values, 1, (count, -1)).movedim(1, 0)
+        return values.flatten(1, 2)
+
+    z = F.linear(x, taps.plain(w_ih), taps.plain(b_ih))
+    if taps.is_shared(w_ih) or taps.is_shared(b_ih):
+        kernel = linear_kernel(*w_ih.shape)
+        site = taps.use("recurrent input", kernel, records_first(x), {"weight": w_ih, "bias": b_ih})
+        site.arrange = records_first
+        z = taps.tap(z, site)
+    # u stands for h W_hhᵀ + b_hh: its numbers are not read, and the gradient of that product arrives at it.
+    u = z.new_zeros(()).expand(z.shape)
+    second: TapSite | None = None
+    if taps.is_shared(w_hh) or taps.is_shared(b_hh):
+        width = w_hh.shape[1]
+        blank = z.new_zeros(()).expand(count, z.shape[0] * (z.shape[1] // count), width)
+        second = taps.use("recurrent state", linear_kernel(*w_hh.shape), blank, {"weight": w_hh, "bias": b_hh})
+        second.arrange = records_first
+        u = taps.tap(torch.empty_like(z), second)
+    states = [s.to(z.dtype) for s in start]
+    hidden, *ends = recur(z, u, taps.plain(w_hh), taps.plain(b_hh), *states)
+    if second is not None:
+        second.given = records_first(
+            torch.cat([states[0][None].expand(1, *hidden.shape[1:]), hidden[:-1]]).detach()
+        )
+    return hidden, *ends
+
+
+def _cell(recurrence: Callable[..., Any]) -> Callable[..., Any]:
+    def run(
+        taps: Taps, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Any:
+        h = hx if isinstance(hx, Tensor) else hx[0]
+        with taps:
+            return recurrence(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), hx)
+
+    return run
+
+
+def _lstm_cell(z: Tensor, u: Tensor, hx: Any) -> Any:
+    i, f, g, o = (z + u).chunk(4, -1)
+    c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _gru_cell(z: Tensor, u: Tensor, h: Tensor) -> Tensor:
+    (zr, zk, zn), (ur, uk, un) = z.chunk(3, -1), u.chunk(3, -1)
+    keep, fresh = (zk + uk).sigmoid(), (zn + (zr + ur).sigmoid() * un).tanh()
+    return fresh + keep * (h - fresh)
+
+
+RECURRENT_LAYERS: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _recurrent(_lstm),
+    torch.gru: _recurrent(_each_time(_CellFunctions(_gru, _gru_back))),
+    torch.rnn_tanh: _recurrent(_each_time(_CellFunctions(_tanh, _tanh_back))),
+    torch.rnn_relu: _recurrent(_each_time(_CellFunctions(_relu, _relu_back))),
 }
-"""By operation of torch: (z, u, W_hh, b_hh, h_0, …) → (h_1 … h_T, h_T, …), times first."""
+RECURRENT_CELLS: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: _cell(_lstm_cell),
+    torch.gru_cell: _cell(_gru_cell),
+    torch.rnn_tanh_cell: _cell(lambda z, u, h: (z + u).tanh()),
+    torch.rnn_relu_cell: _cell(lambda z, u, h: (z + u).relu()),
+}

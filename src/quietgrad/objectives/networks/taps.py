@@ -17,6 +17,7 @@ differently the pass ends, and begins again with those that answer as most do; t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class EachItsOwn(NotTogether):
     """Every record answers a question in its own way."""
 
 
-class Apart(NotTogether):
+class DivergentRecords(NotTogether):
     """Records answer a question in several ways: ``most`` are those of the commonest answer."""
 
     def __init__(self, most: Tensor) -> None:
@@ -52,7 +53,7 @@ class Apart(NotTogether):
         self.most = most
 
 
-class Site:
+class TapSite:
     """One operation on parameters: what went in, (n, …), and the gradient at its output, as it arrives.
 
     Either ``kernel`` makes contributions of both for the parameters at ``slots``, or ``vectors`` makes the records'
@@ -67,7 +68,7 @@ class Site:
         kernel: Kernel | None = None,
         slots: Mapping[str, slice] | None = None,
         given: Tensor | None = None,
-        vectors: Callable[[Site, Tensor], Vectors] | None = None,
+        vectors: Callable[[TapSite, Tensor], Vectors] | None = None,
         covers: Sequence[slice] = (),
         copied: int = 0,
     ) -> None:
@@ -83,7 +84,7 @@ class Site:
         self.copied = copied  # numbers that are written out for each record
         self.arrange: Callable[[Tensor], Tensor] | None = None  # records in front
         self.grad: Tensor | None = None
-        self.arrived: Callable[[Site], None] | None = None
+        self.arrived: Callable[[TapSite], None] | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -115,7 +116,7 @@ class _Tap(torch.autograd.Function):
     """The identity, whose way back tells a site. ``anchor`` is a leaf: the output always requires a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, out: Tensor, site: Site) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, out: Tensor, site: TapSite) -> Tensor:
         ctx.site = site
         ctx.mark_dirty(out)  # the very tensor, so that the program may write into it (an in-place ReLU)
         return out
@@ -130,7 +131,7 @@ class _Spread(torch.autograd.Function):
     """A parameter, n times; no memory is taken. The way back tells a site the gradients of all copies."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, count: int, site: Site) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, count: int, site: TapSite) -> Tensor:
         ctx.site = site
         return value.expand(count, *value.shape)
 
@@ -161,7 +162,7 @@ class Taps(TorchFunctionMode):
         super().__init__()
         self.count = count
         self.factories = factories
-        self.sites: list[Site] = []
+        self.sites: list[TapSite] = []
         self.level = -1
         self.anchor = torch.zeros((), requires_grad=True)
         self.draws: PerRecordRNG | None = None  # what each record draws
@@ -209,9 +210,7 @@ class Taps(TorchFunctionMode):
         result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         if any(isinstance(leaf, Tensor) and functorch.is_functorch_wrapped_tensor(leaf) for leaf in leaves):
-            if (
-                self.draws is not None
-            ):  # it drew for each record (dropout of a weight), which has one of its own then
+            if self.draws is not None:  # it drew for each record (dropout of a weight): each has its own then
                 self.draws.number = number
             return self.spread(func, args, kwargs)
         for leaf in leaves:
@@ -228,7 +227,7 @@ class Taps(TorchFunctionMode):
                 self._looked_up[id(result)] = (table[1], table[0], padding)
         return result
 
-    def done(self) -> list[Site]:
+    def done(self) -> list[TapSite]:
         """The sites of a program that has ended. What only it needed is let go of."""
         sites, self.sites = self.sites, []
         self._copies.clear()
@@ -255,6 +254,10 @@ class Taps(TorchFunctionMode):
             raise NotTogether("it is inside another transform of torch.func")
         dim = functorch.maybe_get_bdim(value)
         return plain.movedim(dim, 0) if dim else plain
+
+    def all_rows(self, value: Tensor) -> Tensor:
+        """(n, …) of a value, also of one that is the same for every record."""
+        return self.rows(value) if self.is_records(value) else value.expand(self.count, *value.shape)
 
     def logical(self, rows: Tensor) -> Tensor:
         """The value of a tensor with records first, as the program sees it."""
@@ -284,35 +287,33 @@ class Taps(TorchFunctionMode):
         """Work on the tensors of all records, outside of vmap."""
         return temporarily_pop_interpreter_stack()
 
-    def tap(self, out: Tensor, site: Site) -> Tensor:
+    def tap(self, out: Tensor, site: TapSite) -> Tensor:
         """Put a tap on a tensor with all records; call it :meth:`outside`."""
         self.sites.append(site)
         if out._is_view() or (out.is_leaf and out.requires_grad):
             out = out.clone()
         return _Tap.apply(self.anchor, out, site)  # type: ignore[no-any-return, no-untyped-call]
 
-    def use(self, operation: str, kernel: Kernel, given: Tensor, roles: Mapping[str, Any]) -> Site:
+    def use(self, operation: str, kernel: Kernel, given: Tensor, roles: Mapping[str, Any]) -> TapSite:
         """The site of a kernel: ``roles`` are its parameters by role, those that are not trained left out."""
         wanted = {role: value for role, value in roles.items() if self.is_shared(value)}
         names = [name for value in wanted.values() for name in self.names_of(value)]
         slots = {role: self.slot(value) for role, value in wanted.items()}
         if all(slot is not None for slot in slots.values()):
             known = {role: slot for role, slot in slots.items() if slot is not None}
-            return Site(operation, names, kernel=kernel, slots=known, given=given)
+            return TapSite(operation, names, kernel=kernel, slots=known, given=given)
 
-        def vectors(site: Site, grad: Tensor) -> Vectors:
+        def vectors(site: TapSite, grad: Tensor) -> Vectors:
             assert site.given is not None
             made = kernel_vectors(kernel, LayerCall(site.given, grad), wanted)
             return [part for role, each in made.items() for part in self._pulled_back(wanted[role], each)]
 
         return self._vector_site(operation, list(wanted.values()), vectors, given)
 
-    def affine(
-        self, operation: str, weight: Any, bias: Any, sums: Callable[[Tensor], tuple[Tensor, Tensor]]
-    ) -> Site:
+    def affine(self, operation: str, weight: Any, bias: Any, sums: Callable[[Tensor], Sequence[Tensor]]) -> TapSite:
         """The site of a scale and a shift; ``sums`` gives the records' vectors of both, (n, size)."""
 
-        def vectors(site: Site, grad: Tensor) -> Vectors:
+        def vectors(site: TapSite, grad: Tensor) -> Vectors:
             made = zip((weight, bias), sums(grad), strict=True)
             return [
                 part for value, each in made if self.is_shared(value) for part in self._pulled_back(value, each)
@@ -321,9 +322,9 @@ class Taps(TorchFunctionMode):
         return self._vector_site(operation, [v for v in (weight, bias) if self.is_shared(v)], vectors)
 
     def _vector_site(
-        self, operation: str, values: list[Tensor], vectors: Callable[[Site, Tensor], Vectors],
+        self, operation: str, values: list[Tensor], vectors: Callable[[TapSite, Tensor], Vectors],
         given: Tensor | None = None,
-    ) -> Site:  # fmt: skip
+    ) -> TapSite:  # fmt: skip
         names = [name for value in values for name in self.names_of(value)]
         covers: list[slice] = []
         copied = 0
@@ -336,7 +337,7 @@ class Taps(TorchFunctionMode):
                 mine = {self._names[i]: self._slots[i] for i in self._names}
                 covers += [mine[name] for name in self.names_of(value)]
                 copied += sum(mine[name].stop - mine[name].start for name in self.names_of(value))
-        return Site(operation, names, given=given, vectors=vectors, covers=covers, copied=copied)
+        return TapSite(operation, names, given=given, vectors=vectors, covers=covers, copied=copied)
 
     def _pulled_back(self, value: Tensor, grads: Tensor) -> Vectors:
         """The records' vectors of the parameters that a shared value is made of: Jᵀ b_i, (n, size)."""
@@ -368,14 +369,14 @@ class Taps(TorchFunctionMode):
             found = self._copies[id(value)] = self.logical(rows)
         return found
 
-    def _copy_site(self, value: Tensor) -> Site:
+    def _copy_site(self, value: Tensor) -> TapSite:
         looked_up = self._looked_up.get(id(value))
         if looked_up is not None:  # rows of a table that are the same for every record: no table is written out
             table, tokens, padding = looked_up
             slot = self.slot(table)
             assert slot is not None
             given = tokens.reshape(1, -1).expand(self.count, -1)
-            return Site(
+            return TapSite(
                 "embedding", self.names_of(table), kernel=embedding_kernel(len(table), padding),
                 slots={"weight": slot}, given=given,
             )  # fmt: skip
@@ -423,7 +424,7 @@ class Taps(TorchFunctionMode):
         _, group, sizes = torch.unique(answers.cpu(), dim=0, return_inverse=True, return_counts=True)
         if len(sizes) > _ANSWERS:
             raise EachItsOwn("it asks each record for a number of its own (.item(), a branch)")
-        raise Apart((group == int(sizes.argmax())).nonzero().flatten())
+        raise DivergentRecords((group == int(sizes.argmax())).nonzero().flatten())
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
@@ -461,7 +462,27 @@ def _looked_up(
     return (input, weight), padding_idx
 
 
-OPERATIONS: dict[Any, Any] = {}
+@dataclass(frozen=True)
+class Operation:
+    """How it is done; ``always``: also if no parameter of it is trained, because vmap has no good rule for it."""
+
+    handler: Callable[..., Any]
+    always: bool = False
+
+    def run(self, taps: Taps, func: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            result = self.handler(taps, *args, **kwargs)
+        except TypeError as error:
+            if "argument" in str(error):  # called in a way that is not known here
+                result = NotImplemented
+            else:
+                raise
+        if result is NotImplemented and self.always and not any(map(taps.is_shared, (*args, *kwargs.values()))):
+            return func(*args, **kwargs)
+        return result
+
+
+OPERATIONS: dict[Any, Operation] = {}
 """By function of torch, how it is done for all records: :mod:`quietgrad.objectives.networks.operations` says it."""
 
 _COMPARISONS: dict[Any, Callable[..., Tensor]] = {

@@ -61,7 +61,7 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-class Places:
+class ModuleState:
     """Where a module keeps its parameters, buffers and other attributes: looked for once.
 
     ``beside`` is what else a program may keep something in: a loss that is a module, or an object with a state.
@@ -76,18 +76,11 @@ class Places:
         owner = getattr(beside, "__self__", beside)  # of a bound method
         if not isinstance(owner, nn.Module | FunctionType | ModuleType | type) and hasattr(owner, "__dict__"):
             self._objects.append(owner.__dict__)
-        self.params = [
-            (layer._parameters, key, names[id(param)])
-            for layer in self.layers
-            for key, param in layer._parameters.items()
-            if param is not None and id(param) in names
-        ]
-        self.buffers = [
-            (layer._buffers, key)
-            for layer in self.layers
-            for key, value in layer._buffers.items()
-            if value is not None
-        ]
+        self.params, self.buffers = [], []
+        for layer in self.layers:
+            held = {key: names.get(id(param)) for key, param in layer._parameters.items()}
+            self.params += [(layer._parameters, key, name) for key, name in held.items() if name is not None]
+            self.buffers += [(layer._buffers, key) for key, value in layer._buffers.items() if value is not None]
 
     @contextmanager
     def holding(
@@ -142,8 +135,20 @@ class Places:
 _OWN = set(nn.Module().__dict__)
 
 
+@contextmanager
+def replaced(owner: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+    """Names of a Python module with other values meanwhile."""
+    names = vars(owner)
+    held = {name: names[name] for name in values}
+    names.update(values)
+    try:
+        yield
+    finally:
+        names.update(held)
+
+
 def with_parameters(
     module: nn.Module, params: Mapping[str, Tensor], buffers: Callable[[Tensor], Tensor] | None = None
 ) -> AbstractContextManager[None]:
-    """The module with other parameters; see :meth:`Places.holding`."""
-    return Places(module).holding(params, buffers)
+    """The module with other parameters; see :meth:`ModuleState.holding`."""
+    return ModuleState(module).holding(params, buffers)

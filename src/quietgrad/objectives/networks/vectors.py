@@ -1,28 +1,26 @@
 """Per-example gradients of one parameter, stored or factored, of records or of privacy units.
 
-Every private step needs two things of the per-example gradients g_i: their norms, and a weighted sum Σ_i c_i g_i
-once the norms have decided the weights. `PerExampleVectors` gives both for one parameter. Steps that compare two
-points θ and θ′ (SPIDER, DP-SRM) ask for several *families* of vectors at once, so norms and weights have shape
-(examples, families):
+A private step needs the norms of the per-example gradients g_i and, once these have decided the weights, a weighted
+sum Σ_i c_i g_i. Steps that compare two points θ and θ′ (SPIDER, DP-SRM) ask for several *families* of vectors:
 
     gradient   v_i = g_i(θ)
     change     v_i = g_i(θ) − s·g_i(θ′)        s = 1: the difference; s = 1 − γ: joint momentum
 
 The change is never computed by subtracting two large norms. For layers whose gradient is Σ_t b_t ⊗ a_t it is split
-as (a − a′) ⊗ b + a′ ⊗ (b − s·b′), which loses no digits when θ′ → θ. Where both families are stored, the change is
-the difference of two stored vectors: its norm is that of the very vector that is summed.
+as (a − a′) ⊗ b + a′ ⊗ (b − s·b′), which loses no digits when θ′ → θ. Where both families are stored, the norm of
+the change is that of the very vector that is summed.
 
 A unit with several records has v_p = s_p Σ_{i∈p} g_i, with s_p = 1 or one over its number of records. That is the
-gradient of one example with all positions of all its records, so the same products serve, of longer sequences.
+gradient of one example with all positions of all its records: a :class:`SizeBucket` lays records out so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,50 +30,50 @@ from torch import Tensor
 from quietgrad.objectives.networks import compiled_sums
 from quietgrad.objectives.networks.randomness import RecordSeeds
 
-_Numbers = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 
 class SizeBucket(NamedTuple):
-    """People with about as many records, to be worked on as one batch: their records side by side."""
+    """Units with about as many records, laid out side by side."""
 
-    people: Tensor  # (some,)
-    rows: Tensor  # (some, most): rows of the batch; behind a person's last record the last one again …
-    blank: Tensor | None  # … where this is True; None: nowhere
-    run: slice | None  # the rows as a range, if they are one
+    units: Rows  # (some,)
+    rows: Rows  # (some, most): rows of the batch; behind a unit's last record the last one again …
+    blank: npt.NDArray[np.bool_] | None  # … where this is True; None: nowhere
 
     def of(self, values: Tensor, blank: bool = True) -> Tensor:
         """The rows as (some, most, …), zero where they are nobody's.
 
         Zero by assignment: a product with zero would keep what is not finite.
         """
-        if self.run is not None:
-            return values[self.run].view(*self.rows.shape, *values.shape[1:])
-        taken = values.index_select(0, self.rows.flatten()).view(*self.rows.shape, *values.shape[1:])
+        first, flat = int(self.rows[0, 0]), self.rows.reshape(-1)
+        if self.blank is None and np.array_equal(flat, first + np.arange(len(flat))):
+            return torch.unflatten(values[first : first + len(flat)], 0, self.rows.shape)
+        taken = values[torch.from_numpy(self.rows).to(values.device)]
         if blank and self.blank is not None:
-            taken.masked_fill_(self.blank.view(*self.blank.shape, *[1] * (taken.dim() - 2)), 0.0)
+            taken[torch.from_numpy(self.blank).to(values.device)] = 0
         return taken
 
 
 @dataclass(frozen=True, eq=False)
 class UnitAssignment:
-    """The person of each row of a batch, 0 … count − 1, and the factor s_p of each.
+    """The privacy unit of each row of a batch, 0 … count − 1, and the factor s_p of each.
 
-    >>> persons = UnitAssignment.of([7, 3, 7], mean=True)
-    >>> persons.owners.tolist(), persons.factors.tolist()
+    >>> units = UnitAssignment.of([7, 3, 7], mean=True)
+    >>> units.owners.tolist(), units.factors.tolist()
     ([1, 0, 1], [1.0, 0.5])
     """
 
-    owners: _Numbers
+    owners: Rows
     factors: npt.NDArray[np.float64]
 
     @staticmethod
-    def of(ids: Any, *, mean: bool) -> UnitAssignment:
+    def of(ids: npt.ArrayLike, *, mean: bool) -> UnitAssignment:
         """By any ids, one for each row."""
         _, owners = np.unique(np.asarray(ids), return_inverse=True)
         return UnitAssignment.numbered(owners.astype(np.int64).reshape(-1), mean=mean)
 
     @staticmethod
-    def numbered(owners: _Numbers, *, mean: bool) -> UnitAssignment:
+    def numbered(owners: Rows, *, mean: bool) -> UnitAssignment:
         """By numbers 0 … count − 1, each of which occurs."""
         sizes = np.bincount(owners)
         return UnitAssignment(owners, 1.0 / sizes if mean else np.ones(len(sizes)))
@@ -84,7 +82,7 @@ class UnitAssignment:
         return len(self.factors)
 
     @cached_property
-    def sizes(self) -> _Numbers:
+    def sizes(self) -> Rows:
         """How many rows each has."""
         return np.bincount(self.owners, minlength=len(self))
 
@@ -94,18 +92,24 @@ class UnitAssignment:
         alone = len(self.owners) == len(self) and bool((self.factors == 1.0).all())
         return alone and bool((np.diff(self.owners) == 1).all())
 
-    def some(self, people: _Numbers) -> tuple[_Numbers, UnitAssignment]:
-        """Rows of some people, person by person, and whose they are among these; of everybody, as they are."""
-        if len(people) == len(self):
+    def some(self, units: Rows) -> tuple[Rows, UnitAssignment]:
+        """Rows of some units, one unit after the other, and whose they are among these."""
+        if len(units) == len(self):
             return np.arange(len(self.owners)), self
         order, starts = self._sorted
-        sizes = self.sizes[people]
+        sizes = self.sizes[units]
         before = np.cumsum(sizes) - sizes
-        rows = order[np.arange(sizes.sum()) + np.repeat(starts[people] - before, sizes)]
-        return rows, UnitAssignment(np.repeat(np.arange(len(people)), sizes), self.factors[people])
+        rows = order[np.arange(sizes.sum()) + np.repeat(starts[units] - before, sizes)]
+        return rows, UnitAssignment(np.repeat(np.arange(len(units)), sizes), self.factors[units])
 
-    def passes(self, keys: RecordSeeds, most: int) -> Iterator[_Numbers]:
-        """People in passes of at most ``most`` records, each person in one; who has more than that is alone.
+    def whole_in(self, rows: Rows) -> Rows:
+        """The units that have all their records among ``rows``."""
+        units, inside = np.unique(self.owners[rows], return_counts=True)
+        whole: Rows = units[inside == self.sizes[units]]
+        return whole
+
+    def passes(self, keys: RecordSeeds, most: int) -> Iterator[Rows]:
+        """Units in passes of at most ``most`` records, each unit in one; who has more than that is alone.
 
         By the secret word of each one's first record, as :meth:`RecordSeeds.passes` cuts records.
         """
@@ -113,55 +117,24 @@ class UnitAssignment:
         np.minimum.at(first, self.owners, np.arange(len(self.owners)))
         return keys.rows(first).passes(most, self.sizes)
 
-    def alike(self, device: torch.device) -> list[SizeBucket]:
-        """Everyone, in groups of about as many records: two groups to a doubling."""
-        if device not in self._alike:
-            self._alike[device] = list(self._groups(device))
-        return self._alike[device]
-
     @cached_property
-    def _alike(self) -> dict[torch.device, list[SizeBucket]]:
-        return {}
-
-    @cached_property
-    def _sorted(self) -> tuple[_Numbers, _Numbers]:
-        """Rows person by person, and where each one's begin among these."""
-        return np.argsort(self.owners, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)])
-
-    def _groups(self, device: torch.device) -> Iterator[SizeBucket]:
+    def buckets(self) -> list[SizeBucket]:
+        """Everyone, with others of about as many records: two buckets to a doubling."""
         order, starts = self._sorted
         steps = np.ceil(2 * np.log2(self.sizes))
+        found = []
         for step in np.unique(steps):
-            people = np.flatnonzero(steps == step)
-            sizes = self.sizes[people, None]
+            units = np.flatnonzero(steps == step)
+            sizes = self.sizes[units, None]
             place = np.arange(sizes.max())
-            rows, blank = order[starts[people, None] + np.minimum(place, sizes - 1)], place >= sizes
-            yield SizeBucket(
-                torch.from_numpy(people).to(device),
-                torch.from_numpy(rows).to(device),
-                torch.from_numpy(blank).to(device) if blank.any() else None,
-                None if blank.any() else _run(rows.reshape(-1)),
-            )
+            rows, blank = order[starts[units, None] + np.minimum(place, sizes - 1)], place >= sizes
+            found.append(SizeBucket(units, rows, blank if blank.any() else None))
+        return found
 
-    def numbers(self, device: torch.device) -> Tensor:
-        """The person of each row, on a device."""
-        return torch.from_numpy(self.owners).to(device)
-
-    def summed(self, values: Tensor) -> Tensor:
-        """(families, rows, size) added up to (families, people, size), in float64 and rounded once.
-
-        Never as a product with a matrix of zeros and ones: it would carry one record's NaN to everybody.
-        """
-        if compiled_sums.takes(values):
-            return torch.stack([compiled_sums.sum_rows(family, *self._sorted) for family in values])
-        total = values.new_zeros((len(values), len(self), values.shape[2]), dtype=torch.float64)
-        return total.index_add_(1, self.numbers(values.device), values.double()).to(values.dtype)
-
-
-def _run(rows: _Numbers) -> slice | None:
-    """Row numbers as a range, if they are one."""
-    first = int(rows[0])
-    return slice(first, first + len(rows)) if np.array_equal(rows, first + np.arange(len(rows))) else None
+    @cached_property
+    def _sorted(self) -> tuple[Rows, Rows]:
+        """Rows unit by unit, and where each one's begin among these."""
+        return np.argsort(self.owners, kind="stable"), np.concatenate([[0], np.cumsum(self.sizes)])
 
 
 _CACHED = 1 << 17  # numbers of float64 that stay in a core's cache
@@ -210,7 +183,11 @@ class StoredGradients(NamedTuple):
 
 
 class PerExampleVectors(Protocol):
-    """Per-example vectors of one parameter; after :meth:`together` per person."""
+    """Per-example vectors of one parameter."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        ...
 
     def squared_norms(self) -> Tensor:
         """‖v_i‖² of what `add_weighted` adds, from above, shape (examples, families), in float64."""
@@ -223,11 +200,8 @@ class PerExampleVectors(Protocol):
         """
         ...
 
-    def together(self, persons: UnitAssignment) -> PerExampleVectors:
-        """The vectors Σ_{i∈p} v_i of people whose records these examples are; norms and weights are then theirs.
-
-        What is measured of a person is what is summed, as for an example.
-        """
+    def written(self, where: slice) -> Tensor:
+        """The vectors of some examples, (families, examples, size)."""
         ...
 
 
@@ -274,6 +248,9 @@ class Stored:
         self.values = values
         self._squares = squares
 
+    def __len__(self) -> int:
+        return self.values.shape[1]
+
     def join(self, other: Stored) -> None:
         """Add the vectors of another use of the same parameter; only the sums have norms."""
         self.values = self.values + other.values  # not in place: the values may be views of the tape
@@ -289,46 +266,46 @@ class Stored:
         if compiled_sums.takes(rows) and out.is_contiguous():
             compiled_sums.add_rows(rows, weights, out)
             return
-        if rows.dtype == torch.float64:
-            out.addmv_(rows.T, weights)
-            return
         size = max(1, _CACHED // max(1, rows.shape[1]))
         for start in range(0, len(rows), size):
             out.addmv_(rows[start : start + size].double().T, weights[start : start + size])
 
-    def together(self, persons: UnitAssignment) -> Stored:
-        """Sums of written-out vectors, which have norms of their own."""
-        return Stored(persons.summed(self.values))
+    def written(self, where: slice) -> Tensor:
+        """The values."""
+        return self.values[:, where]
 
 
 class TokenSums:
     """Embedding rows: each example touches a few rows of the table, each with a sum of output gradients."""
 
-    def __init__(self, tokens: Tensor, values: Tensor, rows: int, persons: UnitAssignment | None = None) -> None:
+    def __init__(self, tokens: Tensor, values: Tensor, rows: int) -> None:
         self.tokens = tokens  # (examples, positions)
         self.values = values  # (examples, positions, families, width)
         self.rows = rows
-        self._persons = persons
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
     def squared_norms(self) -> Tensor:
-        """A token that occurs twice in an example, or in a person's records, adds up before it is squared.
+        """A token that occurs twice in an example adds up before it is squared.
 
         The sums may cancel. In float64, of P terms, they are off by at most γ_P·Σ_t ‖b_t‖: it is added, twice.
         """
-        count, terms, owners = self._owners()
+        examples, positions = self.tokens.shape
+        owners = torch.arange(examples, device=self.tokens.device)
         keys, where = torch.unique(owners[:, None] * self.rows + self.tokens, return_inverse=True)
         sums = self.values.new_zeros((len(keys), *self.values.shape[2:]), dtype=torch.float64)
         for part in self._parts():
             sums.index_add_(0, where[part].flatten(), self.values[part].flatten(0, 1).double())
-        squares = sums.new_zeros((count, self.values.shape[2]))
+        squares = sums.new_zeros((examples, self.values.shape[2]))
         squares.index_add_(0, keys // self.rows, squares_of(sums))
-        longest = torch.zeros_like(squares).index_add_(0, owners, squares_of(self.values).sqrt().sum(1))
-        return (squares.sqrt() + 2 * (terms + 8) * 2.0**-53 * longest).square()
+        longest = squares_of(self.values).sqrt().sum(1)
+        return (squares.sqrt() + 2 * (positions + 8) * 2.0**-53 * longest).square()
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """Scatter the weighted output gradients into the table."""
         # Weighted in float64: where a token's gradients cancel, what rounding leaves of each would count in full.
-        table, shares = out.view(self.rows, -1), weights.double()[self._owners()[2], None, :, None]
+        table, shares = out.view(self.rows, -1), weights.double()[:, None, :, None]
         for part in self._parts():
             weighted = (self.values[part] * shares[part]).sum(2)
             table.index_add_(0, self.tokens[part].flatten(), weighted.flatten(0, 1))
@@ -339,79 +316,13 @@ class TokenSums:
         size = max(1, _CACHED // max(1, prod(shape)))
         return [slice(start, start + size) for start in range(0, examples, size)]
 
-    def together(self, persons: UnitAssignment) -> TokenSums:
-        """The same rows, looked at person by person."""
-        return TokenSums(self.tokens, self.values, self.rows, persons)
-
-    def of(self, group: SizeBucket) -> TokenSums:
-        """Those of a group of people: somebody's tokens are those of all their records."""
-        tokens, values = group.of(self.tokens, blank=False), group.of(self.values)
-        return TokenSums(tokens.flatten(1, 2), values.flatten(1, 2), self.rows)
-
-    def _owners(self) -> tuple[int, int, Tensor]:
-        """How many examples or people there are, the most positions one has, and whose each example is."""
-        examples, positions = self.tokens.shape
-        if self._persons is None:
-            return examples, positions, torch.arange(examples, device=self.tokens.device)
-        most = int(self._persons.sizes.max())
-        return len(self._persons), positions * most, self._persons.numbers(self.tokens.device)
-
-    def dense(self) -> Stored:
-        """The same vectors written out, for a table that other layers use as well."""
-        examples, _, families, width = self.values.shape
-        values = self.values.new_zeros((families, examples, self.rows, width))
-        index = self.tokens[None, :, :, None].expand(families, -1, -1, width)
-        values.scatter_add_(2, index, self.values.permute(2, 0, 1, 3))
-        return Stored(values.flatten(2))
-
-
-class UnitVectors:
-    """Vectors of people, a group with about as many records at a time; only that group's rows are copied.
-
-    Args:
-        examples: what they are made of.
-        make: the contribution of a group's people.
-        from_factors: whether a weighted sum of a group's examples is one of the very vectors measured.
-    """
-
-    def __init__(
-        self,
-        persons: UnitAssignment,
-        groups: Sequence[SizeBucket],
-        examples: PerExampleVectors,
-        make: Callable[[SizeBucket], PerExampleVectors],
-        from_factors: Callable[[SizeBucket], bool] = lambda group: False,
-    ) -> None:
-        self.persons = persons
-        self.groups = groups
-        self.examples = examples
-        self.make = make
-        self.from_factors = from_factors
-
-    def squared_norms(self) -> Tensor:
-        """Everyone's, from their group."""
-        found = [self.make(group).squared_norms() for group in self.groups]
-        squares = found[0].new_empty((len(self.persons), found[0].shape[1]))
-        for group, part in zip(self.groups, found, strict=True):
-            squares[group.people] = part
-        return squares
-
-    def add_weighted(self, weights: Tensor, out: Tensor) -> None:
-        """All examples of groups whose factors were measured at once; what was written out group after group."""
-        whole = [group for group in self.groups if self.from_factors(group)]
-        apart = self.groups
-        if 2 * sum(group.rows.numel() for group in whole) >= len(self.persons.owners):
-            kept = torch.zeros_like(weights)  # times numbers that are finite, since the norms were
-            for group in whole:
-                kept[group.people] = weights[group.people]
-            self.examples.add_weighted(kept[self.persons.numbers(weights.device)], out)
-            apart = [group for group in self.groups if not self.from_factors(group)]
-        for group in apart:
-            self.make(group).add_weighted(weights[group.people], out)
-
-    def together(self, persons: UnitAssignment) -> PerExampleVectors:
-        """These are people already."""
-        raise TypeError("person: these records are grouped by person already.")
+    def written(self, where: slice) -> Tensor:
+        """Whole tables, where other layers use the table as well."""
+        tokens, values = self.tokens[where], self.values[where].permute(2, 0, 1, 3)
+        families, examples, _, width = values.shape
+        tables = values.new_zeros((families, examples, self.rows, width))
+        tables.scatter_add_(2, tokens[None, :, :, None].expand_as(values), values)
+        return tables.flatten(2)
 
 
 def squares_of(vectors: Tensor) -> Tensor:

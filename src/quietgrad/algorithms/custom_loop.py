@@ -14,14 +14,14 @@ LoopSampling = Literal["poisson", "random-allocation", "turns"]
 
 
 @dataclass(frozen=True)
-class OwnLoop(HasSchedule):
+class LoopReleases(HasSchedule):
     """The releases of a loop: for each stretch of equal settings its batches, expected batch size and noise.
 
     A "method" for :func:`quietgrad.plan`, whose update the user writes. ``condition`` says what ε rests on
     where the loop's code is not checked; it is one of the settings, so a certificate without it
     contradicts its plan.
 
-    >>> OwnLoop(((300, 64, 1.0), (100, 64, 0.5)), clip=1.0).schedule(1000).releases
+    >>> LoopReleases(((300, 64, 1.0), (100, 64, 0.5)), clip=1.0).schedule(1000).releases
     400
     """
 
@@ -64,11 +64,11 @@ class OwnLoop(HasSchedule):
         return {**own, **({} if self.condition is None else {"condition": self.condition}), **clip}
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> OwnLoop:
+    def from_config(cls, config: Mapping[str, Any]) -> LoopReleases:
         """Rebuild the loop's releases from :meth:`config`.
 
-        >>> loop = OwnLoop(((300, 64, 1.0),), clip=1.0, condition="if its code treats records apart (not checked)")
-        >>> OwnLoop.from_config(loop.config()).condition == loop.condition
+        >>> loop = LoopReleases(((300, 64, 1.0),), clip=1.0, condition="if its code treats records apart")
+        >>> LoopReleases.from_config(loop.config()).condition == loop.condition
         True
         """
         clip = {key: value for key, value in config.items() if key not in ("stretches", "sampling", "condition")}
