@@ -298,8 +298,8 @@ def test_how_to_repeat_it_names_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     args = ["--epsilon", "1", "--algorithm", "dp-gd", "--steps", "3", "--set", "momentum=0.5", "--row-bound", "1"]
     assert main(["train", str(secret / "rows.npz"), "--out", str(tmp_path / "run"), "--quiet", *args]) == 0
     text = (tmp_path / "run" / "report.html").read_text()
-    command = "quietgrad train rows.npz --row-bound 1 --algorithm dp-gd --steps 3 --set momentum=0.5"
-    assert f"{command} --epsilon 1 --delta 1e-05 --relation add-remove" in text
+    command = "quietgrad train rows.npz --epsilon 1 --delta 1e-05 --relation add-remove --algorithm dp-gd --steps 3"
+    assert f"{command} --set momentum=0.5 --row-bound 1" in text
     assert "ward 7" not in text
 
 
