@@ -23,32 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import (
-    LARGEST_CLIP,
-    Batch,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
-    Loss,
-    Objective,
-    Query,
-    Records,
-    RecursiveMomentum,
-)
+from quietgrad.objectives import base
+from quietgrad.objectives.base import Batch, Objective, Query, Records
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.queries.second_order import PackedHessian
+from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import (
-    FeatureMean,
-    FeatureMoments,
-    MeanSquares,
-    RowNormHistogram,
-    SecondMomentMatrix,
-    SecondMoments,
-    WhitenedGradient,
-    Whitening,
-)
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -56,13 +37,7 @@ VERSION = 1
 _MAGIC = b"QGM"
 _HEAD = struct.Struct("<3sBIIQ4x")  # 24 bytes, so that arrays start on a word
 _LARGEST_HEADER = 1 << 20
-_HEADER_GRAIN = 256
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "<f8": np.dtype("<f8"),
-    "<f4": np.dtype("<f4"),
-    "<i8": np.dtype("<i8"),
-    "|u1": np.dtype("u1"),
-}
+_DTYPES = {name: np.dtype(name) for name in ("<f8", "<f4", "<i8", "|u1")}
 _OVERHEAD = 1 << 16
 
 Array = npt.NDArray[Any]
@@ -95,8 +70,12 @@ class Message:
 
 
 def blobs(frames: Mapping[Any, bytes]) -> dict[str, Array]:
-    """Frames as byte arrays of a message, by name."""
     return {str(name): np.frombuffer(frame, np.uint8) for name, frame in frames.items()}
+
+
+def refusal(code: str, reason: str) -> bytearray:
+    """The message of a member that does not answer, and why."""
+    return encode(Message("refused", {"code": code, "reason": reason}))
 
 
 def limit(dimension: int, vectors: int = 4) -> int:
@@ -104,8 +83,8 @@ def limit(dimension: int, vectors: int = 4) -> int:
     return _HEAD.size + _LARGEST_HEADER + _OVERHEAD + 8 * dimension * vectors
 
 
-def encode(message: Message, into: bytearray | None = None) -> bytearray:
-    """The message as bytes; ``into`` is a buffer to use again if it has the right length."""
+def encode(message: Message) -> bytearray:
+    """The message as bytes."""
     arrays, pieces = [], []
     for name, value in message.arrays.items():
         array = np.ascontiguousarray(value)
@@ -115,29 +94,20 @@ def encode(message: Message, into: bytearray | None = None) -> bytearray:
         arrays.append([name, kind, list(array.shape)])
         pieces.append(array.astype(kind, copy=False).reshape(-1).view(np.uint8))
     text = json.dumps({"kind": message.kind, "fields": dict(message.fields), "arrays": arrays}).encode()
-    text += b" " * (-len(text) % _HEADER_GRAIN)  # a few digits more do not change the message's length
+    text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:
         raise WireError(f"header of {len(text)} bytes: at most {_LARGEST_HEADER} are allowed")
-    start = _padded(_HEAD.size + len(text))
-    size = start + sum(_padded(piece.size) for piece in pieces)
-    buffer = into if into is not None and len(into) == size else bytearray(size)
-    out = np.frombuffer(buffer, np.uint8)
-    out[_HEAD.size : _HEAD.size + len(text)] = np.frombuffer(text, np.uint8)
-    at = start
+    buffer = bytearray(_HEAD.size) + text
     for piece in pieces:
-        out[at : at + piece.size] = piece
-        out[at + piece.size : at + _padded(piece.size)] = 0
-        at += _padded(piece.size)
-    _HEAD.pack_into(buffer, 0, _MAGIC, VERSION, len(text), zlib.crc32(text), _word_sum(out[start:]))
+        buffer += piece.data
+        buffer += bytes(-piece.size % 8)
+    words = _word_sum(np.frombuffer(buffer, np.uint8, offset=_HEAD.size + len(text)))
+    _HEAD.pack_into(buffer, 0, _MAGIC, VERSION, len(text), zlib.crc32(text), words)
     return buffer
 
 
 def decode(data: Bytes, *, most: int | None = None) -> Message:
-    """Read a message; its arrays are views of ``data`` where that may be written to, else copies.
-
-    Args:
-        most: refuse messages of more bytes than this (see :func:`limit`).
-    """
+    """Read a message of at most ``most`` bytes; its arrays are views of ``data`` where that may be written to."""
     if most is not None and len(data) > most:
         raise WireError(f"{len(data)} bytes are more than the {most} that were agreed")
     if len(data) < _HEAD.size:
@@ -194,7 +164,7 @@ def _word_sum(payload: npt.NDArray[np.uint8]) -> int:
 Template = dict[str, Any]
 """By path, what a query may have there: a word or number; ``{"from": a, "to": b}``; ``["array", *shape]``, followed
 by ``{"sha256": …}`` if the array is pinned."""
-_LARGEST_ENTRY = LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
+_LARGEST_ENTRY = base.LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,25 +187,25 @@ class Scores:
         return float(math.sqrt(len(self.candidates)) * largest / sensitivity_factor(self.relation))
 
     def dim(self, records: Records) -> int:
-        """k."""
         return len(self.candidates)
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        """out[i] += the sum of candidate i."""
         for i, query in enumerate(self.candidates):
             query.sum_into(objective, batch, out[i : i + 1])
 
 
 # Names on the wire and in digests of plans: fixed texts, whatever the classes are called.
 _KINDS: dict[str, type[Any]] = {
-    "Gradient": Gradient, "GradientDifference": GradientDifference, "RecursiveMomentum": RecursiveMomentum,
-    "JointMomentum": JointMomentum, "Loss": Loss, "LocalFit": LocalFit, "PackedHessian": PackedHessian,
-    "FeatureMean": FeatureMean, "SecondMoments": SecondMoments, "FeatureMoments": FeatureMoments,
-    "SecondMomentMatrix": SecondMomentMatrix, "MeanSquares": MeanSquares, "RowNormHistogram": RowNormHistogram,
-    "WhitenedGradient": WhitenedGradient, "Scores": Scores, "Whitening": Whitening, "Affine": Affine,
+    "Gradient": base.Gradient, "GradientDifference": base.GradientDifference, "Loss": base.Loss,
+    "RecursiveMomentum": base.RecursiveMomentum, "JointMomentum": base.JointMomentum, "LocalFit": LocalFit,
+    "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean, "SecondMoments": whitening.SecondMoments,
+    "FeatureMoments": whitening.FeatureMoments, "SecondMomentMatrix": whitening.SecondMomentMatrix,
+    "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
+    "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,
+    "Affine": Affine,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARTS = (Whitening, Affine)  # what queries are made of
+_PARTS = (whitening.Whitening, Affine)  # what queries are made of
 _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
