@@ -18,7 +18,7 @@ from quietgrad.errors import BudgetError, QuietgradError
 from quietgrad.federation.exchange import Responder
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
-from quietgrad.federation.transport import Bytes, tls, tls_connection
+from quietgrad.federation.transport import Bytes, tls_connection
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.secure.identity import DropoutError
@@ -143,7 +143,7 @@ def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeyp
             raise ConnectionResetError("cable")
         real(connection, kind, *parts, deadline=deadline)
 
-    monkeypatch.setattr(tls, "send", send)
+    monkeypatch.setattr(tls_connection, "send", send)
 
     def handler(data: bytearray) -> bytes:
         calls.append(bytes(data))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quietgrad.federation import approved
 from quietgrad.federation.approved import Approved, final_message
-from quietgrad.federation.exchange import Exchange
+from quietgrad.federation.exchange import FINISH, Envelope, Exchange, agreement_of, body
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import provision
-from quietgrad.federation.wire import Message, encode
+from quietgrad.federation.wire import Message, blobs, decode, encode
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.training.result import Result, load
 from tests.faults import Fault, Faulty
@@ -152,6 +154,33 @@ def test_a_forged_statement_is_not_kept(ran: Ran, change: Callable[[dict[str, An
         mine.save_model(spoken(said, result.params), party)
     assert "\n" not in str(refusal.value)
     assert not (mine.folder / "result.json").exists()
+
+
+def test_a_number_beyond_all_numbers_is_no_statement(ran: Ran) -> None:
+    _, result, [(mine, party), _] = ran
+    said = json.dumps(
+        {**result.to_json(), "privacy": {**result.to_json()["privacy"], "releases": {"gradient": 777}}}
+    )
+    text = np.frombuffer(said.replace("777", "1e400").encode(), np.uint8)
+    with pytest.raises(ProtocolError, match="handed out"):
+        mine.save_model(encode(Message("model", {}, {"params": np.asarray(result.params), "result": text})), party)
+
+
+def test_a_full_disk_at_the_end_is_not_the_end(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model can be handed out again; what tells of progress never stops a party."""
+    _, result, [(mine, party), _] = ran
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(approved, "write_atomically", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    site = mine.site(party, lambda words: None)
+    end = encode(Message("end", {"words": "done"}, blobs({"parting": bytes(final_message(result))})))
+    frame = Envelope(FINISH, 1, bytes(16), agreement_of(mine.digest)).around(end)
+    assert decode(body(site.answer(frame))).fields["code"] == "failed"
+    assert not site.over
+    assert decode(site._handler(encode(Message("open", {"run": party.run, "plan": party.plan.digest})))).kind != ""
 
 
 @pytest.mark.parametrize("params", [np.full(2, np.nan), np.zeros(3), np.zeros((1, 2))])

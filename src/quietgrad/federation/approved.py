@@ -99,11 +99,12 @@ class RunStatus:
         self._write()
 
     def _write(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
         facts = {**self._facts, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
         fresh = self._folder / f".{PROGRESS}.tmp"
-        fresh.write_text(json.dumps(facts) + "\n", encoding="utf-8")  # not synchronised: nothing depends on it
-        fresh.replace(self._folder / PROGRESS)
+        with contextlib.suppress(OSError):  # nothing depends on it: a full disk ends no run here
+            self._folder.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            fresh.replace(self._folder / PROGRESS)
 
 
 def line(facts: dict[str, Any]) -> str:
@@ -396,7 +397,7 @@ def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Map
         said = Privacy.from_json(statement["privacy"])
         dict(statement["details"])
         releases = {str(slot): int(made) for slot, made in said.releases.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"it has no readable statement of privacy ({type(error).__name__})"
     plan = file.plan
     if statement.get("algorithm") != plan.algorithm or statement["details"].get("plan_file") != file.digest:

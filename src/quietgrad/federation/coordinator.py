@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +48,7 @@ class FederatedSession:
     ) -> None:
         self.plan: Plan = plan
         self._plan = plan
-        self.objective: Any = curator.objective
+        self.objective = curator.objective
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that failed or lack a party: number, and by name what happened."""
@@ -221,7 +220,7 @@ class FederatedSession:
         """A member is back: it needs keys, and its journal if records are used once."""
         self._rounds.reset()
         fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
-        if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
+        if fresh and name in self._answered and reply.fields["round"] < 0:
             raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
 
     def _check_spare(self, slot: str) -> None:
@@ -396,11 +395,17 @@ class FederatedCurator:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        self.exchange.opens(message, lambda name, reply: self.admitted(name, reply))
+        self.exchange.opens(message, partial(self._admit, plan))
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
         faults |= {name: why for name, reply in replies.items() if (why := self._hear(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise FailedRoundError(faults)
+
+    def _admit(self, plan: FederatedPlan, name: str, reply: Message) -> None:
+        """A member is back in mid-run."""
+        if (why := self._hear(plan, reply)) is not None:
+            raise ProtocolError(name, why)
+        self.admitted(name, reply)
 
     def _hear(self, plan: FederatedPlan, reply: Message) -> str | None:
         """Note where a party says it is, or why it cannot be there.

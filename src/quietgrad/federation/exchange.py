@@ -18,6 +18,7 @@ from typing import NamedTuple
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.transport import Away, Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, blobs, decode, encode, refusal
+from quietgrad.files import os_error_text
 from quietgrad.secure.identity import Identity, ProtocolError, is_signed
 
 ASK, FINISH, WHO = 1, 2, 3
@@ -394,6 +395,8 @@ class Responder:
             self.error = error
         except WireError as error:
             return refusal("protocol", str(error))
+        except OSError as error:  # it is not over: the model can be handed out again
+            return refusal("failed", f"cannot keep what was handed out ({os_error_text(error)})")
         self.over = True
         return encode(Message("refused", {"code": "model"}) if self.error else Message("confirmed"))
 

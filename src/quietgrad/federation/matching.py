@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +45,7 @@ class HashedIdList:
     hashes: frozenset[bytes]
 
     @classmethod
-    def of(cls, party: str, ids: Any, key: bytes) -> HashedIdList:
+    def of(cls, party: str, ids: npt.ArrayLike, key: bytes) -> HashedIdList:
         hashes = hashed_people(ids, key)[1]
         return cls(party, kind_of(ids), frozenset(each[:_HASH_BYTES] for each in hashes))
 
@@ -98,7 +97,7 @@ class RecordLinkage:
         return "Matching()"  # neither key nor hashes
 
     @classmethod
-    def of(cls, parties: Mapping[str, Any], key: bytes) -> RecordLinkage:
+    def of(cls, parties: Mapping[str, npt.ArrayLike], key: bytes) -> RecordLinkage:
         return cls(key, {name: HashedIdList.of(name, ids, key) for name, ids in parties.items()})
 
     @classmethod
@@ -112,7 +111,7 @@ class RecordLinkage:
         parts = [self.lists[name].to_bytes(self.key)[-_MAC_BYTES:] for name in sorted(self.lists)]
         return hmac.digest(self.key, b"quietgrad matched people 1\0" + b"".join(parts), "sha256").hex()
 
-    def keeps(self, party: str, ids: Any) -> npt.NDArray[np.bool_]:
+    def keeps(self, party: str, ids: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """For each record of ``party`` whether its person's home is there; all must be in the party's own list."""
         codes, hashes = hashed_people(ids, self.key)
         own, others = self.lists[party], [each for name, each in self.lists.items() if name != party]

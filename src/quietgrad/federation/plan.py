@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
 from quietgrad.federation.wire import Template
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
@@ -175,7 +176,7 @@ class FederatedPlan(Plan):
         """Whether secure sums are made by masks, without servers."""
         return self.secure == "masks"
 
-    def asks(self, loss: Any) -> Any:
+    def asks(self, loss: Objective) -> Objective:
         """The loss as a party asks its records about it."""
         if self.unit is PrivacyUnit.RECORD:
             return loss

@@ -188,7 +188,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         algorithm=algorithm_of(dict(content.get("algorithm", {}))),
         objective=objective,
         budget=_budget(promise) if private else None,
-        features=needed(data, "features", "[data]"),
+        features=_features(needed(data, "features", "[data]")),
         timeout=_seconds("timeout", where.get("timeout", 60)),
         grace=_seconds("grace", where.get("grace", 15)),
         reading=reading_of(data, model["task"]),
@@ -196,7 +196,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     )  # fmt: skip
 
 
-def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+def _checked(section: object, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ValueError(f"{where} must be a table.")
     for key, value in section.items():
@@ -207,7 +207,7 @@ def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) 
     return dict(section)
 
 
-def _parties(entries: list[Any]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
+def _parties(entries: list[object]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
     rows = [_checked(entry, "[[party]]", _PARTY) for entry in entries]
     names = tuple(needed(row, "name", "[[party]]") for row in rows)
     for name in names:
@@ -230,6 +230,12 @@ def address_of(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"[coordinator] address={text!r}: must be HOST:PORT, such as 127.0.0.1:7443.")
     return host.strip("[]"), int(port)
+
+
+def _features(count: int) -> int:
+    if not 1 <= count <= 1 << 25:
+        raise ValueError(f"[data] features={count}: must be between 1 and 2^25.")
+    return count
 
 
 def _seconds(name: str, value: float) -> float:

@@ -244,8 +244,12 @@ class SecureRounds:
             inbound = {name: frames[(k + 1) % 3] for k, name in enumerate(servers)}  # i's frame goes to i − 1
             replies = self._relay("noise", ask, inbound)
             frames = [replies[name].arrays for name in servers]
-            if not any(frames):
+            going = [name for name in servers if replies[name].arrays]
+            if not going:
                 return
+            if len(going) < len(servers):  # all need the same number of steps
+                odd = going[0] if len(going) == 1 else next(name for name in servers if name not in going)
+                raise ProtocolError(odd, "is out of step in sampling the noise")
 
     def _relay(self, kind: str, ask: RoundRequest, frames: Mapping[str, Mapping[str, Array]]) -> dict[str, Message]:
         """Send frames to servers, all of which must answer."""

@@ -51,7 +51,7 @@ def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
     return {"cohort": [plan.index(name) for name in names]} if plan.cohort else {}
 
 
-def invited_by(plan: FederatedPlan, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def invited_by(plan: FederatedPlan, fields: Mapping[str, object]) -> tuple[str, ...]:
     """Read :func:`invitation`: as many different parties as were agreed on, in the plan's order."""
     if not plan.cohort:
         return plan.names

@@ -24,8 +24,10 @@ from quietgrad.federation.secure_roles import Member, SumMember
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.transport.local_socket import Processes
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.privacy.budget import Budget, PrivacyUnit
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
@@ -43,7 +45,7 @@ _SIZES = (
 
 def simulate(
     algorithm: Algorithm,
-    objective: Any,
+    objective: Objective,
     parties: Sequence[Party],
     *,
     budget: Budget | None,
@@ -55,7 +57,7 @@ def simulate(
     servers: int | None = None,
     spare: int = 0,
     cohort: int | None = None,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
     start: Vector | None = None,
@@ -196,7 +198,7 @@ class Federation:
 
 def assemble(
     algorithm: Algorithm,
-    objective: Any,
+    objective: Objective,
     parties: Sequence[Party],
     *,
     seed: int | None = None,
@@ -227,7 +229,7 @@ def assemble(
     return plan, Federation(coordinator, roster, makers)
 
 
-def _contents(objective: Any, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
+def _contents(objective: Objective, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
     """All records, by which a project's ledger knows these people again."""
     for party in parties:
         yield from objective.prepare(party.held).fingerprint_parts()

@@ -18,7 +18,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
+from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -69,7 +70,7 @@ class Message:
         return self.arrays[name].tobytes()
 
 
-def blobs(frames: Mapping[Any, bytes]) -> dict[str, Array]:
+def blobs(frames: Mapping[str, bytes] | Mapping[int, bytes]) -> dict[str, Array]:
     return {str(name): np.frombuffer(frame, np.uint8) for name, frame in frames.items()}
 
 
@@ -181,8 +182,6 @@ class Scores:
     @property
     def bound(self) -> float:
         """√k·B ÷ (Δ/C)."""
-        from quietgrad.privacy.accounting import sensitivity_factor
-
         largest = max(query.bound for query in self.candidates)
         return float(math.sqrt(len(self.candidates)) * largest / sensitivity_factor(self.relation))
 
@@ -221,7 +220,7 @@ def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
     return _pack(query, arrays), arrays
 
 
-def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
+def unpack(fields: object, arrays: Mapping[str, Array], like: Vector) -> Query:
     """The query of :func:`pack`; vectors become what ``like`` is, numpy or torch."""
     query: Query = _unpack(fields, arrays, like)
     if type(query) not in _NAMES or isinstance(query, _PARTS):
@@ -229,7 +228,7 @@ def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
     return query
 
 
-def _pack(value: Any, arrays: dict[str, Array]) -> Any:
+def _pack(value: object, arrays: dict[str, Array]) -> Any:
     if isinstance(value, Relation):
         return {"relation": str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -239,7 +238,7 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_pack(item, arrays) for item in value]
     kind = _NAMES.get(type(value))
-    if kind is not None:
+    if kind is not None and dataclasses.is_dataclass(value):
         fields = (f.name for f in dataclasses.fields(value) if f.init)
         return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)
@@ -255,7 +254,7 @@ def _from_torch(value: Any) -> Array:
     return array
 
 
-def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
+def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
     if isinstance(value, list):
         return tuple(_unpack(item, arrays, like) for item in value)
     if not isinstance(value, dict):
@@ -301,7 +300,7 @@ def template(asked: Asked, relation: Relation) -> tuple[Query, Template]:
     return query, json.loads(json.dumps(found))
 
 
-def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:
+def _leaves(fields: object, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:
     """Every number, word and array of a packed query, by its path."""
     if isinstance(fields, dict) and "array" in fields:
         name = fields["array"]
@@ -316,7 +315,7 @@ def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> It
         yield path, fields
 
 
-def template_mismatch(templates: Sequence[Template], fields: Any, arrays: Mapping[str, Array]) -> str | None:
+def template_mismatch(templates: Sequence[Template], fields: object, arrays: Mapping[str, Array]) -> str | None:
     """Why a packed query fits none of the templates, or ``None`` if it fits one.
 
     >>> template_mismatch([{"query.kind": "Gradient", "query.clip": 1.0}], {"kind": "Gradient", "clip": 9.0}, {})
@@ -333,7 +332,7 @@ def template_mismatch(templates: Sequence[Template], fields: Any, arrays: Mappin
     return reason
 
 
-def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
+def _difference(allowed: Template, given: Mapping[str, object]) -> str | None:
     if set(allowed) != set(given):
         kinds = allowed.get("query.kind"), given.get("query.kind")
         return f"query {kinds[1]!r} has other fields than the plan's {kinds[0]!r}"
@@ -352,7 +351,7 @@ def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _other_array(planned: list[Any], value: Any) -> str | None:
+def _other_array(planned: list[Any], value: object) -> str | None:
     pinned = planned[-1]["sha256"] if isinstance(planned[-1], dict) else None
     shape = tuple(planned[1:] if pinned is None else planned[1:-1])
     if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind != "f":
@@ -368,5 +367,5 @@ def _digest(array: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(array, "<f8").tobytes()).hexdigest()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
