@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from quietgrad.secure.identity import DropoutError, ProtocolError
-from quietgrad.secure.three_party import Computation
+from quietgrad.secure.servers import Computation
 
 _LENGTH = struct.Struct("<I")
 

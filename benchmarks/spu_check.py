@@ -77,7 +77,7 @@ def worker(thresholds: list[int], draws: int) -> dict[str, Any]:
 def ours(draws: int) -> tuple[Integers, dict[str, float]]:
     """The same number of draws by our three servers, in one process."""
     from quietgrad.privacy.rng import SecureStream, fresh_key
-    from quietgrad.secure.three_party import ReplicatedSharing, sample
+    from quietgrad.secure.servers import ReplicatedSharing, sample
 
     streams = [SecureStream(fresh_key(), "replicated") for _ in range(3)]  # stream i is that of servers i − 1 and i
     wall, cpu = time.perf_counter(), time.process_time()

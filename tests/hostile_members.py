@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.federation.exchange import Site
+from quietgrad.federation.exchange import Responder
 from quietgrad.federation.plan_file import PlanFile
 from quietgrad.federation.provisioning import Credentials
 from quietgrad.federation.rounds import largest_reply
@@ -69,6 +69,6 @@ def lying_party(file: PlanFile, keys: Path) -> TlsParty:
         return encode(Message("ready", {**fields, "round": -1, "draws": {}}))
 
     return TlsParty(
-        Credentials.read(keys / "a"), (file.host, file.port), Site(lie, file.digest), agreement=file.digest,
+        Credentials.read(keys / "a"), (file.host, file.port), Responder(lie, file.digest), agreement=file.digest,
         most=largest_reply(file.plan), patience=60.0,
     )  # fmt: skip

@@ -18,13 +18,13 @@ COORDINATOR = {
     "its ledger is closed and nothing is saved": ("quietgrad.curators.account:Charge.close", "after"),
     "the model is saved and the statement is not": ("quietgrad.training.result:Result.to_json", "before"),
     "all is saved and nothing cleared away": ("quietgrad.training.result:Result.save", "after"),
-    "nobody has the model yet": ("quietgrad.federation.exchange:Exchange.hand_out", "before"),
+    "nobody has the model yet": ("quietgrad.federation.exchange:Exchange.finish", "before"),
 }  # fmt: skip
 PARTY = {
     "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),
     "its ledger is closed and its journal does not say so": ("quietgrad.curators.account:Charge.close", "after"),
     "nobody heard that it closed": ("quietgrad.federation.journal:Approval.close", "after"),
-    "it has the model and has not saved it": ("quietgrad.federation.approved:save_model", "before"),
+    "it has the model and has not saved it": ("quietgrad.federation.approved:Approved.save_model", "before"),
 }
 
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from quietgrad.federation.approved import Approved
 from quietgrad.federation.exchange import ASK, Envelope, Exchange, agreement_of, body
+from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.transport import Away, Bytes
+
+
+def approval(text: str, keys: Path, out: Path, **settings: Any) -> Approved:
+    """One member's approval of the plan in a text."""
+    return Approved(text, parse_plan(text).digest, str(keys), str(out), **settings)
 
 
 class Talk:

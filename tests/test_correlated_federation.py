@@ -310,7 +310,7 @@ def test_a_server_keeps_its_recursion_over_new_keys_of_one_run() -> None:
     def hello(run: str) -> NoiseShare:
         words = {"run": run, "dim": 3, "epoch": "00" * 16}
         assert decode(bytes(server.handle(encode(Message("hello", words))))).kind == "hello"
-        return server._roles[3]._noise_share  # type: ignore[no-any-return]
+        return server._roles[3]._noise_share
 
     first = hello("one")
     first.draw(4)

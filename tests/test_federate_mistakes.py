@@ -14,13 +14,12 @@ import pytest
 from quietgrad.cli import main
 from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.errors import BudgetError
-from quietgrad.federation import approved
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
+from tests.talk import approval
 
 PLAN = """
 [federation]
@@ -166,8 +165,8 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
     data = (np.ones((4, 2)), np.array([0, 1, 0, 1]))
 
     def ready(most: float = 1.2) -> PartyCurator:
-        keys, cap = Credentials.read("keys/a"), Budget(most, 1e-5)
-        return approved.make_party(file, keys, data, folder=folder / "run", ledger="ledger.jsonl", cap=cap)
+        text = Path("plan.toml").read_text()
+        return approval(text, Path("keys/a"), folder / "run", ledger="ledger.jsonl", cap_epsilon=most).party(data)
 
     with pytest.raises(BudgetError, match="exceed the cap"):
         ready()

@@ -253,7 +253,7 @@ def test_simulate_and_threat_model(folder: Path, capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "code", "say"),
     [
-        ("server none.toml --keys keys", 1, "no such plan file"),
+        ("server none.toml --keys keys", 1, "no plan file"),
         ("server plan.toml --keys keys", 1, "member.json is missing"),
         ("party plan.toml --keys keys --data none.npz --pin 0123456789abcdef", 1, "not the approved"),
         ("provision plan.toml --request nobody", 2, "'nobody' is not one of"),

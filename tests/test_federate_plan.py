@@ -58,7 +58,7 @@ def test_noise_is_rounded_up_so_that_machines_agree() -> None:
         ('name = "hospital-1"', 'name = "hospital-2"', "different names"),
         ("records = 150", "", "needs 'records'"),
         ("records = 150", "records = 150\nweight = 1.0", "every party a weight"),
-        ('secure = "masks"', "", "name a secure sum"),
+        ('secure = "masks"', "", "exactly when trust"),
         ("timeout = 30", "timeout = 0", "seconds > 0"),
         ("[data]", "[date]", "section 'date'"),
         ("[data]", "data]", "not a TOML file"),

@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 
 from quietgrad.errors import BudgetError, QuietgradError
-from quietgrad.federation import approved
-from quietgrad.federation.exchange import Site
+from quietgrad.federation.exchange import Responder
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
-from quietgrad.federation.transport import Bytes, tls, tls_connection
+from quietgrad.federation.transport import Bytes, tls_connection
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.secure.identity import DropoutError, ProtocolError
-from tests.talk import Talk
+from quietgrad.secure.identity import DropoutError
+from tests.talk import Talk, approval
 from tests.test_federate_plan import TEXT
 
 MOST = 100_000
@@ -62,7 +61,7 @@ class Members:
         def finish(words: str, parting: Bytes) -> None:
             self.handed[label or name] = bytes(parting)
 
-        site = Site(handler or (lambda data: bytes(data)[::-1]), "plan", finish)
+        site = Responder(handler or (lambda data: bytes(data)[::-1]), "plan", finish)
         party = TlsParty(credentials, address, site, **settings)
 
         def run() -> None:
@@ -144,7 +143,7 @@ def test_lost_reply_is_repeated_and_not_computed_again(members: Members, monkeyp
             raise ConnectionResetError("cable")
         real(connection, kind, *parts, deadline=deadline)
 
-    monkeypatch.setattr(tls, "send", send)
+    monkeypatch.setattr(tls_connection, "send", send)
 
     def handler(data: bytearray) -> bytes:
         calls.append(bytes(data))
@@ -218,7 +217,7 @@ def test_second_process_with_the_same_keys_takes_the_seat(members: Members) -> N
 def test_absent_coordinator_is_named(keys: dict[str, Credentials]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    party = TlsParty(keys["a"], ("127.0.0.1", port), Site(bytes), agreement="plan", most=MOST, patience=0.3)
+    party = TlsParty(keys["a"], ("127.0.0.1", port), Responder(bytes), agreement="plan", most=MOST, patience=0.3)
     with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
         party.run()
 
@@ -239,9 +238,10 @@ def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) 
 
 def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials], tmp_path: Path) -> None:
     text = TEXT.split("[[party]]")[0].replace('trust = "secure"', 'trust = "local"').replace('secure = "masks"', "")
-    file = parse_plan(text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n')
+    plan = text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n'
+    mine = approval(plan, keys["a"].folder, tmp_path, ledger=str(tmp_path / "l.jsonl"))
     X = np.random.default_rng(0).normal(size=(40, 30)) / 10.0
-    party = approved.make_party(file, keys["a"], (X, X[:, 0] > 0), folder=tmp_path, ledger=tmp_path / "l.jsonl")
+    file, party = mine.file, mine.party((X, X[:, 0] > 0))
     members = Members(keys)
     members.join("a", party.handle)
 
@@ -281,13 +281,3 @@ def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
         "a shorter vector": pack(Gradient(params[:5], 1.0)),
         "nonsense": ({"kind": "nonsense"}, {}),
     }
-
-
-def test_model_that_is_handed_out_is_checked(tmp_path: Path) -> None:
-    file = parse_plan(TEXT)
-    text = np.frombuffer(b"{}", np.uint8)
-    for params in (np.full(31, np.nan), np.zeros(3)):
-        data = encode(Message("model", {}, {"params": params, "result": text}))
-        with pytest.raises(ProtocolError, match="handed out"):
-            approved.save_model(data, file, tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -14,14 +14,13 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.errors import BudgetError, DataError, LedgerError
-from quietgrad.federation import Party, approved
+from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.party import Draw, PartyCurator, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.planning import federate
-from quietgrad.federation.provisioning import Credentials, provision
+from quietgrad.federation.provisioning import provision
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
@@ -30,6 +29,7 @@ from quietgrad.objectives.base import Gradient
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError
+from tests.talk import approval
 from tests.test_federate_network import TWO
 
 D, N, STEPS = 4, 30, 25
@@ -166,15 +166,6 @@ def test_two_processes_of_a_party_have_no_noise_in_common(make: Make, tmp_path: 
     say(twin, "open")
     answers = [ask(each, 0).arrays["total"] for each in (party, twin)]
     assert all(np.abs(answer).min() > 0.0 for answer in answers)
-    assert not set(answers[0]) & set(answers[1])
-
-
-def test_given_key_fixes_samples_and_never_noise(make: Make) -> None:
-    answers = []
-    for folder in ("one", "two"):
-        party = make(folder, key=bytes(32))
-        say(party, "open")
-        answers.append(ask(party, 0).arrays["total"])
     assert not set(answers[0]) & set(answers[1])
 
 
@@ -329,26 +320,19 @@ def test_journal_of_another_plan_is_refused(make: Make) -> None:
         make(plan=plan_of(spare=3))
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Credentials:
-    provision(["coordinator", "a", "b"], tmp_path / "keys", {})
-    return Credentials.read(tmp_path / "keys" / "a")
-
-
-def test_default_cap_is_what_the_plan_costs(keys: Credentials, tmp_path: Path) -> None:
-    file = parse_plan(TWO)
-    data = (np.zeros((60, 3)), np.arange(60) % 2)
+def test_default_cap_is_what_the_plan_costs(tmp_path: Path) -> None:
+    keys = provision(["coordinator", "a", "b"], tmp_path / "keys", {})[1]
 
     def approve(folder: str, **settings: Any) -> PartyCurator:
-        home = tmp_path / folder
-        return approved.make_party(file, keys, data, folder=home, ledger=tmp_path / "ledger.jsonl", **settings)
+        mine = approval(TWO, keys, tmp_path / folder, ledger=str(tmp_path / "ledger.jsonl"), **settings)
+        return mine.party((np.zeros((60, 3)), np.arange(60) % 2))
 
     party = approve("one")
     assert say(party, "open").kind == "ready"
     party.close()
     with pytest.raises(BudgetError, match="Cap: ε=1 "):
         approve("two")
-    approve("two", cap=qg.Budget(3.0, 1e-5)).close()
+    approve("two", cap_epsilon=3.0).close()
     Ledger(tmp_path / "ledger.jsonl").set_cap("default", qg.Budget(2.0, 1e-5))
     approve("two").close()  # whoever keeps the ledger has decided
     (tmp_path / "three").mkdir()

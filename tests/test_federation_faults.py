@@ -182,7 +182,7 @@ def test_a_quorum_that_hides_nobody_is_refused_in_plain_words() -> None:
 
 def test_a_quorum_that_could_open_no_sum_is_refused_in_plain_words() -> None:
     """Three of four parties must hold shares to open a secret of masks; servers need none of them."""
-    with pytest.raises(ValueError, match="3 of 4 parties must stay to open a sum; give a quorum of 3 or more"):
+    with pytest.raises(ValueError, match="3 of 4 parties to open a sum"):
         outcome(trust="secure", secure="masks", quorum=2)
     assert outcome(trust="secure", secure="servers", quorum=2).privacy.releases["gradient"] == STEPS
 
@@ -427,6 +427,43 @@ def test_party_that_forgot_its_fresh_records_is_refused() -> None:
     curator = FederatedCurator(objective, transport, seed=1)
     with pytest.raises(ProtocolError, match="party-2: restarted without its journal"):
         train(algorithm, curator, plan, np.zeros(3), callback=restart)
+
+
+@pytest.mark.parametrize("said", [None, "x", {}, True, 1e300])
+def test_a_member_that_comes_back_with_nonsense_is_named(said: Any) -> None:
+    algorithm = qg.DPSGD(steps=4, batch_size=20, sampling="single-pass")
+    plan, federation = assemble(algorithm, Logistic(), people(), budget=None, trust="curator", seed=1)
+    opened: list[Bytes] = []
+
+    def lie(data: Bytes) -> Bytes:
+        kind = decode(bytes(data)).kind
+        if kind == "open":
+            opened.append(data)
+            if len(opened) > 1:
+                return encode(Message("ready", {"round": said, "draws": {}}))
+        if kind == "ask" and len(opened) == 1:
+            return encode(Message("refused", {"code": "stranger"}))
+        return federation.handlers["party-1"](data)
+
+    curator = FederatedCurator(Logistic(), InProcess({**federation.handlers, "party-1": lie}), seed=1)
+    with pytest.raises(ProtocolError, match="party-1: says that it is ready"):
+        train(algorithm, curator, plan, np.zeros(3))
+
+
+def test_a_server_out_of_step_in_the_noise_is_named() -> None:
+    plan, federation = assemble(
+        ALGORITHM, Logistic(), people(), budget=qg.Budget(1.0, 1e-5), trust="secure", secure="mpc"
+    )
+
+    def never_done(data: Bytes) -> Bytes:
+        reply = federation.handlers["server-2"](data)
+        done = decode(bytes(data)).kind == "noise" and not decode(bytes(reply)).arrays
+        return encode(Message("noise", {}, {"frame": np.zeros(9, np.uint8)})) if done else reply
+
+    transport = InProcess({**federation.handlers, "server-2": never_done})
+    curator = FederatedCurator(Logistic(), transport, identity=federation.identity, roster=federation.roster)
+    with pytest.raises(DropoutError, match="server-2: round 0 cannot begin: server-2 is out of step"):
+        train(ALGORITHM, curator, plan, np.zeros(3))
 
 
 @pytest.mark.parametrize("trust", ["curator", "local"])

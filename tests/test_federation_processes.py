@@ -19,7 +19,7 @@ from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Exchange
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes, Handler
-from quietgrad.federation.transport.processes import Processes
+from quietgrad.federation.transport.local_socket import Processes
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.secure.identity import DropoutError
 from tests.talk import Talk

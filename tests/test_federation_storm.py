@@ -2,7 +2,7 @@
 
 ``tests/questions.py`` spoils numbers of one question after another. Here the conversation is spoiled. Whatever
 is said in whatever order: two parties with different records answer alike, no record counts for more than the bound
-of its query, no slot is answered more often than planned, one run is answered, and nothing escapes ``Site.answer``.
+of its query, no slot is answered more often than planned, one run is answered, and nothing escapes a responder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.federation.exchange import ASK, FINISH, WHO, Envelope, Site, agreement_of, body
+from quietgrad.federation.exchange import ASK, FINISH, WHO, Envelope, Responder, agreement_of, body
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import federate
@@ -80,7 +80,7 @@ class Storm:
             PartyCurator("a", objective, (X, np.array([k])), self.plan, seed=0, **secure)
             for k, X in enumerate(tables)
         ]
-        self.sites = [Site(party.handle, "plan") for party in self.parties]
+        self.sites = [Responder(party.handle, "plan") for party in self.parties]
         self.initial = objective.initial(shape)
         slots = {slot.name for slot in self.plan.schedule.slots}
         setting = type("Setting", (), {

@@ -16,7 +16,7 @@ import pytest
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.federation import provisioning
-from quietgrad.federation.exchange import Site
+from quietgrad.federation.exchange import Responder
 from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision, revoke
 from quietgrad.federation.transport import tls_connection
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
@@ -43,7 +43,7 @@ class Coordinator:
     def party(self, credentials: Credentials, patience: float = 60.0) -> tuple[threading.Thread, list[object]]:
         ends: list[object] = []
         party = TlsParty(
-            credentials, ("127.0.0.1", self.server.port), Site(bytes, "plan"), agreement="plan", most=1000,
+            credentials, ("127.0.0.1", self.server.port), Responder(bytes, "plan"), agreement="plan", most=1000,
             patience=patience, tell=self.said.append,
         )  # fmt: skip
 

@@ -36,7 +36,7 @@ def test_revoke_command(keys: dict[str, Path], capsys: pytest.CaptureFixture[str
     assert main(words) == 0
     (said,) = json.loads(capsys.readouterr().out).items()
     assert (said[0], said[1].partition(": ")[2]) == ("b", "its laptop was stolen")
-    with pytest.raises(DataError, match="'b', which is revoked here"):
+    with pytest.raises(DataError, match="'b' is revoked here"):
         check_none_revoked(keys["a"], parse_plan(TEXT).members)
     check_none_revoked(keys["coordinator"], parse_plan(TEXT).members)  # each revokes for itself
     for name in ("a", "nobody", "../b"):  # itself, and who is no member
@@ -103,7 +103,7 @@ def test_a_full_disk_is_named_and_nothing_is_half_written(tmp_path: Path, monkey
 
 def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that welcomes and then says nothing is called anew, without alarm, and given up when it is gone."""
-    from quietgrad.federation.exchange import Site
+    from quietgrad.federation.exchange import Responder
     from quietgrad.federation.transport import tls
     from quietgrad.federation.transport.tls import TlsParty
     from quietgrad.federation.transport.tls_connection import WELCOME, context_for, receive, send
@@ -125,7 +125,7 @@ def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: 
     thread.start()
     said: list[str] = []
     party = TlsParty(
-        Credentials.read(keys["a"]), listener.getsockname(), Site(lambda message: b""), agreement="plan",
+        Credentials.read(keys["a"]), listener.getsockname(), Responder(lambda message: b""), agreement="plan",
         most=1 << 16, timeout=1.0, patience=0.4, tell=said.append,
     )  # fmt: skip
     monkeypatch.setattr(tls, "_SILENCE", 0.4)

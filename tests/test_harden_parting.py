@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,15 +13,17 @@ import numpy as np
 import pytest
 
 from quietgrad.federation import approved
-from quietgrad.federation.exchange import Exchange
+from quietgrad.federation.approved import Approved, final_message
+from quietgrad.federation.exchange import FINISH, Envelope, Exchange, agreement_of, body
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
-from quietgrad.federation.provisioning import Credentials, provision
-from quietgrad.federation.wire import Message, encode
+from quietgrad.federation.provisioning import provision
+from quietgrad.federation.wire import Message, blobs, decode, encode
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.training.result import Result, load
 from tests.faults import Fault, Faulty
 from tests.hostile import PLAN
+from tests.talk import approval
 
 SECURE = PLAN.decode()
 CURATOR = SECURE.replace('"secure"\nsecure = "masks"', '"curator"\nspare = 2')
@@ -30,40 +33,37 @@ BARE = CURATOR.replace("[budget]\nepsilon = 1.0\ndelta = 1e-5\n", "").replace("s
 FILTER = CURATOR.replace('"dp-gd"\nsteps = 3', '"dp-agd"\nmax_steps = 2')
 
 
-def federation(
-    text: str, home: Path, faults: list[Fault] | None = None
-) -> tuple[PlanFile, Result, PartyCurator, PartyCurator]:
+Ran = tuple[PlanFile, Result, list[tuple[Approved, PartyCurator]]]
+
+
+def federation(text: str, home: Path, faults: list[Fault] | None = None) -> Ran:
     """A federation that ran to its end, with both parties as they are before the last word arrives."""
     file = parse_plan(text)
-    keys = {folder.name: Credentials.read(folder) for folder in provision(file.members, home / "keys")}
+    provision(file.members, home / "keys")
     rng = np.random.default_rng(7)
-    parties = {}
+    parties = []
     for name, n in zip(file.parties, file.sizes, strict=True):
         X = rng.normal(size=(n, 2))
-        ledger = home / name / "ledger.jsonl" if file.budget else None
-        data = (X, (X[:, 0] > 0).astype(int))
-        parties[name] = approved.make_party(file, keys[name], data, folder=home / name, ledger=ledger)
-    handlers = {name: party.handle for name, party in parties.items()}
-    transport = Faulty(handlers, faults or ())
-    exchange = Exchange(transport)
-    result = approved.coordinate(file, keys["coordinator"], exchange, folder=home / "model")
-    return file, result, parties["a"], parties["b"]
+        mine = approval(text, home / "keys" / name, home / name)
+        parties.append((mine, mine.party((X, (X[:, 0] > 0).astype(int)))))
+    exchange = Exchange(Faulty({party.name: party.handle for _, party in parties}, faults or ()))
+    result = approval(text, home / "keys" / "coordinator", home / "model").train(exchange)
+    return file, result, parties
 
 
 @pytest.mark.parametrize(
     "text", [SECURE, CURATOR, LOCAL, BARE, FILTER], ids=["secure", "curator", "local", "bare", "filter"]
 )
 def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
-    file, result, *parties = federation(text, tmp_path)
-    for party in parties:
-        home = tmp_path / party.name
+    file, result, parties = federation(text, tmp_path)
+    for mine, party in parties:
         assert sum(party.answered().values()) > 0
-        approved.save_model(approved.final_message(result), file, home, party)
+        mine.save_model(final_message(result), party)
         # Also as a coordinator that restarted after it had saved the result says it.
-        again = approved.finished(file, tmp_path / "model")
+        again = approval(text, tmp_path / "keys" / "coordinator", tmp_path / "model").finished()
         assert again is not None
-        approved.save_model(approved.final_message(again), file, home, party)
-        kept = load(home)
+        mine.save_model(final_message(again), party)
+        kept = load(mine.folder)
         assert kept.privacy == result.privacy
         assert kept.privacy.is_private is (file.budget is not None)
         party.discard()
@@ -72,10 +72,10 @@ def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
 
 def test_an_honest_statement_with_lost_rounds_is_kept(tmp_path: Path) -> None:
     text = CURATOR.replace("spare = 2", "quorum = 1")
-    file, result, a, b = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
+    _, result, parties = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
     assert result.details["lost_rounds"] == 2  # complete, without one
-    for party in (a, b):
-        approved.save_model(approved.final_message(result), file, tmp_path / party.name, party)
+    for mine, party in parties:
+        mine.save_model(final_message(result), party)
         party.close()
 
 
@@ -135,7 +135,7 @@ def no_statement(said: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[PlanFile, Result, PartyCurator, PartyCurator]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return federation(CURATOR, tmp_path_factory.mktemp("ran"))
 
 
@@ -146,30 +146,61 @@ FORGED = (
 
 
 @pytest.mark.parametrize("change", FORGED)
-def test_a_forged_statement_is_not_kept(
-    ran: tuple[PlanFile, Result, PartyCurator, PartyCurator],
-    change: Callable[[dict[str, Any]], None],
-    tmp_path: Path,
-) -> None:
-    file, result, party, _ = ran
+def test_a_forged_statement_is_not_kept(ran: Ran, change: Callable[[dict[str, Any]], None]) -> None:
+    _, result, [(mine, party), _] = ran
     said = copy.deepcopy(result.to_json())
     change(said)
     with pytest.raises(ProtocolError, match="refutes") as refusal:
-        approved.save_model(spoken(said, result), file, tmp_path / "out", party)
+        mine.save_model(spoken(said, result.params), party)
     assert "\n" not in str(refusal.value)
-    assert not (tmp_path / "out").exists()
+    assert not (mine.folder / "result.json").exists()
+
+
+def test_a_number_beyond_all_numbers_is_no_statement(ran: Ran) -> None:
+    _, result, [(mine, party), _] = ran
+    said = json.dumps(
+        {**result.to_json(), "privacy": {**result.to_json()["privacy"], "releases": {"gradient": 777}}}
+    )
+    text = np.frombuffer(said.replace("777", "1e400").encode(), np.uint8)
+    with pytest.raises(ProtocolError, match="handed out"):
+        mine.save_model(encode(Message("model", {}, {"params": np.asarray(result.params), "result": text})), party)
+
+
+def test_a_full_disk_at_the_end_is_not_the_end(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model can be handed out again; what tells of progress never stops a party."""
+    _, result, [(mine, party), _] = ran
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(approved, "write_atomically", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    site = mine.site(party, lambda words: None)
+    end = encode(Message("end", {"words": "done"}, blobs({"parting": bytes(final_message(result))})))
+    frame = Envelope(FINISH, 1, bytes(16), agreement_of(mine.digest)).around(end)
+    assert decode(body(site.answer(frame))).fields["code"] == "failed"
+    assert not site.over
+    assert decode(site._handler(encode(Message("open", {"run": party.run, "plan": party.plan.digest})))).kind != ""
+
+
+@pytest.mark.parametrize("params", [np.full(2, np.nan), np.zeros(3), np.zeros((1, 2))])
+def test_what_is_not_the_plans_model_is_not_kept(ran: Ran, params: Any) -> None:
+    _, result, [(mine, party), _] = ran
+    with pytest.raises(ProtocolError, match="not a model"):
+        mine.save_model(spoken(result.to_json(), params), party)
+    assert not (mine.folder / "model.safetensors").exists()
 
 
 def test_a_plan_without_noise_is_not_called_private(tmp_path: Path) -> None:
-    file, result, party, other = federation(BARE, tmp_path)
+    _, result, [(mine, party), (_, other)] = federation(BARE, tmp_path)
     said = copy.deepcopy(result.to_json())
     said["privacy"].update(epsilon=1.0, delta=1e-5, relation="add-remove")
     with pytest.raises(ProtocolError, match="adds no noise"):
-        approved.save_model(spoken(said, result), file, tmp_path / "out", party)
+        mine.save_model(spoken(said, result.params), party)
     party.close()
     other.close()
 
 
-def spoken(said: dict[str, Any], result: Result) -> bytearray:
+def spoken(said: dict[str, Any], params: Any) -> bytearray:
     text = np.frombuffer(json.dumps(said).encode(), np.uint8)
-    return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
+    return encode(Message("model", {}, {"params": np.asarray(params, np.float64), "result": text}))

@@ -201,7 +201,7 @@ def averaged_noise(parties: int) -> Findings:
 
 
 def same_seed(patched: bool) -> Findings:
-    from quietgrad.secure import channel, masking
+    from quietgrad.secure import channel
 
     class Shared(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
@@ -209,7 +209,7 @@ def same_seed(patched: bool) -> Findings:
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(masking, "NoiseShare", Shared)
+            patch.setattr(channel, "NoiseShare", Shared)
         try:
             return probe_secure_sum("masks")
         except SumOutOfBoundsError:  # the sum was so long that nobody would take it: also seen
@@ -271,7 +271,7 @@ def party(source: Any, *, rounds: int = 64) -> Findings:
 
 def shares(patched: bool) -> Findings:
     """Secure sums by masks; one party's share of the noise covers half of the coordinates."""
-    from quietgrad.secure import channel, masking
+    from quietgrad.secure import channel
 
     class Half(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
@@ -286,7 +286,7 @@ def shares(patched: bool) -> Findings:
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(masking, "NoiseShare", Half)
+            patch.setattr(channel, "NoiseShare", Half)
         return probe_federation("secure", "masks", rounds=128)
 
 

@@ -67,14 +67,14 @@ def test_parties_without_noise_sum_as_one_curator_of_all_people() -> None:
 def test_how_many_parties_know_a_person_must_be_said_and_is_looked_at_where_it_can_be() -> None:
     with pytest.raises(ValueError, match="say how many parties may know one person"):
         simulate(qg.DPGD(steps=3), LOSS, parties(), budget=Budget(1.0, 1e-5))
-    with pytest.raises(DataError, match="known to more of them") as error:
+    with pytest.raises(DataError, match="known to more than") as error:
         simulate(qg.DPGD(steps=3), LOSS, parties(overlap=1), budget=Budget(1.0, 1e-5), parties_per_person=1)
     assert "59" not in str(error.value)
     assert check_people(parties(overlap=20), 2)
     a, b = parties()
     with pytest.raises(ValueError, match="give all of them person=, or none"):
         check_people([a, Party(b.X, b.y)], 1)
-    with pytest.raises(ValueError, match="are about people"):
+    with pytest.raises(ValueError, match="give every party person="):
         federate(qg.DPGD(steps=4), LOSS, names=["a", "b"], sizes=[9, 9], shape=Shape(2, 2), budget=None,
                  parties_per_person=2)  # fmt: skip
 
@@ -146,9 +146,9 @@ def test_sampled_people_of_several_parties_are_drawn_more_often() -> None:
     assert event.inner.rate == pytest.approx(1.0 - (1.0 - q) ** 2)
     assert two.epsilon() <= 1.0
     assert two.noise_multiplier > one.noise_multiplier
-    with pytest.raises(ValueError, match="priced under add-remove"):
+    with pytest.raises(ValueError, match="under add-remove only"):
         planned(2, method, Relation.REPLACE_ONE)
-    with pytest.raises(ValueError, match="fixed local batches have no price"):
+    with pytest.raises(ValueError, match="fixed local batches"):
         planned(2, qg.DPSGD(steps=20, batch_size=18, sampling="fixed-size"), Relation.REPLACE_ONE)
 
 
@@ -188,7 +188,7 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
     with pytest.raises(DataError, match="say whose each record is"):
         PartyCurator("party-1", LOSS, (X, y), plan)
     rows, _ = assemble(qg.DPGD(steps=3), LOSS, [Party(X, y)], budget=Budget(1.0, 1e-5))
-    with pytest.raises(DataError, match="leave out whose records"):
+    with pytest.raises(DataError, match="leave out whose"):
         PartyCurator("party-1", LOSS, RecordsWithIds((X, y), ids), rows)
     assert Gradient(np.zeros(2), 1.0).bound == 1.0
 

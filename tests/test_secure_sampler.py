@@ -23,6 +23,7 @@ from quietgrad.secure.discrete_gaussian import (
     rounded_gaussian_distance,
     smoothing_error,
 )
+from quietgrad.secure.servers import Computation, ReplicatedSharing, sample
 from quietgrad.secure.terms import (
     COARSE_SIGMA,
     COARSE_STEP,
@@ -33,7 +34,6 @@ from quietgrad.secure.terms import (
     coarse_error,
     slack,
 )
-from quietgrad.secure.three_party import Computation, ReplicatedSharing, sample
 
 FALSE_ALARM = 1e-6
 

@@ -354,9 +354,9 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Say where a run is: rounds, what is spent, how it ended. For the coordinator, parties and servers alike."""
-    from quietgrad.federation.status import status as read
+    from quietgrad.federation.approved import read_status
 
-    facts = read(folder)
+    facts = read_status(folder)
     if as_json:
         show_json(facts)
     else:

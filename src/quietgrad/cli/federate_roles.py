@@ -208,7 +208,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
 
     file, credentials, out = mine.file, mine.credentials, mine.folder
     mine.check_coordinator()
-    over = approved.finished(file, out) is not None
+    over = mine.finished() is not None
     everyone = [name for name in file.members if name != credentials.name]
     try:
         transport = TlsServer(

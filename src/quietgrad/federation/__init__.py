@@ -10,29 +10,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.federation.parties import Party as Party
-    from quietgrad.federation.parties import deal as deal
-    from quietgrad.federation.plan import FederatedPlan as FederatedPlan
-    from quietgrad.federation.plan import Shape as Shape
-    from quietgrad.federation.planning import federate as federate
-    from quietgrad.federation.simulation import simulate as simulate
-    from quietgrad.secure.channel import TranscriptRecorder as TranscriptRecorder
-    from quietgrad.secure.discrete_gaussian import sensitivity_growth as sensitivity_growth
-    from quietgrad.secure.identity import DropoutError as DropoutError
-    from quietgrad.secure.identity import Identity as Identity
-    from quietgrad.secure.identity import ProtocolError as ProtocolError
-    from quietgrad.secure.identity import Roster as Roster
-    from quietgrad.secure.local_session import SecureSession as SecureSession
-    from quietgrad.secure.local_session import secure_sum as secure_sum
-    from quietgrad.secure.masking import MaskingParty as MaskingParty
-    from quietgrad.secure.masking import MaskingServer as MaskingServer
-    from quietgrad.secure.servers import SharingParty as SharingParty
-    from quietgrad.secure.servers import SumServer as SumServer
-    from quietgrad.secure.terms import SecureSumConfig as SecureSumConfig
-    from quietgrad.secure.terms import ThreatModel as ThreatModel
-    from quietgrad.secure.terms import slack as slack
-    from quietgrad.secure.terms import threat_model as threat_model
-    from quietgrad.secure.three_party import NoiseServer as NoiseServer
+    from quietgrad.federation.parties import Party, deal
+    from quietgrad.federation.plan import FederatedPlan, Shape
+    from quietgrad.federation.planning import federate
+    from quietgrad.federation.simulation import simulate
+    from quietgrad.secure.channel import TranscriptRecorder
+    from quietgrad.secure.discrete_gaussian import sensitivity_growth
+    from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
+    from quietgrad.secure.local_session import SecureSession, secure_sum
+    from quietgrad.secure.masking import MaskingParty, MaskingServer
+    from quietgrad.secure.servers import NoiseServer, SharingParty, SumServer
+    from quietgrad.secure.terms import SecureSumConfig, ThreatModel, slack, threat_model
 
 # Where each public name lives; imported when first used.
 _HOMES = {
@@ -47,15 +35,19 @@ _HOMES = {
         "secure.discrete_gaussian": ("sensitivity_growth",),
         "secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
         "secure.masking": ("MaskingParty", "MaskingServer"),
-        "secure.servers": ("SharingParty", "SumServer"),
-        "secure.three_party": ("NoiseServer",),
+        "secure.servers": ("SharingParty", "SumServer", "NoiseServer"),
         "secure.channel": ("TranscriptRecorder",),
     }.items()
     for name in names
 }
 _FORMER = {"Terms": "SecureSumConfig", "View": "TranscriptRecorder", "threats": "threat_model"}
 
-__all__ = list(_HOMES)
+__all__ = [
+    "simulate", "Party", "deal", "federate", "FederatedPlan", "Shape", "secure_sum", "SecureSession",
+    "SecureSumConfig", "slack", "ThreatModel", "threat_model", "sensitivity_growth", "Identity", "Roster",
+    "ProtocolError", "DropoutError", "MaskingParty", "MaskingServer", "SharingParty", "SumServer", "NoiseServer",
+    "TranscriptRecorder",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

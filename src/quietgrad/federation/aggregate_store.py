@@ -30,12 +30,9 @@ class CompletedRound(NamedTuple):
 
 
 class AggregateStore:
-    """The rounds of one run; in memory only if ``path`` is ``None``.
+    """The rounds of one run of the plan with this digest; in memory only if ``path`` is ``None``.
 
-    Args:
-        path: the file.
-        digest: of the plan; a file of another plan is refused.
-        run, public_key: of a new run; a resumed one keeps its own.
+    ``run`` and ``public_key`` are those of a new run; a resumed one keeps its own.
     """
 
     def __init__(self, path: Path | None, *, digest: str, run: str, public_key: bytes) -> None:
@@ -50,10 +47,8 @@ class AggregateStore:
         self.ended = False
         """Whether the run has ended: no member is asked any more."""
         self._file = None if path is None else LockedAppendFile(path, "coordinates this run")
-        if self._file is None:
-            return
         try:
-            self.resumed = self._read(self._file, digest)
+            self.resumed = self._file is not None and self._read(self._file, digest)
             if not self.resumed:
                 self._write({"format": FORMAT, "plan": digest, "run": run, "public_key": public_key.hex()})
         except BaseException:
@@ -104,12 +99,8 @@ class AggregateStore:
                 kept.cut(0)
                 return False
             head = _line(first)
-            if head is None or head.get("format") != FORMAT:
-                raise DataError(f"{kept.path}: not a run of this version; move it away to start anew.")
-            if head["plan"] != digest:
-                raise DataError(
-                    f"{kept.path}: an interrupted run of another plan is kept here; resume it or move it away."
-                )
+            if head is None or head.get("format") != FORMAT or head["plan"] != digest:
+                raise DataError(f"{kept.path}: has a run of another plan or version; continue it, or move it away.")
             self.run, self.public_key = head["run"], bytes.fromhex(head["public_key"])
             good = file.tell()
             while (entry := _line(file.readline())) is not None:
@@ -129,16 +120,9 @@ class AggregateStore:
         return True
 
 
-def has_ended(path: Path) -> bool:
-    """Whether the run that is kept in ``path`` has ended, so that no member is asked any more."""
-    return path.exists() and path.read_bytes().endswith(json.dumps({"ended": True}).encode() + b"\n")
-
-
 def _line(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
     try:
-        entry = json.loads(line)
+        entry = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None

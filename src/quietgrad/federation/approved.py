@@ -6,30 +6,32 @@ options. It holds the plan's text, so editing the plan file afterwards changes n
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors.numpy import save as to_safetensors
 
 from quietgrad.curators.transcript import LockedAppendFile
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
-from quietgrad.federation.exchange import PATIENCE, Exchange, Site
+from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
 from quietgrad.federation.matching import RecordLinkage, read_matching
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
-from quietgrad.federation.secure_roles import SumMember
+from quietgrad.federation.secure_roles import Member, SumMember
 from quietgrad.federation.simulation import train
-from quietgrad.federation.status import RunStatus
-from quietgrad.federation.transport import Bytes, Transport
+from quietgrad.federation.transport import Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, read_json, write_atomically
 from quietgrad.objectives.person_ids import factorize_ids
@@ -37,32 +39,113 @@ from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import ProtocolError, Roster
-from quietgrad.training.callbacks import Callback
-from quietgrad.training.result import Result, load
+from quietgrad.training.callbacks import Callback, Progress
+from quietgrad.training.result import Privacy, Result, contradiction, load
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
 
 
+PROGRESS = "progress.json"
+"""What `federate status` reads."""
+_EVERY = 0.2  # seconds between two lines: faster rounds share one
+_WIDTH = 20
+
+
+class RunStatus:
+    """Tells of one member's rounds, a line each, and keeps the last line in its folder."""
+
+    def __init__(self, folder: Path, name: str, file: PlanFile, tell: Tell) -> None:
+        self._folder, self._tell, self._next = folder, tell, 0.0
+        self._facts: dict[str, Any] = {
+            "member": name, "federation": file.name, "plan": file.digest, "of": file.plan.schedule.releases,
+            "spent": _spent(file), "rounds": 0, "lost": 0, "words": "waiting for the others",
+        }  # fmt: skip
+        # Of a run that goes on, or only hands out its model:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            before = read_json(folder / PROGRESS)
+            if before.get("plan") == file.digest and before.get("member") == name:
+                self._facts |= {key: int(before[key]) for key in ("rounds", "lost") if key in before}
+
+    def callback(self, progress: Progress) -> None:
+        if progress.step:
+            lost = max(0, progress.releases - progress.planned)  # spare rounds pay for those that were lost
+            self._round(progress.releases - lost, lost, last=progress.done)
+
+    def watching(self, member: Member) -> Handler:
+        """The member's handler, with a line for every round that it answers."""
+        if not isinstance(member, PartyCurator):
+            return member.handle
+
+        def handle(message: Bytes) -> Bytes:
+            reply = member.handle(message)
+            answered = sum(member.answered().values())
+            if answered != self._facts["rounds"]:
+                self._round(answered, 0, last=answered >= self._facts["of"])
+            return reply
+
+        return handle
+
+    def end(self, words: str) -> None:
+        self._facts["words"] = words
+        self._write()
+
+    def _round(self, rounds: int, lost: int, *, last: bool) -> None:
+        self._facts |= {"rounds": rounds, "lost": max(lost, 0), "words": "running"}
+        if not last and time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _EVERY
+        self._tell(line(self._facts))
+        self._write()
+
+    def _write(self) -> None:
+        facts = {**self._facts, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+        fresh = self._folder / f".{PROGRESS}.tmp"
+        with contextlib.suppress(OSError):  # nothing depends on it: a full disk ends no run here
+            self._folder.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(json.dumps(facts) + "\n", encoding="utf-8")
+            fresh.replace(self._folder / PROGRESS)
+
+
+def line(facts: dict[str, Any]) -> str:
+    """A round in one line.
+
+    >>> line({"rounds": 15, "of": 60, "lost": 1, "spent": "ε = 1 is charged"})
+    'round 15 of 60 [█████···············] 1 lost; ε = 1 is charged'
+    """
+    done = min(_WIDTH, round(_WIDTH * facts["rounds"] / max(1, facts["of"])))
+    lost = f" {facts['lost']} lost;" if facts["lost"] else ""
+    return f"round {facts['rounds']} of {facts['of']} [{'█' * done}{'·' * (_WIDTH - done)}]{lost} {facts['spent']}"
+
+
+def read_status(folder: Path) -> dict[str, Any]:
+    try:
+        facts = dict(read_json(folder / PROGRESS))
+        facts["line"] = line(facts)
+        return facts
+    except FileNotFoundError:
+        raise DataError(f"{folder}: no run was begun here.") from None
+    except (ValueError, KeyError, TypeError):
+        raise DataError(f"{folder / PROGRESS}: cannot be read; it is made anew with the next round.") from None
+
+
+def _spent(file: PlanFile) -> str:
+    if file.budget is None:
+        return "NOT PRIVATE"
+    return f"ε = {file.budget.epsilon:g} (δ = {file.budget.delta:g}) is charged, all of the plan"
+
+
 FILE = "quietgrad.json"
 _DELIVERED = "delivered.json"
 _FORMAT = 1
-Tell = Callable[[str], None]
+_COMPLETE = "the run is complete"
 
 
 @dataclass(frozen=True)
 class Approved:
-    """One member's approval of one plan.
+    """One member's approval of one plan: the plan's text and digest, and this member's own files and limits.
 
-    Args:
-        plan: the text of the plan file.
-        digest: the plan's, as it was approved.
-        keys: the member's folder of keys.
-        out: its folder for ledger, journal and model.
-        data: a party's records.
-        ledger, account, cap_epsilon: where the cost is charged, and the most that may be spent.
-        people_key, people_lists: of matched people.
-        address: where the coordinator is called, or listens, if not at the plan's address.
+    ``address`` is where the coordinator is called, or listens, if not at the plan's address.
     """
 
     plan: str
@@ -78,14 +161,12 @@ class Approved:
     address: str | None = None
 
     def write(self, path: Path) -> None:
-        """Write the approval to a file that only its owner may read."""
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"format": _FORMAT, **asdict(self)}, indent=2) + "\n"
         write_atomically(path, text.encode(), private=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Approved:
-        """Read an approval."""
         try:
             content = read_json(path)
             if content.pop("format") != _FORMAT or content.keys() != {each.name for each in fields(cls)}:
@@ -117,9 +198,16 @@ class Approved:
             check_none_revoked(self.keys, self.file.members)
         return found
 
+    @cached_property
+    def roster(self) -> Roster | None:
+        """Who is who in secure sums, if the plan has them."""
+        plan = self.file.plan
+        if plan.secure is None:
+            return None
+        return self.credentials.roster((*plan.names, *(plan.servers or (COORDINATOR,))))
+
     @property
     def folder(self) -> Path:
-        """The folder for what this member keeps."""
         return Path(self.out)
 
     @property
@@ -143,7 +231,6 @@ class Approved:
         _ = self.file, self.credentials, self.cap
 
     def check_coordinator(self) -> None:
-        """Raise ``DataError`` unless the keys are the coordinator's."""
         if self.credentials.name != COORDINATOR:
             raise DataError(f"{self.keys}: are the keys of {self.credentials.name!r}, not the coordinator's.")
 
@@ -152,25 +239,44 @@ class Approved:
 
         ``tell`` hears exact numbers of the party's table: only the party may read it.
         """
-        file, keys = self.file, self.credentials
-        if keys.name in file.plan.servers:
-            roster = _roster(file, keys)
-            assert roster is not None  # a plan with servers has secure sums
-            return SumMember(file.plan, keys.identity, roster)
-        if keys.name not in file.parties or self.data is None:
-            raise DataError(f"{self.keys}: {keys.name!r} is no party with records; give --data.")
+        file, name = self.file, self.credentials.name
+        if name in file.plan.servers and self.roster is not None:
+            return SumMember(file.plan, self.credentials.identity, self.roster)
+        if name not in file.parties or self.data is None:
+            raise DataError(f"{self.keys}: {name!r} is no party with records; give --data.")
         table = records(file, self.data)
-        tell(described(file, keys.name, self.data, table))
-        key, lists = (None if path is None else Path(path) for path in (self.people_key, self.people_lists))
-        party = make_party(
-            file, keys, party_data(table), folder=self.folder, ledger=self.books,
-            account=self.account, cap=self.cap, matching=read_matching(key, lists, file.parties),
-        )  # fmt: skip
+        tell(described(file, name, self.data, table))
+        party = self.party(party_data(table), read_matching(self.people_key, self.people_lists, file.parties))
         if file.plan.matched:
             tell(f"{len(party.records)} people are kept here; others that are known here are kept by another party")
         return party
 
-    def site(self, member: PartyCurator | SumMember, tell: Tell) -> Site:
+    def party(self, data: Any, matching: RecordLinkage | None = None) -> PartyCurator:
+        """Approve one run of the plan for these records, or continue the one that the folder has begun.
+
+        Raises if the plan does not prove its guarantee or the data do not fit it. Without a cap, here or in the
+        ledger, the account may spend what the plan costs and no more.
+        """
+        file, keys, cap = self.file, self.credentials, self.cap
+        if (self.folder / "result.json").exists():
+            forget(self.folder, keys.name)  # killed after it had saved the model
+            raise DataError(f"{self.folder}: holds a finished run; choose another --out to approve another one.")
+        if file.budget is not None:
+            file.plan.proves()
+        if cap is None and self.books is not None and Ledger(self.books).cap(self.account) is None:
+            cap = file.budget
+        member = PartyCurator(
+            keys.name, file.objective, data, file.plan, ledger=self.books, account=self.account, cap=cap,
+            identity=keys.identity, roster=self.roster, folder=self.folder, matching=matching,
+        )  # fmt: skip
+        try:
+            member.check_cap()  # now, and not when the others have paid already
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    def site(self, member: PartyCurator | SumMember, tell: Tell) -> Responder:
         """Wrap the member for a transport: it answers, and takes what is handed out at the end."""
         status = RunStatus(self.folder, member.name, self.file, tell)
 
@@ -179,181 +285,119 @@ class Approved:
                 if not len(model):
                     raise QuietgradError(f"the coordinator ended the run: {words.rstrip('.')}.")
                 if isinstance(member, PartyCurator):
-                    save_model(model, self.file, self.folder, member)
+                    self.save_model(model, member)
                     member.discard()
             except QuietgradError as error:
                 if isinstance(member, PartyCurator):
-                    free = member.withdraw()
-                    cost = (
-                        "nothing was asked, so nothing is charged" if free else "what the plan costs stays charged"
-                    )
-                    tell(cost)
+                    charged = "what the plan costs stays charged"
+                    tell("nothing was asked, so nothing is charged" if member.withdraw() else charged)
                 status.end(str(error))
                 raise
             status.end(words)
 
-        return Site(status.watching(member), self.digest, finish, self.credentials.identity)
+        return Responder(status.watching(member), self.digest, finish, self.credentials.identity)
 
     def coordinate(
         self, transport: Transport, tell: Tell, *, wait: float = 600.0, patience: float = PATIENCE
     ) -> Result:
         """Train through ``transport`` and hand out the model, or the reason why there is none.
 
-        Args:
-            wait: seconds to wait for all members at the beginning, once a quorum is there.
-            patience: seconds to wait for a quorum, whenever there is none.
+        Waits ``wait`` seconds for all members at the beginning, once a quorum is there, and ``patience`` seconds
+        for a quorum whenever there is none.
         """
-        file, keys = self.file, self.credentials
         self.check_coordinator()
+        file, folder = self.file, self.credentials.folder
         exchange = Exchange(
             transport, agreement=self.digest, timeout=file.timeout, grace=file.grace, patience=patience,
-            most=largest_reply(file.plan), revoked=lambda: revoked(keys.folder), tell=tell,
+            most=largest_reply(file.plan), revoked=lambda: revoked(folder), tell=tell,
         )  # fmt: skip
         status = RunStatus(self.folder, COORDINATOR, file, tell)
-        before = finished(file, self.folder)
+        before = self.finished()
         try:
-            result = before or coordinate(
-                file, keys, exchange, folder=self.folder, ledger=self.books, account=self.account,
-                cap=self.cap, tell=tell, callback=status.callback, wait=wait,
-            )  # fmt: skip
+            result = before or self.train(exchange, tell, status.callback, wait)
         except QuietgradError as error:
             status.end(f"aborted: {error}")
             exchange.finish(f"aborted: {error}")
             raise
-        self._hand_out(exchange, result, tell, wait if before else file.grace)
-        status.end("the run is complete")
-        return result
-
-    def _hand_out(self, exchange: Exchange, result: Result, tell: Tell, seconds: float) -> None:
-        """Give the model to those who have not confirmed it yet, and note who has."""
-        path = self.folder / _DELIVERED
+        path = self.folder / _DELIVERED  # who has confirmed the model
         have = set(read_json(path)) if path.exists() else set()
-        missing = [name for name in exchange.transport.parties() if name not in have]
-        have |= {*exchange.hand_out(missing, "the run is complete", final_message(result), seconds)}
+        missing = [name for name in transport.parties() if name not in have]
+        have |= {*exchange.finish(_COMPLETE, final_message(result), wait if before else file.grace, missing)}
         write_atomically(path, json.dumps(sorted(have)).encode())
         if late := [name for name in missing if name not in have]:
             tell(f"{', '.join(late)} did not confirm the model; when they are back, the same command hands it out")
+        status.end(_COMPLETE)
+        return result
 
+    def train(
+        self, exchange: Exchange, tell: Tell = lambda words: None, callback: Callback | None = None,
+        wait: float | None = None,
+    ) -> Result:  # fmt: skip
+        """Train through ``exchange``, or continue the interrupted run in the folder, and save the model there."""
+        file = self.file
+        curator = FederatedCurator(
+            file.objective, exchange, ledger=self.books, account=self.account, cap=self.cap,
+            identity=self.credentials.identity, roster=self.roster, folder=self.folder, tell=tell,
+        )  # fmt: skip
 
-def coordinate(
-    file: PlanFile,
-    credentials: Credentials,
-    exchange: Exchange,
-    *,
-    folder: Path,
-    ledger: str | Path | None = None,
-    account: str = "default",
-    cap: Budget | None = None,
-    tell: Tell = lambda words: None,
-    callback: Callback | None = None,
-    wait: float | None = None,
-) -> Result:
-    """Train through ``exchange``, or continue the interrupted run in ``folder``, and save the model there."""
-    curator = FederatedCurator(
-        file.objective, exchange, ledger=ledger, account=account, cap=cap,
-        identity=credentials.identity, roster=_roster(file, credentials), folder=folder, tell=tell,
-    )  # fmt: skip
+        def named(result: Result) -> Result:
+            facts = {"model": dict(file.model), "federation": file.name, "plan_file": file.digest}
+            return replace(result, details={**result.details, **facts}, data={"name": file.name, "notes": []})
 
-    def named(result: Result) -> Result:
-        details = {**result.details, "model": dict(file.model), "federation": file.name, "plan_file": file.digest}
-        return replace(result, details=details, data={"name": file.name, "notes": []})
+        result = train(
+            file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=self.account,
+            callback=callback, keep=lambda result: named(result).save(self.folder), wait=wait,
+        )  # fmt: skip
+        return named(result)
 
-    return named(
-        train(
-            file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=account,
-            callback=callback, keep=lambda result: named(result).save(folder), wait=wait,
-        )
-    )  # fmt: skip
+    def finished(self) -> Result | None:
+        """The result of this plan that the folder holds, if any: a restarted coordinator only hands it out."""
+        if not (self.folder / "result.json").exists():
+            return None
+        result = load(self.folder)
+        if result.details.get("plan_file") != self.digest:
+            raise DataError(f"{self.folder}: holds a finished run of another plan; choose another --out.")
+        if (self.folder / AGGREGATES).exists():  # killed after saving
+            LockedAppendFile(self.folder / AGGREGATES, "coordinates this run").remove()
+        return result
 
+    def save_model(self, data: Bytes, party: PartyCurator) -> None:
+        """Write the model that the coordinator handed out.
 
-def finished(file: PlanFile, folder: Path) -> Result | None:
-    """Return the result of this plan that ``folder`` holds, if any: a restarted coordinator only hands it out."""
-    if not (folder / "result.json").exists():
-        return None
-    result = load(folder)
-    if result.details.get("plan_file") != file.digest:
-        raise DataError(f"{folder}: holds a finished run of another plan; choose another --out.")
-    if (folder / AGGREGATES).exists():  # killed after saving
-        LockedAppendFile(folder / AGGREGATES, "coordinates this run").remove()
-    return result
-
-
-def make_party(
-    file: PlanFile,
-    credentials: Credentials,
-    data: Any,
-    *,
-    folder: Path,
-    ledger: str | Path | None = None,
-    account: str = "default",
-    cap: Budget | None = None,
-    matching: RecordLinkage | None = None,
-) -> PartyCurator:
-    """Approve one run of the plan for a party, or continue the one that ``folder`` has begun.
-
-    Raises if the plan does not prove its guarantee or the data do not fit it. Without a cap, here or in the
-    ledger, the account may spend what the plan costs and no more.
-    """
-    if (folder / "result.json").exists():
-        forget(folder, credentials.name)  # killed after it had saved the model
-        raise DataError(f"{folder}: holds a finished run; choose another --out to approve another one.")
-    if file.budget is not None:
-        file.plan.proves()
-    if cap is None and ledger is not None and Ledger(ledger).cap(account) is None:
-        cap = file.budget
-    member = PartyCurator(
-        credentials.name, file.objective, data, file.plan, ledger=ledger, account=account, cap=cap,
-        identity=credentials.identity, roster=_roster(file, credentials), folder=folder, matching=matching,
-    )  # fmt: skip
-    try:
-        member.check_cap()  # now, and not when the others have paid already
-    except BaseException:
-        member.close()
-        raise
-    return member
+        Its privacy statement must follow from the approved plan and from what ``party`` answered.
+        """
+        file, folder = self.file, self.folder
+        try:
+            message = decode(data, most=largest_reply(file.plan))
+            statement = parse_json(message.blob("result"))
+            params = message.arrays["params"]
+            if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
+                raise WireError("not the model of this plan")
+            if not np.isfinite(params).all():
+                raise WireError("numbers are not finite")
+        except (WireError, ValueError, KeyError) as error:
+            raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
+        problem = _unlike_the_plan(statement, file, party.answered())
+        if problem is not None:
+            raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
+        folder.mkdir(parents=True, exist_ok=True)
+        statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
+        write_atomically(folder / "model.safetensors", to_safetensors({"params": params}))
+        write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
 
 
 def final_message(result: Result) -> bytearray:
-    """Encode the model and its statement for all members; both are released already."""
     text = np.frombuffer(json.dumps(result.to_json()).encode(), np.uint8)
     return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
 
 
-def save_model(data: Bytes, file: PlanFile, folder: Path, party: PartyCurator | None = None) -> None:
-    """Write the model that the coordinator handed out.
-
-    Its privacy statement must follow from the approved plan and from what ``party`` answered.
-    """
-    from safetensors.numpy import save as to_bytes
-
-    try:
-        message = decode(data, most=largest_reply(file.plan))
-        statement = parse_json(message.blob("result"))
-        params = message.arrays["params"]
-        if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
-            raise WireError("not the model of this plan")
-    except (WireError, ValueError, KeyError) as error:
-        raise ProtocolError(COORDINATOR, f"handed out something that is not a model ({error})") from None
-    if not np.isfinite(params).all():
-        raise ProtocolError(COORDINATOR, "handed out a model with numbers that are not finite")
-    problem = _unlike_the_plan(statement, file, {} if party is None else party.answered())
-    if problem is not None:
-        raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
-    folder.mkdir(parents=True, exist_ok=True)
-    statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
-    write_atomically(folder / "model.safetensors", to_bytes({"params": params}))
-    write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
-
-
 def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
     """Why a statement is not one that a run of this plan can end with."""
-    from quietgrad.training.result import Privacy, contradiction
-
     try:
         said = Privacy.from_json(statement["privacy"])
         dict(statement["details"])
         releases = {str(slot): int(made) for slot, made in said.releases.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"it has no readable statement of privacy ({type(error).__name__})"
     plan = file.plan
     if statement.get("algorithm") != plan.algorithm or statement["details"].get("plan_file") != file.digest:
@@ -417,9 +461,3 @@ def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str
     classes = file.model.get("class_names") or ()
     labels = f"; any label but {', '.join(classes)} counts as {classes[0]}" if classes else ""
     return f"{path}: {found} (the plan says {said}){columns}{labels}"
-
-
-def _roster(file: PlanFile, credentials: Credentials) -> Roster | None:
-    if file.plan.trust != "secure":
-        return None
-    return credentials.roster((*file.plan.names, *(file.plan.servers or (COORDINATOR,))))

@@ -11,8 +11,8 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,24 +21,20 @@ from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.base import SessionCost, offsets_above_minimum
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
-from quietgrad.federation.exchange import Exchange
+from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.rounds import FailedRoundError, RoundRequest, largest_reply, named, quorate, rounds
-from quietgrad.federation.secure_roles import invite_parties as draw_cohort
-from quietgrad.federation.secure_roles import rescaling
+from quietgrad.federation.secure_roles import invite_parties, rescaling
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Message, Scores, encode, pack, template_mismatch
 from quietgrad.objectives.base import Objective, Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
 from quietgrad.vectors import Vector, zeros_like
-
-if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger
-
 
 Floats = npt.NDArray[np.float64]
 _VAIN = 8  # times that a round may fail before its question has left
@@ -48,15 +44,11 @@ class FederatedSession:
     """A session with many parties; see :class:`quietgrad.curators.base.Session`."""
 
     def __init__(
-        self,
-        plan: FederatedPlan,
-        curator: FederatedCurator,
-        store: AggregateStore,
-        charge: Charge,
+        self, plan: FederatedPlan, curator: FederatedCurator, store: AggregateStore, charge: Charge
     ) -> None:
         self.plan: Plan = plan
         self._plan = plan
-        self.objective: Any = curator.objective
+        self.objective = curator.objective
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that failed or lack a party: number, and by name what happened."""
@@ -65,9 +57,8 @@ class FederatedSession:
         self._answered: set[str] = set()
         self._tell = curator.tell
         curator.admitted = self._admitted
-        self._vain = _VAIN + (
-            len(plan.names) if plan.cohort else 0
-        )  # each time another party may turn out to be away
+        # With cohorts another party may turn out to be away each time.
+        self._vain = _VAIN + (len(plan.names) if plan.cohort else 0)
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds = rounds(plan, curator.exchange, curator._identity, curator._roster)
@@ -136,9 +127,8 @@ class FederatedSession:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
         self.closed = True
         self._store.end()
-        words = {"run": self._store.run, "reason": reason}
         # A party who does not hear of the end keeps the whole plan charged, which is what it books anyway.
-        message = encode(Message("close", words))
+        message = encode(Message("close", {"run": self._store.run, "reason": reason}))
         self._exchange.call(dict.fromkeys(self._plan.names, message), {})
         event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
         return SessionCost(event, self.used, reason, data_dependent)
@@ -159,10 +149,8 @@ class FederatedSession:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         if self._store.ended:
             raise BudgetError("the kept run had ended and this one asks for more; not the same run.")
-        if self._made[slot] >= self._plan.schedule[slot].count:
-            raise ExhaustedError(
-                f"the plan allows {self._plan.schedule[slot].count} releases of {slot!r} and all were made."
-            )
+        if self._made[slot] >= (planned := self._plan.schedule[slot].count):
+            raise ExhaustedError(f"the plan allows {planned} releases of {slot!r} and all were made.")
         dim = query.dim(self._plan.shape)
         if query.bound == 0.0:  # exactly zero whatever the data: no party is asked
             self._begin(slot, self._round + 1, rho)
@@ -174,24 +162,24 @@ class FederatedSession:
         self._check_left(slot, rho)
         vain = 0
         while True:
-            again = self._store.unfinished == slot and self._plan.trust != "secure"
             # The question that an interrupted run left open is asked again as it was: the answers are the same.
-            t = self._round if again else self._round + 1
-            draw = self._draws[slot] - 1 if again else self._draws[slot]
+            again = self._store.unfinished == slot and self._plan.secure is None
+            t, draw = self._round + 1 - again, self._draws[slot] - again
             if not again:
                 self._check_spare(slot)
             faults: dict[str, str] = {}
-            cohort = draw_cohort(self._plan, self._key, t, self._exchange.away)
-            invited = self._present(cohort, faults)
-            words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho}
-            words |= {"dim": dim, "query": fields}
-            ask = RoundRequest(cohort, invited, t, slot, words, arrays, dim, float(query.bound), multiplier)
+            cohort = invite_parties(self._plan, self._key, t, self._exchange.away)
+            words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho, "dim": dim,
+                     "query": fields}  # fmt: skip
+            ask = RoundRequest(
+                cohort, self._present(cohort, faults), slot, words, arrays, float(query.bound), multiplier, faults,
+                partial(self._begin, slot, t, rho),
+            )  # fmt: skip
             try:
-                total, present = self._rounds.collect(ask, faults, lambda: self._begin(slot, t, rho))  # noqa: B023
+                total, present = self._rounds.collect(ask)
             except FailedRoundError as lost:
-                begun = self._round >= t
                 self._store.unfinished = None
-                vain = 0 if begun else vain + 1
+                vain = 0 if self._round >= t else vain + 1
                 self._lost(t, slot, lost.faults, vain)
                 continue
             if faults:
@@ -232,18 +220,14 @@ class FederatedSession:
         """A member is back: it needs keys, and its journal if records are used once."""
         self._rounds.reset()
         fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
-        if fresh and name in self._answered and reply.fields.get("round", -1) < 0:
+        if fresh and name in self._answered and reply.fields["round"] < 0:
             raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
 
     def _check_spare(self, slot: str) -> None:
-        """Refuse to go on if every spare round of ``slot`` was used."""
         if self._draws[slot] - self._made[slot] > self._plan.spare:
-            t, faults = self.faults[-1] if self.faults else (self._store.last_round, {})
-            why = named(faults) or "interrupted"
-            raise DropoutError(
-                list(faults) or ["coordinator"],
-                f"round {t} was lost ({why}) and the plan's {self._plan.spare} spare rounds are used up",
-            )
+            t, faults = self.faults[-1] if self.faults else (self._store.last_round, {"coordinator": "interrupted"})
+            why = f"round {t} was lost ({named(faults)}) and the plan's {self._plan.spare} spare rounds are used up"
+            raise DropoutError(list(faults), why)
 
     def _check_left(self, slot: str, rho: float | None) -> None:
         if rho is not None and self._plan.is_private and not 0.0 < rho <= self.rho_left:
@@ -269,8 +253,7 @@ class FederatedSession:
     def _finished(
         self, ask: RoundRequest, query: Query, total: Floats, rho: float | None, offsets: Floats | None
     ) -> Floats:
-        """What leaves: with the curator's noise if it is the one who adds it."""
-        if self._plan.trust != "curator" or ask.multiplier == 0.0:
+        if not self._plan.curator_noise or ask.multiplier == 0.0:
             return total
         source, number = self._sources[ask.slot], ask.fields["draw"]
         if isinstance(query, Scores):
@@ -292,9 +275,7 @@ class FederatedSession:
             return None
         done = self._replay.pop()
         if done.slot != slot:
-            raise BudgetError(
-                f"the kept run released {done.slot!r} here and this one asks {slot!r}; not the same run."
-            )
+            raise BudgetError(f"the kept run released {done.slot!r} here, and {slot!r} is asked: not the same run.")
         self._made[slot] += 1
         self._draws[slot] += 1
         if rho is not None and self._plan.is_private:
@@ -309,7 +290,7 @@ class FederatedSession:
         # What parties have answered beyond what is kept here was released and is lost, unless it is what would be
         # asked next: then they repeat it.
         last, draws = self._claimed
-        if last > self._round + (self._plan.trust != "secure"):
+        if last > self._round + (self._plan.secure is None):
             self._round, self._store.unfinished = last, None
             self._draws = {name: max(n, draws.get(name, 0)) for name, n in self._draws.items()}
         if self._filter and self._plan.is_private:
@@ -341,7 +322,6 @@ class FederatedCurator:
     """Coordinates parties that each hold their own records.
 
     Args:
-        objective: the public loss.
         over: how to reach the parties (and servers): a transport, or an exchange over one.
         ledger, account, cap: the coordinator's own record of what the run releases; each party keeps its own too.
         identity, roster: who is who, for ``secure="masks"``.
@@ -362,7 +342,7 @@ class FederatedCurator:
         roster: Roster | None = None,
         folder: str | Path | None = None,
         seed: int | None = None,
-        tell: Callable[[str], None] = lambda words: None,
+        tell: Tell = lambda words: None,
     ) -> None:
         self.objective = objective
         self.exchange = over if isinstance(over, Exchange) else Exchange(over, tell=tell)
@@ -390,13 +370,13 @@ class FederatedCurator:
         event = plan.event if plan.is_private else None
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
         self.exchange.most = largest_reply(plan)
+        charge = None
         try:
-            charge = (
-                self._account.reopen(event, plan.budget, run=store.run, unit=plan.unit) if store.resumed else None
-            )
+            if store.resumed:
+                charge = self._account.reopen(event, plan.budget, run=store.run, unit=plan.unit)
             if charge is not None:
                 self._account.resume(store.run)
-            if charge is None and event is not None and plan.budget is not None:
+            elif event is not None and plan.budget is not None:
                 self._account.check(event, plan.budget, plan.unit)  # before a party has paid
             if not store.ended:
                 self._gather(plan, store, wait)
@@ -415,11 +395,17 @@ class FederatedCurator:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        self.exchange.opens(message, lambda name, reply: self.admitted(name, reply))
+        self.exchange.opens(message, partial(self._admit, plan))
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
         faults |= {name: why for name, reply in replies.items() if (why := self._hear(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise FailedRoundError(faults)
+
+    def _admit(self, plan: FederatedPlan, name: str, reply: Message) -> None:
+        """A member is back in mid-run."""
+        if (why := self._hear(plan, reply)) is not None:
+            raise ProtocolError(name, why)
+        self.admitted(name, reply)
 
     def _hear(self, plan: FederatedPlan, reply: Message) -> str | None:
         """Note where a party says it is, or why it cannot be there.

@@ -1,9 +1,9 @@
-"""The two ends of every conversation, on any transport: a coordinator's exchange and a member's site.
+"""The two ends of every conversation, on any transport: a coordinator's exchange and a member's responder.
 
-A frame is an envelope and a message. The envelope names the plan, the coordinator's process and a number. A site
-repeats its reply to a frame that it has answered, so a frame may be sent again at no cost: an outage of a minute
-or an hour takes time and nothing else. Numbering, asking again, waiting for a quorum, leaving out revoked members,
-readmitting restarted ones, naming faults and the ending are decided here, once for all transports.
+A frame is an envelope and a message. The envelope names the plan, the coordinator's process and a number. A
+responder repeats its reply to a frame that it has answered, so a frame may be sent again at no cost: an outage of a
+minute or an hour takes time and nothing else. Numbering, asking again, waiting for a quorum, leaving out revoked
+members, readmitting restarted ones, naming faults and the ending are decided here, once for all transports.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import NamedTuple
 
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.transport import Away, Bytes, Handler, Transport
-from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.federation.wire import Message, WireError, blobs, decode, encode, refusal
+from quietgrad.files import os_error_text
 from quietgrad.secure.identity import Identity, ProtocolError, is_signed
 
 ASK, FINISH, WHO = 1, 2, 3
 _HEAD = struct.Struct("<3sBQ16s32s4x")  # 64 bytes, so that the message behind it begins on a word
-_MAGIC = b"QGE"
-_LENGTH = struct.Struct("<Q")
+_MAGIC = b"QE2"
 PATIENCE = 7200.0  # seconds
 _PAUSES = (0.02, 1.0)  # seconds between two attempts to reach a member, first and longest
 _SLICE = 5.0  # seconds after which it is looked anew who is revoked and who is back
 _TRIES = 3  # of replies that arrive damaged
 _FAREWELL = 15.0  # seconds
 Enough = Callable[[Collection[str]], bool]
+Tell = Callable[[str], None]
 
 
 class Envelope(NamedTuple):
@@ -41,7 +42,6 @@ class Envelope(NamedTuple):
     agreement: bytes
 
     def around(self, message: Bytes) -> bytearray:
-        """The frame."""
         frame = bytearray(_HEAD.size + len(message))
         _HEAD.pack_into(frame, 0, _MAGIC, *self)
         frame[_HEAD.size :] = message
@@ -49,7 +49,6 @@ class Envelope(NamedTuple):
 
     @staticmethod
     def of(frame: Bytes) -> Envelope:
-        """The envelope of a frame."""
         if len(frame) < _HEAD.size or bytes(frame[: len(_MAGIC)]) != _MAGIC:
             raise WireError("not a frame of this version")
         return Envelope(*_HEAD.unpack_from(frame)[1:])
@@ -63,7 +62,6 @@ class Introduction:
 
     @staticmethod
     def signed(identity: Identity, frame: Bytes) -> bytes:
-        """The answer of the owner of ``identity``."""
         return identity.sign(_introduced(identity.name, frame))
 
     def is_by(self, name: str, key: bytes, reply: Bytes) -> bool:
@@ -76,7 +74,6 @@ def _introduced(name: str, frame: Bytes) -> bytes:
 
 
 def body(frame: Bytes) -> memoryview:
-    """The message in a frame."""
     return memoryview(frame)[_HEAD.size :]
 
 
@@ -85,24 +82,10 @@ def agreement_of(digest: str) -> bytes:
     return hashlib.sha256(digest.encode()).digest()
 
 
-def farewell(words: str, parting: Bytes) -> bytes:
-    """The message of a :data:`FINISH` frame: how the run ended, and the model, or nothing."""
-    text = words.encode()
-    return _LENGTH.pack(len(text)) + text + bytes(parting)
-
-
-def read_farewell(message: Bytes) -> tuple[str, Bytes]:
-    """The two parts of :func:`farewell`."""
-    if len(message) < _LENGTH.size or (end := _LENGTH.size + _LENGTH.unpack_from(message)[0]) > len(message):
-        raise WireError("not the end of a run")
-    return bytes(message[_LENGTH.size : end]).decode(errors="replace")[:2000], memoryview(message)[end:]
-
-
 class Exchange:
     """Asks members through a transport until as many as needed have answered.
 
     Args:
-        transport: how frames travel.
         agreement: digest of the plan file; a member that approved another one refuses.
         timeout: seconds that a member has to answer once enough others have.
         grace: seconds that a member who cannot be reached has to come back once enough others have answered.
@@ -122,7 +105,7 @@ class Exchange:
         patience: float = PATIENCE,
         most: int | None = None,
         revoked: Callable[[], Mapping[str, str]] = dict,
-        tell: Callable[[str], None] = lambda words: None,
+        tell: Tell = lambda words: None,
     ) -> None:
         if not all(0.0 < seconds < float("inf") for seconds in (timeout, grace, patience)):
             raise ValueError(f"timeout={timeout!r}, grace={grace!r}, patience={patience!r}: must be seconds > 0.")
@@ -148,6 +131,7 @@ class Exchange:
         grace: float | None = None,
         timeout: float | None = None,
         patience: float | None = None,
+        kind: int = ASK,
     ) -> dict[str, Message]:
         """Ask, and ask again, until all have answered or ``enough`` of them have and the others had their time.
 
@@ -156,15 +140,13 @@ class Exchange:
         grace = self._grace if grace is None else grace
         timeout = max(grace, self.timeout) if timeout is None else timeout
         patience = max(timeout, self.patience) if patience is None else patience
-        return _Asking(self, messages, faults, enough or (lambda good: True), grace, timeout, patience).run()
+        return _Asking(self, messages, faults, enough or _any, (grace, timeout, patience), kind).run()
 
     def greet(
-        self, names: Iterable[str], faults: dict[str, str], enough: Enough, *, grace: float | None = None,
-        timeout: float | None = None, patience: float | None = None,
-    ) -> dict[str, Message]:  # fmt: skip
+        self, names: Iterable[str], faults: dict[str, str], enough: Enough, **seconds: float
+    ) -> dict[str, Message]:
         """Open the run at ``names``, or find that they know it: who is there, at no cost."""
-        opening = dict.fromkeys(names, self._opening)
-        return self.call(opening, faults, enough, grace=grace, timeout=timeout, patience=patience)
+        return self.call(dict.fromkeys(names, self._opening), faults, enough, kind=ASK, **seconds)
 
     def here(self, names: Iterable[str], enough: Enough, faults: dict[str, str]) -> tuple[str, ...]:
         """Those of ``names`` who can be asked now; waits until they are enough.
@@ -193,46 +175,21 @@ class Exchange:
         faults |= {name: self.away[name] for name in names if name in self.away}
         return tuple(name for name in names if name not in self.away)
 
-    def finish(self, words: str, parting: Bytes = b"", seconds: float = _FAREWELL) -> tuple[str, ...]:
-        """Tell all members how it ended and hand out ``parting``; return who confirmed that it is safe.
+    def finish(
+        self, words: str, parting: Bytes = b"", seconds: float = _FAREWELL, names: Iterable[str] | None = None
+    ) -> tuple[str, ...]:
+        """Tell members how it ended and hand out ``parting``; return who confirmed that it is safe.
 
         A member that cannot be reached is waited for, for so many seconds.
         """
-        return self.hand_out(self.transport.parties(), words, parting, seconds)
+        end = encode(Message("end", {"words": words[:2000]}, blobs({"parting": bytes(parting)})))
+        last = dict.fromkeys(self.transport.parties() if names is None else names, end)
+        replies = self.call(last, {}, grace=seconds, timeout=seconds, kind=FINISH)
+        return tuple(name for name, reply in replies.items() if reply.kind == "confirmed")
 
-    def hand_out(self, names: Iterable[str], words: str, parting: Bytes, seconds: float) -> tuple[str, ...]:
-        """As :meth:`finish`, to some."""
-        shut = self._revoked()
-        self._number += 1
-        frame = self._frame(FINISH, farewell(words, parting))
-        waiting, confirmed = {name: frame for name in names if name not in shut}, []
-        clock, pause = self.transport.clock, _PAUSES[0]
-        limit = clock.now() + seconds
-        while waiting and (left := limit - clock.now()) > 0.0:
-            for name, reply in self.transport.send(waiting, min(left, _PAUSES[1])).items():
-                if isinstance(reply, Away) or (safe := self._confirms(reply)) is None:
-                    continue
-                waiting.pop(name)
-                confirmed += [name] if safe else []
-            if waiting:
-                clock.sleep(min(pause, max(0.0, limit - clock.now())))
-                pause = min(2.0 * pause, _PAUSES[1])
-        return tuple(confirmed)
 
-    def _frame(self, kind: int, message: Bytes) -> bytearray:
-        return Envelope(kind, self._number, self._session, self._agreement).around(message)
-
-    def _is_reply(self, frame: Bytes, number: int) -> bool:
-        """Whether a frame is the reply to the asking of this number, and not one that came late."""
-        said = Envelope.of(frame)
-        return (said.session, said.number) == (self._session, number)
-
-    def _confirms(self, frame: Bytes) -> bool | None:
-        """Whether a member says that what it was handed is safe; ``None`` if it did not hear."""
-        try:
-            return decode(body(frame)).kind == "confirmed" if self._is_reply(frame, self._number) else None
-        except WireError:
-            return None
+def _any(good: Collection[str]) -> bool:
+    return True
 
 
 class _Asking:
@@ -240,12 +197,12 @@ class _Asking:
 
     def __init__(
         self, over: Exchange, messages: Mapping[str, Bytes], faults: dict[str, str], enough: Enough,
-        grace: float, timeout: float, patience: float,
+        seconds: tuple[float, float, float], kind: int,
     ) -> None:  # fmt: skip
-        self.over, self.messages, self.faults, self.enough = over, messages, faults, enough
+        self.over, self.messages, self.faults, self.enough, self.kind = over, messages, faults, enough, kind
         self.clock = over.transport.clock
         self.begun = self.clock.now()
-        self.grace, self.timeout, self.patience = grace, timeout, patience
+        self.grace, self.timeout, self.patience = seconds
         self.good: dict[str, Message] = {}
         self.numbers: dict[str, int] = {}
         self.frames: dict[str, bytearray] = {}
@@ -284,7 +241,8 @@ class _Asking:
         made: dict[int, bytearray] = {}  # one frame for a message that goes to many
         for name, message in messages.items():
             if id(message) not in made:
-                made[id(message)] = self.over._frame(ASK, message)
+                head = Envelope(self.kind, self.over._number, self.over._session, self.over._agreement)
+                made[id(message)] = head.around(message)
             self.frames[name], self.numbers[name] = made[id(message)], self.over._number
 
     def _leave_out(self) -> None:
@@ -317,7 +275,8 @@ class _Asking:
         self.since.pop(name, None)
         self.why.pop(name, None)
         try:
-            if not self.over._is_reply(reply, self.numbers[name]):
+            said = Envelope.of(reply)
+            if (said.session, said.number) != (self.over._session, self.numbers[name]):
                 return  # late, or of another asking: the right one is asked for again
             message = decode(body(reply), most=self.over.most)
         except WireError as error:
@@ -331,7 +290,7 @@ class _Asking:
             return
         code, reason = message.fields.get("code"), str(message.fields.get("reason", ""))[:500]
         reason = reason.removeprefix(f"{name}: ")
-        if code == "plan":
+        if code == "plan" and self.kind == ASK:
             raise ProtocolError(name, f"refuses: {reason}")
         if code == "stranger" and self.over._opening and name not in self.readmitted:
             self._readmit(name)
@@ -353,7 +312,6 @@ class _Asking:
         self.over.away.pop(name, None)
 
     def _tell(self) -> None:
-        """Say once which members are waited for."""
         if self.told or self.enough(self.good) or not self.since or self.clock.now() < self.begun + 1.0:
             return
         self.told = True
@@ -373,12 +331,12 @@ class _Asking:
             self.faults[name] = self.over.away[name] = words
 
 
-class Site:
+class Responder:
     """Answers frames for one member.
 
     Args:
         handler: what answers messages and never raises, such as ``PartyCurator.handle``.
-        agreement: digest of the plan file that was approved here.
+        agreement: digest of the plan file that was approved here; none if all is refused, whatever the plan.
         finish: is given how the run ended and what was handed out; raises if that is not what was agreed on.
         identity: signs who this member is, for engines that do not know.
     """
@@ -386,12 +344,12 @@ class Site:
     def __init__(
         self,
         handler: Handler,
-        agreement: str = "",
+        agreement: str | None = "",
         finish: Callable[[str, Bytes], None] = lambda words, parting: None,
         identity: Identity | None = None,
     ) -> None:
-        self._handler, self._agreement, self._finish = handler, agreement_of(agreement), finish
-        self._identity = identity
+        self._handler, self._finish, self._identity = handler, finish, identity
+        self._agreement = None if agreement is None else agreement_of(agreement)
         self._lock = threading.Lock()
         self._last: tuple[bytes, int] | None = None
         self._reply = bytearray()
@@ -409,48 +367,40 @@ class Site:
             try:
                 envelope = Envelope.of(frame)
             except WireError as error:
-                return Envelope(0, 0, bytes(16), bytes(32)).around(_refused("protocol", str(error)))
+                return Envelope(0, 0, bytes(16), bytes(32)).around(refusal("protocol", str(error)))
             if envelope.kind == WHO and self._identity is not None:
                 return envelope.around(Introduction.signed(self._identity, frame))
+            if self._agreement is None:
+                return envelope.around(self._handler(b""))
             if envelope.agreement != self._agreement:
-                return envelope.around(
-                    _refused("plan", "the coordinator's plan file is not the one that was approved here")
-                )
+                why = "the coordinator's plan file is not the one that was approved here"
+                return envelope.around(refusal("plan", why))
             asked = (envelope.session, envelope.number)
             if self._last is None or self._last[0] != asked[0] or asked[1] > self._last[1]:
                 self._reply = envelope.around(self._said(envelope, body(frame)))
                 self._last = asked
                 self.answered += 1
             elif self._last != asked:
-                return envelope.around(_refused("protocol", "asked before, and answered"))
+                return envelope.around(refusal("protocol", "asked before, and answered"))
             return self._reply
 
     def _said(self, envelope: Envelope, message: Bytes) -> Bytes:
         if envelope.kind != FINISH:
             return self._handler(message)
         try:
-            self.words, parting = read_farewell(message)
-            self._finish(self.words, parting)
+            end = decode(message)
+            self.words = str(end.fields.get("words", ""))[:2000]
+            self._finish(self.words, end.blob("parting"))
         except QuietgradError as error:
             self.error = error
         except WireError as error:
-            return _refused("protocol", str(error))
+            return refusal("protocol", str(error))
+        except OSError as error:  # it is not over: the model can be handed out again
+            return refusal("failed", f"cannot keep what was handed out ({os_error_text(error)})")
         self.over = True
         return encode(Message("refused", {"code": "model"}) if self.error else Message("confirmed"))
 
 
-def refusing(reason: str) -> Site:
-    """A site that refuses everything and says why."""
-    return _Refusing(lambda message: _refused("plan", reason))
-
-
-class _Refusing(Site):
-    def answer(self, frame: Bytes) -> Bytes:
-        try:
-            return Envelope.of(frame).around(self._handler(b""))
-        except WireError:
-            return super().answer(frame)
-
-
-def _refused(code: str, reason: str) -> bytearray:
-    return encode(Message("refused", {"code": code, "reason": reason}))
+def refusing(reason: str) -> Responder:
+    """A responder that refuses everything and says why."""
+    return Responder(lambda message: refusal("plan", reason), agreement=None)

@@ -37,10 +37,7 @@ _REPLY = struct.Struct("<32sqQ")
 class Journal:
     """The run that an approval was used for, and the rounds answered in it; in memory, or also in ``folder``.
 
-    Args:
-        folder: where to keep it; one process at a time may hold it.
-        name: the party's.
-        digest: of the plan; a journal of another plan is refused.
+    One process at a time may hold it. A journal of a plan with another digest is refused.
     """
 
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:
@@ -95,26 +92,22 @@ class Journal:
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
 
-        In another order a used record would have the place of an unused one.
-
-        Raises:
-            DataError: they are others, or lie otherwise, than when the run began.
+        In another order a used record would have the place of an unused one: ``DataError``.
         """
         if self._file is None or self.run is None or self.ended:
             return
         mac = hashlib.blake2b(key=self.key, digest_size=16, person=b"records")
         for part in contents():
             mac.update(part)
-        found = mac.hexdigest()
-        if hmac.compare_digest(self._places, found):
+        if hmac.compare_digest(self._places, mac.hexdigest()):
             return
         if self.last_round >= 0:
             raise DataError(
-                f"{self._name}: the records, or their order, are not those that this run began with, and a record "
-                "would be used twice; continue with the same table."
+                f"{self._name}: the records, or their order, are not those that this run began with; continue with "
+                "the same table, or a record would be used twice."
             )
-        self._write({"places": found})
-        self._places = found
+        self._places = mac.hexdigest()
+        self._write({"places": self._places})
 
     def end(self) -> None:
         """The run is closed and paid for: nothing more is answered in it."""
@@ -158,7 +151,6 @@ class Journal:
             self._file.add(json.dumps(line))
 
     def _opened(self, path: Path) -> LockedAppendFile:
-        """The file, new or as an earlier process left it."""
         who, secret = f"answers for {self._name}", _key_file(path)
         held = LockedAppendFile(path, who)
         new = not held.content()
@@ -166,9 +158,8 @@ class Journal:
             if new:
                 write_atomically(secret, self.key, private=True)
             elif not secret.exists():  # it is over, and what else it says cannot be checked
-                self._read(
-                    [line.rsplit(b" ", 2)[0].decode(errors="replace") for line in held.content().split(b"\n")]
-                )
+                lines = held.content().decode(errors="replace").split("\n")
+                self._read([line.rsplit(" ", 2)[0] for line in lines])
                 if self.run is None:
                     raise LedgerError(f"{path}: {_DAMAGED}")
                 self.ended = True
@@ -209,10 +200,7 @@ class Journal:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LedgerError(f"{self._path}: {_DAMAGED}") from None
         if other:
-            raise DataError(
-                f"{self._path}: an interrupted run of another plan is kept here; continue that one, or choose "
-                "another folder."
-            )
+            raise DataError(f"{self._path}: has a run of another plan; continue that, or choose another folder.")
 
 
 class LastReply:
@@ -225,40 +213,33 @@ class LastReply:
 
     def __init__(self, path: Path | None) -> None:
         self._path, self._file = path, -1
-        self._question, self._round, self._reply = b"", -1, b""
-        if path is not None and path.exists():
-            content = path.read_bytes()
-            if len(content) > _REPLY.size:
-                self._question, self._round, length = _REPLY.unpack_from(content)
-                self._reply = content[_REPLY.size : _REPLY.size + length]
+        self._kept = path.read_bytes() if path is not None and path.exists() else b""
 
     def to(self, question: bytes, last_round: int) -> Message | None:
         """The reply to a question that was the last to be answered."""
-        if self._round != last_round or question != self._question:
-            return None
         try:
-            return decode(self._reply)
-        except WireError:  # cut short by a crash of the machine
+            known, t, length = _REPLY.unpack_from(self._kept)
+            same = t == last_round and known == question
+            return decode(self._kept[_REPLY.size : _REPLY.size + length]) if same else None
+        except (struct.error, WireError):  # none, or cut short by a crash of the machine
             return None
 
     def keep(self, question: bytes, t: int, reply: Message) -> None:
-        """Remember the answer in round ``t``."""
-        self._question, self._round, self._reply = question, t, bytes(encode(reply))
+        content = bytes(encode(reply))
+        self._kept = _REPLY.pack(question, t, len(content)) + content
         if self._path is None:
             return
         if self._file < 0:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.pwrite(self._file, _REPLY.pack(question, t, len(self._reply)) + self._reply, 0)
+        os.pwrite(self._file, self._kept, 0)
 
     def forget(self) -> None:
-        """The run is over."""
         self.close()
-        self._question, self._round, self._reply = b"", -1, b""
+        self._kept = b""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the file."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -299,14 +280,9 @@ def _destroy(secret: Path) -> None:
 
 
 class Approval:
-    """A party's word that one run of a plan may use its records.
+    """A party's word that one run of a plan may use its records; ``place`` is the party's number in the plan.
 
-    Args:
-        plan: the plan.
-        place: the party's number in it.
-        account: the people whose privacy is spent.
-        journal: which run the approval was used for, and what was answered in it.
-        contents: of the records, for the ledger's fingerprint.
+    ``contents`` are those of the records, for the ledger's fingerprint.
     """
 
     def __init__(
@@ -346,8 +322,8 @@ class Approval:
             self.journal.bind(run)
         if self.journal.run != run:
             raise BudgetError(
-                f"one run was approved here, {self.journal.run}, and this is another; it needs a new approval: a "
-                "new `party` command with another --out. Nothing was given."
+                "one run was approved here, and this is another; it needs a new approval: a new `party` command "
+                "with another --out. Nothing was given."
             )
         if not self.journal.ended and not self._charges:
             self._pay()

@@ -14,17 +14,16 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
+from quietgrad.federation.provisioning import write_new_secret
 from quietgrad.files import os_error_text, parse_json, read_bytes, write_atomically
 from quietgrad.objectives.person_ids import hashed_people, kind_of
 from quietgrad.objectives.privacy_units import RecordsWithIds
@@ -46,8 +45,7 @@ class HashedIdList:
     hashes: frozenset[bytes]
 
     @classmethod
-    def of(cls, party: str, ids: Any, key: bytes) -> HashedIdList:
-        """The list of the people that ``ids`` name."""
+    def of(cls, party: str, ids: npt.ArrayLike, key: bytes) -> HashedIdList:
         hashes = hashed_people(ids, key)[1]
         return cls(party, kind_of(ids), frozenset(each[:_HASH_BYTES] for each in hashes))
 
@@ -71,10 +69,7 @@ class HashedIdList:
         if not good:
             raise DataError(f"{source}: is not a list of people of `quietgrad federate match`.")
         if not hmac.compare_digest(mac, hmac.digest(key, body, "sha256")):
-            raise DataError(
-                f"{source}: was made with another people key, or was altered: no person would be found in "
-                "it. All parties use one key."
-            )
+            raise DataError(f"{source}: was made with another people key, or altered. All parties use one key.")
         hashes = (rest[k : k + _HASH_BYTES] for k in range(0, len(rest), _HASH_BYTES))
         return cls(party, kind, frozenset(hashes))
 
@@ -96,28 +91,19 @@ class RecordLinkage:
 
     def __post_init__(self) -> None:
         if len({each.kind for each in self.lists.values()}) > 1:
-            raise DataError(
-                "people: the parties' ids are of different kinds, numbers here and texts there, so none would be "
-                "found. Write them alike at all parties, and make the lists again."
-            )
+            raise DataError("people: ids are numbers at one party and texts at another; write them alike at all.")
 
     def __repr__(self) -> str:
         return "Matching()"  # neither key nor hashes
 
     @classmethod
-    def of(cls, parties: Mapping[str, Any], key: bytes) -> RecordLinkage:
-        """Match people whose ids are all here, by party."""
+    def of(cls, parties: Mapping[str, npt.ArrayLike], key: bytes) -> RecordLinkage:
         return cls(key, {name: HashedIdList.of(name, ids, key) for name, ids in parties.items()})
 
     @classmethod
     def read(cls, key: bytes, folder: Path, parties: Sequence[str]) -> RecordLinkage:
         """The lists in ``folder``, one called ``NAME.people`` for each of ``parties``."""
-        missing = [name for name in parties if not (folder / f"{name}{SUFFIX}").exists()]
-        if missing:
-            raise DataError(
-                f"{folder}: the list of {missing[0]!r} is missing; each party makes its own and sends it."
-            )
-        return cls(key, {name: read_list(folder, name, key) for name in parties})
+        return cls(key, {name: _read_list(folder / f"{name}{SUFFIX}", name, key) for name in parties})
 
     @cached_property
     def digest(self) -> str:
@@ -125,56 +111,42 @@ class RecordLinkage:
         parts = [self.lists[name].to_bytes(self.key)[-_MAC_BYTES:] for name in sorted(self.lists)]
         return hmac.digest(self.key, b"quietgrad matched people 1\0" + b"".join(parts), "sha256").hex()
 
-    def keeps(self, party: str, ids: Any) -> npt.NDArray[np.bool_]:
-        """For each record of ``party`` whether its person's home is there.
-
-        Raises:
-            DataError: a person is not in the party's own list, so the others cannot know of them.
-        """
+    def keeps(self, party: str, ids: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """For each record of ``party`` whether its person's home is there; all must be in the party's own list."""
         codes, hashes = hashed_people(ids, self.key)
         own, others = self.lists[party], [each for name, each in self.lists.items() if name != party]
         if kind_of(ids) != own.kind or not own.hashes.issuperset(each[:_HASH_BYTES] for each in hashes):
-            raise DataError(
-                f"{party}: a person in the table is not in the list of people that was made of it. Make the list "
-                "again, send it to the other parties, and agree on the plan anew."
-            )
+            raise DataError(f"{party}: a person in the table is not in its list; make and send the list again.")
         homes = np.array([self._is_home(party, each[:_HASH_BYTES], others) for each in hashes])
         return np.asarray(homes[codes])
 
     def _is_home(self, party: str, person: bytes, others: Sequence[HashedIdList]) -> bool:
-        holders = [each.party for each in others if person in each.hashes]
-        if not holders:
-            return True
-        return party == min(
-            (party, *holders), key=lambda name: hmac.digest(self.key, person + name.encode(), "sha256")
-        )
+        holders = [party, *(each.party for each in others if person in each.hashes)]
+        return party == min(holders, key=lambda name: hmac.digest(self.key, person + name.encode(), "sha256"))
 
     def kept(self, party: str, held: RecordsWithIds) -> RecordsWithIds:
-        """The records of the people that a party keeps."""
         from sklearn.utils import _safe_indexing
 
         places = np.flatnonzero(self.keeps(party, held.person))
         if not len(places):
             raise DataError(f"{party}: each person it knows is kept by another party; leave it out of the plan.")
-        parts = held.data if isinstance(held.data, tuple) else (held.data,)
-        taken = tuple(_safe_indexing(part, places) for part in parts)
-        return RecordsWithIds(
-            taken if isinstance(held.data, tuple) else taken[0], _safe_indexing(held.person, places)
-        )
+        several = isinstance(held.data, tuple)
+        taken = tuple(_safe_indexing(part, places) for part in (held.data if several else (held.data,)))
+        return RecordsWithIds(taken if several else taken[0], _safe_indexing(held.person, places))
 
 
-def read_matching(key: Path | None, lists: Path | None, parties: Sequence[str]) -> RecordLinkage | None:
+def read_matching(key: str | Path | None, lists: str | Path | None, parties: Sequence[str]) -> RecordLinkage | None:
     """The matching that a party was told of by two paths; ``None`` if it was told of none."""
     if (key is None) != (lists is None):
         raise DataError("people: the key and the folder of lists belong together; give both or neither.")
-    return None if key is None or lists is None else RecordLinkage.read(read_key(key), lists, parties)
+    return None if key is None or lists is None else RecordLinkage.read(read_key(Path(key)), Path(lists), parties)
 
 
-def read_list(folder: Path, party: str, key: bytes) -> HashedIdList:
-    """The list of a party, as it was sent."""
-    path = folder / f"{party}{SUFFIX}"
+def _read_list(path: Path, party: str, key: bytes) -> HashedIdList:
     try:
         found = HashedIdList.parse(read_bytes(path, most=_LARGEST), key, str(path))
+    except FileNotFoundError:
+        raise DataError(f"{path}: is missing; each party makes its own list and sends it.") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({os_error_text(error)}).") from None
     if found.party != party:
@@ -194,8 +166,7 @@ def new_key(path: Path) -> bytes:
     """Draw the parties' key and write it where only its owner may read it; a file that is there is left alone."""
     key = fresh_key()
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key.hex().encode() + b"\n")
+        write_new_secret(path, key.hex().encode() + b"\n")
     except FileExistsError:
         raise DataError(f"{path}: exists already; leave out --new-key to use it.") from None
     except OSError as error:
@@ -209,10 +180,7 @@ def read_key(path: Path) -> bytes:
         open_to_others = path.stat().st_mode & 0o077
         key = bytes.fromhex(read_bytes(path, most=1024).decode().strip())
     except FileNotFoundError:
-        raise DataError(
-            f"{path}: no such key. One party makes it with --new-key and hands it to the others, never to the "
-            "coordinator."
-        ) from None
+        raise DataError(f"{path}: no such key. One party makes it with --new-key, for the parties alone.") from None
     except (ValueError, OSError):
         open_to_others, key = 0, b""
     if open_to_others:

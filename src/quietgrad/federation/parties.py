@@ -56,6 +56,11 @@ class Party:
         return self.X if self.y is None else (self.X, self.y)
 
     @property
+    def held(self) -> Any:
+        """The same, with whose each record is, if that is known."""
+        return self.data if self.person is None else RecordsWithIds(self.data, self.person)
+
+    @property
     def rows(self) -> int:
         """The true number of records."""
         return int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
@@ -84,15 +89,11 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
         if any(party.ids is not None for party in parties):
             raise ValueError("ids: name records across parties, for tests; leave them out where people are named.")
         if len({kind_of(party.person) for party in parties}) > 1:
-            raise DataError(
-                "parties: their ids of people are of different kinds, so no person would be found twice."
-            )
+            raise DataError("parties: ids of people are of different kinds, so no person would be found twice.")
         key = fresh_key()
         met = Counter(each for party in parties for each in hashed_ids(party.person, key))
         if max(met.values()) > most:
-            raise DataError(
-                f"parties: a person is known to more of them than parties_per_person={most}; declare as many."
-            )
+            raise DataError(f"parties: a person is known to more than parties_per_person={most}; declare as many.")
     return any(whose)
 
 
@@ -104,7 +105,7 @@ def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], RecordLi
     matching = RecordLinkage.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
     found = []
     for name, party in zip(names, parties, strict=True):
-        kept = matching.kept(name, RecordsWithIds(party.data, party.person))
+        kept = matching.kept(name, party.held)
         X, y = kept.data if party.y is not None else (kept.data, None)
         found.append(replace(party, X=X, y=y, person=kept.person))
     return found, matching
@@ -133,8 +134,6 @@ def deal(
     """Split one table among m parties: evenly, with sizes n_max/n_min = ``unevenness``, or with skewed labels.
 
     Args:
-        X, y: the table.
-        m: how many parties.
         unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
         dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
         seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
@@ -142,9 +141,7 @@ def deal(
     labels = np.asarray(y)
     if dirichlet is not None:
         if unevenness != 1.0 or seed is None:
-            raise ValueError(
-                "dirichlet: needs a seed, and sizes then follow from the labels; leave unevenness out."
-            )
+            raise ValueError("dirichlet: needs a seed, and sizes follow from the labels; leave unevenness out.")
         parts = split_dirichlet(labels, m, dirichlet, seed)
     elif unevenness == 1.0:
         parts = split_even(len(labels), m, seed)
@@ -166,12 +163,9 @@ def factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
     m, n = len(sizes), sum(sizes)
     if weights == "size":
         return (1.0,) * m
-    if weights == "equal":
-        given: list[float] = [1.0] * m
-    elif isinstance(weights, str):
-        raise ValueError(f"weights={weights!r}: must be 'size', 'equal' or one number per party.")
-    else:
-        given = [float(w) for w in weights]
+    given = [1.0] * m if weights == "equal" else [] if isinstance(weights, str) else [float(w) for w in weights]
     if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
-        raise ValueError(f"weights={weights!r}: must be {m} numbers ≥ 0, one per party, that do not sum to 0.")
+        raise ValueError(
+            f"weights={weights!r}: must be 'size', 'equal' or {m} numbers ≥ 0, one per party, that do not sum to 0."
+        )
     return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))

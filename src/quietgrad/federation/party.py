@@ -8,8 +8,9 @@ with the party's own noise, or inside a secure sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,22 +20,27 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
 from quietgrad.federation.matching import RecordLinkage
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure_roles import Member, SecureMember, UnknownRunError, round_of
+from quietgrad.federation.secure_roles import (
+    Answer,
+    MaskingMember,
+    Member,
+    SecureMember,
+    SharingMember,
+    UnknownRunError,
+    round_of,
+)
 from quietgrad.federation.wire import Message, limit, template_mismatch, unpack
 from quietgrad.files import is_path_name
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import NoiseSource
-from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.secure.identity import ProtocolError
+from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
+from quietgrad.sampling.samplers import SlotSampler, hashed_slots
+from quietgrad.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.vectors import zeros_like
-
-if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger
-    from quietgrad.secure.identity import Identity, Roster
-
 
 Draw = Callable[[int], npt.NDArray[np.int64] | None]
 """Record positions of draw i of a slot; ``None`` means all records."""
@@ -48,46 +54,32 @@ def samplers(
     ids: npt.NDArray[Any] | None,
     drawn: Callable[[str], int],
 ) -> dict[str, Draw]:
-    """The sampler of every slot for one party.
+    """The sampler of every slot for one party, after ``drawn`` draws of each.
 
-    Args:
-        key: secret; with ``ids`` all parties share it and sample by record, as one curator of all records would.
-        drawn: how often each slot was drawn already, if the party restarted.
+    With ``ids`` all parties share the secret key and sample by record, as one curator of all records would.
     """
     owner = f"/{plan.names[party]}" if ids is None else ""
     found: dict[str, Draw] = {}
-    fresh = None
+    fresh: SlotSampler | None = None
     for slot in plan.schedule.slots:
         stream, local = SecureStream(key, f"sample/{slot.name}{owner}"), slot.sampling.at_party(plan.sizes, party)
         if local is None:
             found[slot.name] = _nobody
         elif local.fresh:
             if fresh is None:
+                # Each record has a secret slot of n, by a keyed hash of its id: a replaced record keeps its slot.
                 names = np.arange(n_records) if ids is None else ids
-                fresh = _FreshRecords(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
-            fresh.skip(local.fresh * drawn(slot.name))
-            found[slot.name] = fresh.taking(local.fresh)
+                slots = hashed_slots(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
+                fresh = SlotSampler(slots, local.pass_size)
+            fresh.skip_to(fresh.position + local.fresh * drawn(slot.name))
+            found[slot.name] = partial(_take, fresh, local.fresh)
         else:
             found[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
     return found
 
 
-class _FreshRecords:
-    """Records that are used once: each has a secret slot of n, drawn on its own by a keyed hash of its id.
-
-    The same under both relations: a replaced record keeps its id, hence its slot.
-    """
-
-    def __init__(self, ids: npt.NDArray[Any], n: int, stream: SecureStream) -> None:
-        from quietgrad.sampling.samplers import SlotSampler, hashed_slots
-
-        self._sampler = SlotSampler(hashed_slots(ids, n, stream), n)
-
-    def taking(self, count: int) -> Draw:
-        return lambda draw: self._sampler.take(count)
-
-    def skip(self, count: int) -> None:
-        self._sampler.skip_to(self._sampler.position + count)
+def _take(fresh: SlotSampler, count: int, draw: int) -> npt.NDArray[np.int64]:
+    return fresh.take(count)
 
 
 def _nobody(draw: int) -> npt.NDArray[np.int64]:
@@ -105,16 +97,15 @@ class PartyCurator(Member):
     Args:
         name: this party's name in the plan.
         objective: the loss, the same for all parties.
-        data: what ``objective.prepare`` takes; refused if unusable, before anything is reserved.
+        data: what ``objective.prepare`` takes.
         plan: the plan this party approved; a coordinator with another one is refused.
         ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.
         identity, roster: who is who, for secure sums.
         folder: keep a journal here, so that this party can restart within the run; without it a restarted party
             has approved another run and is charged for the whole plan again. One process at a time.
         matching: the parties' lists of people and their key, exactly if the plan is of matched people.
-        ids: whole numbers that name the records, if all parties share ``key`` and sample by record.
-        key: 32 secret bytes for the samples. Noise never comes from it: it is drawn anew in every process.
         seed: fixed randomness, for tests: the run is then **not private**.
+        ids: whole numbers that name the records, by which parties of one seed sample.
     """
 
     def __init__(
@@ -132,55 +123,37 @@ class PartyCurator(Member):
         folder: str | Path | None = None,
         matching: RecordLinkage | None = None,
         ids: npt.ArrayLike | None = None,
-        key: bytes | None = None,
         seed: int | None = None,
     ) -> None:
         self.name, self.objective, self.plan = name, plan.asks(objective), plan
         if isinstance(data, RecordsWithIds) != isinstance(self.objective, UserLevelObjective):
-            raise DataError(
-                f"{name}: the plan counts a {plan.unit} as one; "
-                + (
-                    "leave out whose records they are."
-                    if isinstance(data, RecordsWithIds)
-                    else "say whose each record is."
-                )
-            )
+            what = "leave out" if isinstance(data, RecordsWithIds) else "say"
+            raise DataError(f"{name}: the plan counts a {plan.unit} as one; {what} whose each record is.")
         if plan.matched != ("" if matching is None else matching.digest):
-            raise DataError(
-                f"{name}: "
-                + (
-                    "the plan is of matched people; give the people key and the lists."
-                    if matching is None
-                    else "these lists of people, or their key, are not those that the plan was agreed on."
-                )
-            )
+            raise DataError(f"{name}: give the people key and the lists that the plan was agreed on.")
         self.records = self.objective.prepare(data if matching is None else matching.kept(name, data))
         self._place = plan.index(name)
         self._check_records()
         # What is kept goes on after a restart, and without a ledger nothing does.
-        people = (
-            Account(account, ledger, cap)
-            if folder is None
-            else Account.of(account, ledger, cap, seeded=seed is not None)
-        )
+        people = Account(account, ledger, cap)
+        if folder is not None:
+            people = Account.of(account, ledger, cap, seeded=seed is not None)
         self.private_notes: list[str] = []
         """Sums that could not be made, with the reason, which may hold a record's value: for this party alone."""
-        self._seeded = seed is not None
-        self._given = seed_key(seed) if seed is not None else key
+        self._seed = seed
         self._ids = None if ids is None else np.asarray(ids)
         self._member: SecureMember | None = None
-        if plan.trust == "secure":
+        if plan.secure is not None:
             if identity is None or roster is None:
                 raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
-            self._member = SecureMember(plan, identity, roster, seed)
+            self._member = (MaskingMember if plan.masked else SharingMember)(plan, identity, roster, seed)
         self._zero = zeros_like(self.objective.initial(self.records))
         self._inner: dict[str, SecureStream] = {}
         self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
         self._samplers: dict[str, Draw] = {}
-        in_run = {"ask": self._ask, **({} if self._member is None else self._member.kinds)}
-        self._kinds = {
-            "open": self._open, "close": self._close, **{kind: self._in_run(each) for kind, each in in_run.items()}
-        }  # fmt: skip
+        in_run = {"ask": self._ask} | ({} if self._member is None else self._member.kinds)
+        self._kinds = {kind: partial(self._in_run, answer) for kind, answer in in_run.items()}
+        self._kinds |= {"open": self._open, "close": self._close}
         self._sources: dict[str, NoiseSource] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply")
@@ -193,7 +166,7 @@ class PartyCurator(Member):
 
     def _keep_places(self) -> None:
         turns = any(slot.sampling.participation(1) is not None for slot in self.plan.schedule.slots)
-        if turns and self._ids is None and not self._seeded:
+        if turns and self._seed is None:
             self._journal.keep_places(self.records.contents)
 
     def _check_records(self) -> None:
@@ -207,8 +180,8 @@ class PartyCurator(Member):
         fixed = any(slot.sampling.counts_exactly for slot in self.plan.schedule.slots)
         if (exact or fixed) and len(self.records) != size:
             raise DataError(
-                f"{self.name}: the plan is for {size} records and the data has another "
-                "number: under replace-one, or with fixed batches, it must be exact."
+                f"{self.name}: the data has not the {size} records of the plan: under replace-one, or with fixed "
+                "batches, it must be exact."
             )
 
     def check_cap(self) -> None:
@@ -226,23 +199,23 @@ class PartyCurator(Member):
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _in_run(self, answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
-        """``answer``, for messages of the run that is open here and of no other."""
+    def _known_run(self, message: Message) -> str:
+        run = self._journal.run
+        if run is None or run != message.fields.get("run"):
+            raise UnknownRunError(self.name, "does not know this run")
+        return run
 
-        def checked(message: Message) -> Message:
-            run = message.fields.get("run")
-            if run is None or run != self._journal.run or not (self._approval.in_use or self._journal.ended):
-                raise UnknownRunError(self.name, "does not know this run")
-            if self._journal.ended:
-                raise BudgetError("this run is over; nothing was given.")
-            return answer(message)
-
-        return checked
+    def _in_run(self, answer: Answer, message: Message) -> Message:
+        """Answer a message of the run that is open here, and of no other."""
+        self._known_run(message)
+        if self._journal.ended:
+            raise BudgetError("this run is over; nothing was given.")
+        if not self._approval.in_use:
+            raise UnknownRunError(self.name, "does not know this run")
+        return answer(message)
 
     def _close(self, message: Message) -> Message:
-        run = message.fields.get("run")
-        if run is None or run != self._journal.run:
-            raise UnknownRunError(self.name, "does not know this run")
+        run = self._known_run(message)
         self._approval.close(run, str(message.fields.get("reason", ""))[:200])
         self._last.forget()
         return Message("closed", {"run": run})
@@ -260,18 +233,12 @@ class PartyCurator(Member):
             self._keep_places()
             self._draw_keys()
         state = {"run": run, "round": self._journal.last_round, "draws": self.answered()}
-        return Message("ready", {**state, **self.plan.shape.to_json()})
+        return Message("ready", {**state})
 
     def _draw_keys(self) -> None:
         """Samples go on where an earlier process of this run was; noise is of this process alone."""
-        if self._seeded:
-            assert self._given is not None
-            samples = noise = self._given
-        else:
-            shared = self._journal.entry if self._ids is None else str(self._journal.run)
-            samples = self._journal.key if self._given is None else run_key(self._given, shared)
-            # A round is answered once, so the same noise never has to be drawn again: then it cannot be, either.
-            noise = fresh_key()
+        # A round is answered once, so the same noise never has to be drawn again: then it cannot be, either.
+        samples, noise = (self._journal.key, fresh_key()) if self._seed is None else (seed_key(self._seed),) * 2
         self._sources = {
             slot.name: slot.mechanism.source(noise, f"local/{self.name}/{slot.name}", _ROUNDS_AT_ONCE)
             for slot in self.plan.schedule.slots
@@ -321,10 +288,9 @@ class PartyCurator(Member):
         if self._member is not None:
             bound = query.bound * self.plan.reach
             return self._member.submit(message, total / self.plan.scale(multiplier, bound, len(total)))
-        if self.plan.trust == "local" and multiplier > 0.0:
-            bound = query.bound * self.plan.factors[self._place]
-            if bound > 0.0:
-                self._sources[slot].add(total, draw, multiplier, bound)
+        bound = query.bound * self.plan.factors[self._place]
+        if self.plan.own_noise and multiplier > 0.0 and bound > 0.0:
+            self._sources[slot].add(total, draw, multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": message.fields["round"]}, {"total": total})
 
     def _check_stability(self, fit: LocalFit) -> None:
@@ -388,16 +354,11 @@ class PartyCurator(Member):
         self._journal.discard()
 
     def close(self) -> None:
-        """Let go of the folder."""
         self._last.close()
         self._journal.close()
 
 
 def _most_arrays(plan: FederatedPlan) -> int:
     """The most vectors that a query of the plan carries."""
-    counts = [
-        sum(isinstance(value, list) and value[:1] == ["array"] for value in template.values())
-        for templates in plan.templates.values()
-        for template in templates
-    ]
-    return max([1, *counts])
+    templates = [each for some in plan.templates.values() for each in some]
+    return max([1, *(sum(isinstance(value, list) for value in each.values()) for each in templates)])

@@ -24,9 +24,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
 from quietgrad.federation.wire import Template
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
@@ -45,10 +47,6 @@ class Shape(NamedTuple):
     dim: int
     features: int = 0
 
-    def to_json(self) -> dict[str, int]:
-        """The shape as JSON values."""
-        return self._asdict()
-
 
 @dataclass(frozen=True)
 class FederatedPlan(Plan):
@@ -61,15 +59,11 @@ class FederatedPlan(Plan):
         factors: what each party multiplies its sum by. 1 weighs every record the same (w_j = n_j/n); weights w_j
             give w_j·n/n_j, and one record then counts up to max(factors)·C.
         secure: how sums are made when trust is ``"secure"``.
-        quorum: how few parties a round may be completed with.
+        quorum, colluders, spare: as in :func:`~quietgrad.federation.simulation.simulate`.
         cohort: how many parties, drawn anew for every round, are asked in it; 0 asks all. Who was
             drawn is public, so ε claims nothing for it: each party is charged as if it were in every round.
-        colluders: masks: how many parties may work with the coordinator.
         servers: names of the servers that ``"servers"`` and ``"mpc"`` need.
-        spare: releases of every slot, beyond those the algorithm makes, that pay for rounds that were lost.
-        shape: the public shape of the records.
-        templates: by slot, the queries that may be asked.
-        dims: by slot, the length of an answer.
+        templates, dims: by slot, the queries that may be asked, and the length of an answer.
         parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
             and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
             add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.
@@ -102,10 +96,8 @@ class FederatedPlan(Plan):
         if self.trust not in get_args(Trust):
             raise ValueError(f"trust={self.trust!r}: must be 'curator', 'secure' or 'local'.")
         if (self.trust == "secure") != (self.secure is not None):
-            raise ValueError(
-                f"trust={self.trust!r}, secure={self.secure!r}: name a secure sum ('masks', 'servers' or 'mpc') "
-                "exactly when trust is 'secure'."
-            )
+            named = f"trust={self.trust!r}, secure={self.secure!r}"
+            raise ValueError(f"{named}: name 'masks', 'servers' or 'mpc' exactly when trust is 'secure'.")
         m = len(self.names)
         if m < 1 or len(set(self.names)) < m or not len(self.sizes) == len(self.factors) == m:
             raise ValueError(f"parties {self.names}: must have different names, and one size and factor each.")
@@ -113,23 +105,22 @@ class FederatedPlan(Plan):
             raise ValueError(f"cohort={self.cohort}: must be between 1 and the {m} parties, or 0 for all of them.")
         if not 1 <= self.quorum <= self.invited:
             raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
-        if self.secure == "masks" and self.quorum <= self.colluders:
+        if self.masked and self.quorum <= self.colluders:
             raise ValueError(
-                f"quorum={self.quorum}: colluders={self.colluders} parties may work with the coordinator; masks "
-                f"must hide one more: give a quorum of {self.colluders + 1} or more."
+                f"quorum={self.quorum}: with colluders={self.colluders}, give masks {self.colluders + 1} or more."
             )
         if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
         for slot in self.schedule.slots:
             if slot.sampling.only_central:
                 raise ValueError(slot.sampling.only_central)
-        if any(isinstance(slot.mechanism, BandedToeplitzNoise) for slot in self.schedule.slots):
-            raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
+            if isinstance(slot.mechanism, BandedToeplitzNoise):
+                raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):
             raise ValueError(f"factors={self.factors}: must be finite numbers ≥ 0, one at least above 0.")
-        if self.trust == "secure":
+        if self.secure is not None:
             if self.is_private and not all(slot.mechanism.in_secure_sums for slot in self.schedule.slots):
                 raise ValueError("mechanism: secure sums have Gaussian noise only; choose mechanism='gaussian'.")
             if self.correlated is not None and len(set(self.dims.values())) > 1:
@@ -138,29 +129,21 @@ class FederatedPlan(Plan):
                 self.terms(dim)  # refuses what cannot be summed
             least = self.invited - self.terms(1).tolerated_dropouts
             if self.quorum < least:
-                raise ValueError(
-                    f"quorum={self.quorum}: with masks {least} of {self.invited} parties must stay to open a sum; "
-                    f"give a quorum of {least} or more, or use secure='servers'."
-                )
+                need = f"masks need {least} of {self.invited} parties to open a sum"
+                raise ValueError(f"quorum={self.quorum}: {need}; give so many, or use secure='servers'.")
 
     def _check_people(self) -> None:
         check_combination(self.combine, self.records_per_person)
         check_records_public(self.records_public, self.n_public, self.unit)
         times = self.parties_per_person
         if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
-            raise ValueError(
-                f"parties_per_person={times!r}: must be a whole number from 1 to the number of parties."
-            )
+            raise ValueError(f"parties_per_person={times!r}: must be from 1 to the number of parties.")
         if self.matched and (times != 1 or not re.fullmatch("[0-9a-f]{64}", self.matched)):
-            raise ValueError(
-                "matched: is the digest that `quietgrad federate match` shows; with it each person is kept by one "
-                "party, so leave out parties_per_person."
-            )
+            raise ValueError("matched: is the digest of `quietgrad federate match`; leave out parties_per_person.")
         if self.unit is PrivacyUnit.RECORD:
             if self.matched or times != 1 or self.combine != "mean" or self.records_per_person is not None:
                 raise ValueError(
-                    "parties_per_person, matched, combine, records_per_person: are about people; give every party "
-                    "person=."
+                    "parties_per_person, matched, combine, records_per_person: give every party person=."
                 )
             return
         if times == 1 or self.budget is None:
@@ -169,29 +152,37 @@ class FederatedPlan(Plan):
         # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
         if any(sampling.counts_exactly for sampling in samplings):
-            raise ValueError(
-                "parties_per_person > 1: fixed local batches have no price for people in several parties; use "
-                "sampling='poisson' under add-remove, or the full batch."
-            )
+            raise ValueError("parties_per_person > 1: not with fixed local batches; use sampling='poisson'.")
         sampled = any(sampling.known_to(times) != sampling for sampling in samplings)
-        if sampled and self.trust != "local" and self.budget.relation is Relation.REPLACE_ONE:
-            raise ValueError(
-                "parties_per_person > 1: Poisson samples of people in several parties are priced under add-remove; "
-                "change the relation, or use the full batch."
-            )
-        if self.trust == "local" and self.schedule.composition == "filter":
+        if sampled and not self.own_noise and self.budget.relation is Relation.REPLACE_ONE:
+            raise ValueError("parties_per_person > 1: sampled under add-remove only; or use the full batch.")
+        if self.own_noise and self.schedule.composition == "filter":
             raise ValueError("parties_per_person > 1: a zCDP filter at every party is not priced; use other trust.")
 
     # --- who may do what --------------------------------------------------------------------------------------
 
-    def asks(self, loss: Any) -> Any:
+    @property
+    def own_noise(self) -> bool:
+        """Whether every party adds noise for its own records."""
+        return self.trust == "local"
+
+    @property
+    def curator_noise(self) -> bool:
+        """Whether the coordinator adds the noise."""
+        return self.trust == "curator"
+
+    @property
+    def masked(self) -> bool:
+        """Whether secure sums are made by masks, without servers."""
+        return self.secure == "masks"
+
+    def asks(self, loss: Objective) -> Objective:
         """The loss as a party asks its records about it."""
         if self.unit is PrivacyUnit.RECORD:
             return loss
         return UserLevelObjective(loss, self.combine, self.records_per_person)
 
     def index(self, name: str) -> int:
-        """The number of a party."""
         if name not in self._numbers:
             raise ValueError(f"{name!r} is not a party of this plan: {', '.join(self.names)}.")
         return self._numbers[name]
@@ -220,7 +211,7 @@ class FederatedPlan(Plan):
 
         A party's own noise is about its own sum.
         """
-        return self.largest_factor * (1 if self.trust == "local" else self.parties_per_person)
+        return self.largest_factor * (1 if self.own_noise else self.parties_per_person)
 
     # --- noise ------------------------------------------------------------------------------------------------
 
@@ -232,34 +223,26 @@ class FederatedPlan(Plan):
             raise BudgetError("rho must be given exactly in a plan with a zCDP filter.")
         if rho is None:
             return self.schedule[slot].multiplier(self.noise_multiplier)
-        from quietgrad.privacy.accounting import noise_multiplier_for_rho
-
         return noise_multiplier_for_rho(rho, self._relation)
 
     def terms(self, dimension: int) -> SecureSumConfig:
         """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
         assert self.secure is not None
-        masks = self.secure == "masks"
+        settings: dict[str, Any] = {"servers": len(self.servers), "quorum": self.quorum}
+        if self.masked:
+            settings = {"honest": self.quorum - self.colluders, "colluders": self.colluders}
+        if not self.is_private:
+            bound = 2.0 * max(self.largest_factor, 1.0) * sum(self.sizes)
+            return SecureSumConfig(self.secure, self.invited, dimension, bound, 0.0, **settings)
         return SecureSumConfig(
-            self.secure,
-            parties=self.invited,
-            dimension=dimension,
-            bound=_REACH if self.is_private else 2.0 * max(self.largest_factor, 1.0) * sum(self.sizes),
-            sigma=1.0 if self.is_private else 0.0,
-            honest=self.quorum - self.colluders if masks else None,
-            colluders=self.colluders if masks else 1,
-            servers=None if masks else len(self.servers),
-            quorum=None if masks else self.quorum,
-            correlated=self.correlated if self.is_private else None,
+            self.secure, self.invited, dimension, _REACH, 1.0, correlated=self.correlated, **settings
         )
 
     @cached_property
     def correlated(self) -> BufferedToeplitzNoise | None:
         """The noise of a whole run, if its releases are correlated."""
-        found = [
-            slot.mechanism for slot in self.schedule.slots if isinstance(slot.mechanism, BufferedToeplitzNoise)
-        ]
-        return found[0] if found else None
+        mechanisms = (slot.mechanism for slot in self.schedule.slots)
+        return next((each for each in mechanisms if isinstance(each, BufferedToeplitzNoise)), None)
 
     def scale(self, multiplier: float, bound: float, dimension: int) -> float:
         """What a party divides its sum by before a secure sum: σ in the query's own units, rounding paid.
@@ -267,9 +250,7 @@ class FederatedPlan(Plan):
         σ = z·(C + √d·step) with step = σ/units, hence σ = zC/(1 − z√d/units). Without noise it is C.
         """
         if not 0.0 < bound < math.inf:
-            raise ValueError(
-                f"clip {bound}: a secure sum needs a finite bound on every record; use trust='curator'."
-            )
+            raise ValueError(f"clip {bound}: a secure sum needs a finite bound on every record.")
         if multiplier == 0.0:
             return bound
         if self.correlated is not None:
@@ -282,10 +263,10 @@ class FederatedPlan(Plan):
     @property
     def variance_factor(self) -> float:
         """Variance of the noise in a sum ÷ that of a trusted curator."""
-        if self.trust == "secure":
+        if self.secure is not None:
             return self.terms(1).variance_factor if self.is_private else 0.0
         asked = sorted(self.factors)[-self.invited :]
-        return 1.0 if self.trust == "curator" else sum(f * f for f in asked) / self.largest_factor**2
+        return sum(f * f for f in asked) / self.largest_factor**2 if self.own_noise else 1.0
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -302,29 +283,23 @@ class FederatedPlan(Plan):
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
-        alike: dict[Any, events.Event | None] = {}  # parties of the same local batches go through the same
-        for j, key in enumerate(self._kinds):
-            if key not in alike:
-                alike[key] = self.party_event(j, counts)
-        parts = [event for key in self._kinds if (event := alike[key]) is not None]
-        if not parts or (counts is not None and len(parts) < len(self._parts)):
+        parts = self._party_events(counts)
+        if counts is not None and len(parts) < len(self._party_events(None)):
             return self.event_of(None)
         same = all(part == parts[0] for part in parts)
-        return parts[0] if same and self.trust != "local" else events.MaxOverParties(tuple(parts))
+        return parts[0] if same and not self.own_noise else events.MaxOverParties(tuple(parts))
 
     def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
         """What the records of one party gave away; ``None`` if they were never asked."""
         schedule = self.party_schedule(party)
-        if self.trust != "local":
+        if not self.own_noise:
             schedule = of_several_parties(schedule, self.parties_per_person)
         named = {slot.name for slot in schedule.slots}
         if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
             return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
         slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
-        if (
-            self.trust == "local" and self.parties_per_person > 1
-        ):  # so many parties' noisy sums are about one person
+        if self.own_noise and self.parties_per_person > 1:  # so many parties' noisy sums are about one person
             return events.repeated(events.composed([run, *slack]), self.parties_per_person)
         return events.composed([run, *slack])
 
@@ -332,7 +307,7 @@ class FederatedPlan(Plan):
         """What a run with a zCDP filter released when it spent ``rho`` of it."""
         slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
         part = events.composed([events.ZCDP(rho, self._relation), *slack])
-        return events.MaxOverParties((part,) * len(self.names)) if self.trust == "local" else part
+        return events.MaxOverParties((part,) * len(self.names)) if self.own_noise else part
 
     @cached_property
     def _kinds(self) -> list[tuple[Sampling | None, ...]]:
@@ -340,16 +315,16 @@ class FederatedPlan(Plan):
         drawn = [slot.sampling for slot in self.schedule.slots]
         return [tuple(s.at_party(self.sizes, j) for s in drawn) for j in range(len(self.names))]
 
-    @cached_property
-    def _parts(self) -> list[int]:
-        some = {key: j for j, key in enumerate(self._kinds)}
-        asked = {key for key, j in some.items() if self.party_event(j, None) is not None}
-        return [j for j, key in enumerate(self._kinds) if key in asked]
+    def _party_events(self, counts: Mapping[str, int] | None) -> list[events.Event]:
+        """Those of all parties who were asked; parties of the same local batches go through the same."""
+        places = {key: j for j, key in enumerate(self._kinds)}
+        alike = {key: self.party_event(j, counts) for key, j in places.items()}
+        return [event for key in self._kinds if (event := alike[key]) is not None]
 
     @cached_property
     def slack(self) -> float:
         """Total variation that the discrete noise of all secure sums of the run adds up to."""
-        if self.trust != "secure" or not self.is_private:
+        if self.secure is None or not self.is_private:
             return 0.0
         return math.fsum(
             self.limit(slot.name) * self.terms(self.dims.get(slot.name, self.shape.dim)).slack()
@@ -361,9 +336,7 @@ class FederatedPlan(Plan):
         if self.budget is None:
             raise BudgetError("this plan adds no noise: its run is not private.")
         if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9) and self.paper_noise is None:
-            raise BudgetError(
-                f"the plan promises ε={self.budget.epsilon:g} but its events cost {self.epsilon():g}."
-            )
+            raise BudgetError(f"the plan promises ε={self.budget.epsilon:g}; its events cost {self.epsilon():g}.")
 
     def _told(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
@@ -416,7 +389,7 @@ _KEYS = {"names": "parties", "templates": "queries"}  # as they are called in JS
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Shape):
-        return value.to_json()
+        return value._asdict()
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -29,7 +29,6 @@ from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 
 
 def needed(section: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value of a setting that must be there."""
     if key not in section:
         raise ValueError(f"{where} needs {key!r}.")
     return section[key]
@@ -89,19 +88,9 @@ _PARTY: dict[str, tuple[type, ...]] = {"name": (str,), "records": (int,), "weigh
 class PlanFile:
     """A federation as its TOML file describes it; read it with :func:`read_plan` or :func:`parse_plan`.
 
-    Args:
-        name: of the federation.
-        digest: SHA-256 of the file's content, which all members pin.
-        algorithm, objective: what is run on what.
-        budget: the guarantee for every record; ``None`` in a run without noise.
-        parties, sizes: names and public numbers of records.
-        features: the public number of columns.
-        settings: the other arguments of :func:`~quietgrad.federation.planning.federate`.
-        host, port: where the coordinator listens.
-        timeout: seconds that a party has to answer.
-        grace: seconds that a party who lost its connection has to come back.
-        reading: how the parties' files are to be read.
-        model: the public facts that a saved model needs to score records.
+    All members pin ``digest``, of the file's content. ``settings`` are further arguments of
+    :func:`~quietgrad.federation.planning.federate`, ``reading`` says how the parties' files are read, and ``model``
+    what a saved model needs to score records.
     """
 
     name: str
@@ -126,14 +115,9 @@ class PlanFile:
         dim = (self.features + self.objective.intercept) * self.objective.outputs
         try:
             plan = federate(
-                self.algorithm,
-                self.objective,
-                names=self.parties,
-                sizes=self.sizes,
-                shape=Shape(dim, self.features),
-                budget=self.budget,
-                **self.settings,
-            )
+                self.algorithm, self.objective, names=self.parties, sizes=self.sizes,
+                shape=Shape(dim, self.features), budget=self.budget, **self.settings,
+            )  # fmt: skip
         except QuietgradError:
             raise
         except ValueError as error:
@@ -149,18 +133,14 @@ class PlanFile:
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """Read a plan file; see :func:`parse_plan`."""
     return parse_plan(read_text(path), str(path))
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a plan file."""
     try:
         return files.read_text(path, most=MOST_BYTES)
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such plan file.") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
+        raise DataError(f"{path}: no plan file can be read here ({files.os_error_text(error)}).") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not a text file.") from None
 
@@ -169,10 +149,10 @@ def parse_plan(text: str, source: str = "plan") -> PlanFile:
     """The federation that a TOML text describes; anything unknown in it is refused."""
     try:
         content = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError alone: a number of thousands of digits
-        known = "nested too deep" if isinstance(error, RecursionError) else "a number has too many digits"
-        why = error if isinstance(error, tomllib.TOMLDecodeError) else known
-        raise DataError(f"{source}: not a TOML file: {why}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(f"{source}: not a TOML file: {error}.") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{source}: not a TOML file: nested too deep, or a number of too many digits.") from None
     try:
         return _plan(content)
     except (ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
@@ -183,7 +163,8 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     known = {*_SECTIONS, "algorithm", "objective", "party"}
     if extra := sorted(content.keys() - known):
         raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
-    federation, where, data, promise = (_section(content, name) for name in _SECTIONS)
+    sections = (_checked(content.get(name, {}), f"[{name}]", allowed) for name, allowed in _SECTIONS.items())
+    federation, where, data, promise = sections
     parties = content.get("party", [])
     if not isinstance(parties, list) or not parties:
         raise ValueError("parties are missing: add a [[party]] with name and records for each.")
@@ -207,25 +188,15 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         algorithm=algorithm_of(dict(content.get("algorithm", {}))),
         objective=objective,
         budget=_budget(promise) if private else None,
-        parties=names,
-        sizes=sizes,
-        features=needed(data, "features", "[data]"),
-        settings=federation,
-        host=host,
-        port=port,
+        features=_features(needed(data, "features", "[data]")),
         timeout=_seconds("timeout", where.get("timeout", 60)),
         grace=_seconds("grace", where.get("grace", 15)),
         reading=reading_of(data, model["task"]),
-        model=model,
-    )
+        parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
+    )  # fmt: skip
 
 
-def _section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = content.get(name, {})
-    return _checked(section, f"[{name}]", _SECTIONS[name])
-
-
-def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+def _checked(section: object, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     if not isinstance(section, dict):
         raise ValueError(f"{where} must be a table.")
     for key, value in section.items():
@@ -236,7 +207,7 @@ def _checked(section: Any, where: str, allowed: Mapping[str, tuple[type, ...]]) 
     return dict(section)
 
 
-def _parties(entries: list[Any]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
+def _parties(entries: list[object]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
     rows = [_checked(entry, "[[party]]", _PARTY) for entry in entries]
     names = tuple(needed(row, "name", "[[party]]") for row in rows)
     for name in names:
@@ -255,11 +226,16 @@ def _budget(promise: Mapping[str, Any]) -> Budget:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT``."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"[coordinator] address={text!r}: must be HOST:PORT, such as 127.0.0.1:7443.")
     return host.strip("[]"), int(port)
+
+
+def _features(count: int) -> int:
+    if not 1 <= count <= 1 << 25:
+        raise ValueError(f"[data] features={count}: must be between 1 and 2^25.")
+    return count
 
 
 def _seconds(name: str, value: float) -> float:

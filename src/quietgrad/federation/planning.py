@@ -11,11 +11,14 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import cast
 
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.curators.base import Session
 from quietgrad.federation.parties import Weights, factors
 from quietgrad.federation.plan import MATCHED, FederatedPlan, Shape, Trust
 from quietgrad.federation.wire import Template, template
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
@@ -26,8 +29,8 @@ from quietgrad.vectors import Vector
 
 
 def federate(
-    algorithm: Any,
-    objective: Any,
+    algorithm: Algorithm,
+    objective: Objective,
     *,
     names: Sequence[str],
     sizes: Sequence[int],
@@ -53,10 +56,7 @@ def federate(
     """Calibrate ``algorithm`` for many parties, without touching a record.
 
     Args:
-        algorithm: a method of :mod:`quietgrad.algorithms`.
-        objective: the loss; it holds no data.
         names, sizes: the parties and their public numbers of records, or of people.
-        shape: the public shape of the records.
         budget: the guarantee for every record of every party; ``None`` adds no noise.
         noise_multiplier: fix the noise; the plan's ε is then whatever it proves to be.
         unit: ``"person"`` if sizes count people with several records each.
@@ -75,8 +75,8 @@ def federate(
     privacy_unit = PrivacyUnit.parse(unit)
     if privacy_unit is PrivacyUnit.PERSON and parties_per_person is None and not matched:
         raise ValueError(
-            "parties_per_person: say how many parties may know one person, 1 if none is known to two: people in "
-            "several parties add up, and no party can tell by itself. Or match their ids, and say so by matched."
+            "parties_per_person: say how many parties may know one person, 1 if none is known to two; or match "
+            "their ids, and say so by matched."
         )
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
     if len(names) != len(sizes) or any(size < 1 for size in sizes):
@@ -87,9 +87,7 @@ def federate(
     schedule = algorithm.schedule(n)
     schedule = replace(schedule, slots=tuple(slot.lengthened(spare) for slot in schedule.slots))
     if any(slot.mechanism.one_curator for slot in schedule.slots):
-        raise ValueError(
-            f"{algorithm.name}: its noisy search needs one curator of all held-out records; use minimize."
-        )
+        raise ValueError(f"{algorithm.name}: its noisy search needs one curator of all records; use minimize.")
     if budget is not None:
         schedule = schedule.under(budget.relation)
         algorithm.check_budget(budget)
@@ -100,74 +98,61 @@ def federate(
         n_public=n,
         budget=budget,
         noise_multiplier=1.0 if budget is not None else 0.0,
-        trust=trust,
         names=names,
         sizes=sizes,
         factors=factors(weights, sizes),
-        secure=secure,
         quorum=(cohort or len(names)) if quorum is None else quorum,
         cohort=cohort or 0,
         colluders=colluders if secure == "masks" else 1,
         servers=_server_names(secure, servers),
-        spare=spare,
-        shape=shape,
         unit=privacy_unit,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
-        matched=matched,
-        records_public=records_public,
-        combine=combine,
-        records_per_person=records_per_person,
-    )
+        trust=trust, secure=secure, spare=spare, shape=shape, matched=matched, records_public=records_public,
+        combine=combine, records_per_person=records_per_person,
+    )  # fmt: skip
     check_people(algorithm, plan.asks(objective))
     initial = objective.initial(shape) if start is None else start
     templates, dims = declared(algorithm, objective, plan, initial)
-    settings = {**_settings(plan), "templates": templates, "dims": dims}
+    plan = replace(plan, templates=templates, dims=dims)
     if budget is None:
-        return FederatedPlan(**settings)
+        return plan
     printed = algorithm.paper_noise(n, budget)
     if printed is not None:
-        return FederatedPlan(**{**settings, "noise_multiplier": printed, "paper_noise": algorithm.name})
+        return replace(plan, noise_multiplier=printed, paper_noise=algorithm.name)
     if noise_multiplier is None:
-        return calibrate_plan(lambda z: FederatedPlan(**{**settings, "noise_multiplier": z}), budget)
-    return FederatedPlan(**{**settings, "noise_multiplier": noise_multiplier})
+        return calibrate_plan(lambda z: replace(plan, noise_multiplier=z), budget)
+    return replace(plan, noise_multiplier=noise_multiplier)
 
 
 class _Setting:
     """What is known before a run: all that a declaration of queries may depend on."""
 
-    def __init__(self, objective: Any, plan: FederatedPlan) -> None:
+    def __init__(self, objective: Objective, plan: FederatedPlan) -> None:
         self.objective, self.plan, self.regularizer = objective, plan, objective.regularizer
 
     def expected_batch(self, slot: str) -> float:
-        """As in a run."""
         return self.plan.schedule[slot].sampling.expected_batch(self.plan.n_public)
 
 
 def declared(
-    algorithm: Any, objective: Any, plan: FederatedPlan, initial: Vector
+    algorithm: Algorithm, objective: Objective, plan: FederatedPlan, initial: Vector
 ) -> tuple[dict[str, tuple[Template, ...]], dict[str, int]]:
     """By slot, the queries that ``algorithm`` says it asks, and how long their answers are."""
     relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
     templates: dict[str, tuple[Template, ...]] = {}
     dims: dict[str, int] = {}
-    for slot, asked in algorithm.asks(initial, _Setting(objective, plan)):
+    for slot, asked in algorithm.asks(initial, cast(Session, _Setting(objective, plan))):
         if slot not in {each.name for each in plan.schedule.slots}:
             continue
         query, allowed = template(asked, relation)
-        if math.isinf(query.bound) and plan.trust == "secure":
+        if math.isinf(query.bound) and plan.secure is not None:
             raise ValueError("a secure sum needs a finite bound on every record: clip, or use trust='curator'.")
         templates[slot] = (*templates.get(slot, ()), allowed)
         dims[slot] = query.dim(plan.shape)
     if missing := [slot.name for slot in plan.schedule.slots if slot.name not in templates]:
-        raise ValueError(
-            f"{algorithm.name}: does not declare what it asks in slot {missing[0]!r}, so none could approve it; "
-            "with these settings it is for one curator."
-        )
+        what = f"does not declare what it asks in slot {missing[0]!r}"
+        raise ValueError(f"{algorithm.name}: {what}; with these settings it is for one curator.")
     return templates, dims
-
-
-def _settings(plan: FederatedPlan) -> dict[str, Any]:
-    return {name: getattr(plan, name) for name in plan.__dataclass_fields__}
 
 
 def _server_names(secure: Mode | None, servers: int | None) -> tuple[str, ...]:
@@ -189,7 +174,7 @@ def explain(plan: FederatedPlan) -> str:
             f"cohorts: {plan.cohort} of {len(plan.names)}, drawn anew in every round, in the open: nothing is "
             f"claimed for it; a mean has {len(plan.names) / plan.cohort:.4g} times the noise of all parties'"
         )
-    if plan.secure == "masks":
+    if plan.masked:
         lines.append(f"masks: {neighbourhood(plan)}")
     if plan.correlated is not None and plan.quorum < plan.invited:
         lines.append(
@@ -222,7 +207,7 @@ def multiplicity(plan: FederatedPlan) -> str:
     if times == 1:
         return "each is known to one party only, as all of them declare, so parties' people are disjoint"
     not_matched = f"one may be known to {times} parties, as all of them declare; ids are not matched"
-    if plan.trust == "local":
+    if plan.own_noise:
         return f"{not_matched}: each party has its own noise, and all {times} are in the price"
     return f"{not_matched}: in a sum they count up to {times}·C, and the noise is as loud"
 
@@ -266,7 +251,6 @@ BUT_FOR_LISTS = (
 
 
 def adversary(plan: FederatedPlan) -> str:
-    """Describe the adversary that the plan's ε holds against."""
     if not plan.is_private:
         return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
     if plan.matched:

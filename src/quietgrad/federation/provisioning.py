@@ -30,7 +30,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quietgrad.errors import DataError
 from quietgrad.files import check_path_name, read_json, write_atomically
-from quietgrad.secure.identity import Identity, Roster
+from quietgrad.secure.identity import Identity, Roster, is_signed
 
 COORDINATOR = "coordinator"
 _DAYS = 825
@@ -62,12 +62,13 @@ class Credentials:
                     raise DataError(f"{path / secret}: others may read this key; run `chmod 600 {path / secret}`.")
             identity = Identity(name, bytes.fromhex((path / "identity.key").read_text().strip()))
         except FileNotFoundError as error:
-            missing = Path(error.filename or "").name
-            if (path / "key.pem").exists():
-                raise DataError(
-                    f"{path}: {missing} is missing; copy it from the folder that provisioning sent back."
-                ) from None
-            raise DataError(f"{path}: {missing} is missing; make it with `quietgrad federate provision`.") from None
+            own = (path / "key.pem").exists()
+            how = (
+                "copy it from the folder that provisioning sent back"
+                if own
+                else "run `quietgrad federate provision`"
+            )
+            raise DataError(f"{path}: {Path(error.filename or '').name} is missing; {how}.") from None
         except DataError:
             raise
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -76,14 +77,11 @@ class Credentials:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
         found = cls(path, name, identity, publics)
         if (holder := _holder(found.certificate)) != name:
-            raise DataError(
-                f"{path}: member.json is of {name!r} and cert.pem of {holder!r}; copy both from one folder."
-            )
+            raise DataError(f"{path}: member.json is of {name!r} and cert.pem of {holder!r}; copy both anew.")
         return found
 
     @property
     def certificate(self) -> x509.Certificate:
-        """The member's own."""
         try:
             return x509.load_pem_x509_certificate((self.folder / "cert.pem").read_bytes())
         except ValueError:
@@ -97,9 +95,9 @@ class Credentials:
             own.verify_directly_issued_by(authority)
         except (ValueError, TypeError, InvalidSignature):
             raise DataError(
-                f"{self.folder}: cert.pem was not signed by the authority in ca.pem; copy both from one provision."
+                f"{self.folder}: cert.pem is not signed by the authority in ca.pem; copy both."
             ) from None
-        now = datetime.datetime.now(datetime.UTC)
+        now = _now()
         if now > own.not_valid_after_utc:
             day = own.not_valid_after_utc.date()
             raise DataError(f"{self.folder}: the certificate expired on {day}; provision again.")
@@ -114,7 +112,6 @@ class Credentials:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def roster(self, names: Sequence[str]) -> Roster:
-        """The roster of ``names``, in this order."""
         absent = [name for name in names if name not in self.publics]
         if absent:
             raise DataError(f"{self.folder}: there is no identity of {absent[0]!r}; provision for this plan again.")
@@ -124,13 +121,7 @@ class Credentials:
 def provision(
     members: Sequence[str], folder: str | Path, requests: Mapping[str, str | Path] | None = None
 ) -> list[Path]:
-    """Make the authority and every member's folder; members with a request keep their own keys.
-
-    Args:
-        members: all names, such as :attr:`~quietgrad.federation.plan_file.PlanFile.members`.
-        folder: where to; it must be empty or new.
-        requests: by name, files that :func:`request` made.
-    """
+    """Make the authority and every member's folder; members whose :func:`request` is given keep their own keys."""
     root = Path(folder)
     for name in members:
         check_path_name("member", name)
@@ -141,21 +132,16 @@ def provision(
         raise DataError(f"{strangers[0]}: is not a member of this plan.")
     authority = _Authority()
     authority.write(root / "authority")
-    publics, made = {}, []
-    for name in members:
-        home = root / name
+    made, identities = {name: root / name for name in members}, {}
+    for name, home in made.items():
         home.mkdir(parents=True)
-        if name in asked:
-            public_key, publics[name] = asked[name]
-        else:
-            public_key, publics[name] = _new_keys(home, name)
+        public_key, identity = asked[name] if name in asked else _new_keys(home, name)
+        identities[name] = identity.hex()
         (home / "cert.pem").write_bytes(authority.sign(name, public_key))
         (home / "ca.pem").write_bytes(authority.pem)
-        made.append(home)
-    identities = {name: key.hex() for name, key in publics.items()}
-    for name, home in zip(members, made, strict=True):
-        (home / "member.json").write_text(json.dumps({"name": name, "identities": identities}, indent=2) + "\n")
-    return made
+    for name, home in made.items():
+        _write_json(home / "member.json", {"name": name, "identities": identities})
+    return list(made.values())
 
 
 def request(name: str, folder: str | Path) -> Path:
@@ -168,21 +154,14 @@ def request(name: str, folder: str | Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     if (home / "key.pem").exists():
         raise DataError(f"{home}: has keys already; they are never overwritten.")
-    _new_keys(home, name)
-    key = serialization.load_pem_private_key((home / "key.pem").read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    identity = Identity(name, bytes.fromhex((home / "identity.key").read_text()))
+    key, identity = ec.generate_private_key(ec.SECP256R1()), Identity(name)
+    _write_keys(home, key, identity)
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
     pem = builder.sign(key, hashes.SHA256()).public_bytes(_PEM)
     # The identity signs the TLS request, so that one member's keys cannot be joined with another's.
-    body = {
-        "name": name,
-        "identity": identity.public.hex(),
-        "request": pem.decode(),
-        "signature": identity.sign(_bound(name, pem)).hex(),
-    }
-    path = home / f"{name}.request.json"
-    path.write_text(json.dumps(body, indent=2) + "\n")
+    signature = identity.sign(_bound(name, pem)).hex()
+    path, public = home / f"{name}.request.json", identity.public.hex()
+    _write_json(path, {"name": name, "identity": public, "request": pem.decode(), "signature": signature})
     return path
 
 
@@ -211,7 +190,7 @@ class _Authority:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "ca.pem").write_bytes(self.pem)
-        _secret(folder / "ca.key", _private_pem(self._key))
+        write_new_secret(folder / "ca.key", _private_pem(self._key))
 
     def sign(self, name: str, public_key: ec.EllipticCurvePublicKey) -> bytes:
         """A certificate for ``name``: the coordinator's is good for serving only, all others for calling only."""
@@ -244,9 +223,13 @@ class _Authority:
 
 def _new_keys(home: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
     key, identity = ec.generate_private_key(ec.SECP256R1()), Identity(name)
-    _secret(home / "key.pem", _private_pem(key))
-    _secret(home / "identity.key", identity.secret_bytes().hex().encode())
+    _write_keys(home, key, identity)
     return key.public_key(), identity.public
+
+
+def _write_keys(home: Path, key: ec.EllipticCurvePrivateKey, identity: Identity) -> None:
+    write_new_secret(home / "key.pem", _private_pem(key))
+    write_new_secret(home / "identity.key", identity.secret_bytes().hex().encode())
 
 
 def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
@@ -255,25 +238,20 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         pem, public = body["request"].encode(), bytes.fromhex(body["identity"])
         asked = x509.load_pem_x509_csr(pem)
         key = asked.public_key()
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(body["signature"]), _bound(name, pem))
-        good = body["name"] == name and asked.is_signature_valid and isinstance(key, ec.EllipticCurvePublicKey)
+        good = body["name"] == name and asked.is_signature_valid
+        good = good and is_signed(public, bytes.fromhex(body["signature"]), _bound(name, pem))
+        if not good or not isinstance(key, ec.EllipticCurvePublicKey):
+            raise ValueError
     except FileNotFoundError:
         raise DataError(f"{path}: no such request.") from None
     except (
-        ValueError, KeyError, TypeError, AttributeError, OSError, InvalidSignature, UnsupportedAlgorithm,
-        x509.InvalidVersion,
+        ValueError, KeyError, TypeError, AttributeError, OSError, UnsupportedAlgorithm, x509.InvalidVersion
     ):  # fmt: skip
-        good = False
-    if not good:
-        raise DataError(f"{path}: not a valid request of {name!r}.")
-    assert isinstance(key, ec.EllipticCurvePublicKey)
+        raise DataError(f"{path}: not a valid request of {name!r}.") from None
     return key, public
 
 
 def _holder(certificate: x509.Certificate) -> str:
-    """Whose certificate it is."""
     try:
         extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         return ", ".join(extension.value.get_values_for_type(x509.DNSName))
@@ -305,7 +283,11 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
-def _secret(path: Path, content: bytes) -> None:
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_new_secret(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, from its first byte on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
@@ -317,8 +299,7 @@ FILE = "revoked.json"
 def revoke(folder: str | Path, name: str, reason: str) -> dict[str, str]:
     """Add ``name`` to the revoked members of ``folder``; returns all of them with the reasons."""
     known = revoked(folder)
-    day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    known[check_path_name("member", name)] = f"{day}: {reason}"
+    known[check_path_name("member", name)] = f"{_now().date().isoformat()}: {reason}"
     write_atomically(Path(folder) / FILE, (json.dumps(known, indent=2) + "\n").encode())
     return known
 
@@ -328,12 +309,10 @@ def revoked(folder: str | Path) -> dict[str, str]:
     path = Path(folder) / FILE
     try:
         known = read_json(path, most=1 << 20)
-        if not isinstance(known, dict):
-            raise ValueError
         return {str(name): str(reason) for name, reason in known.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         raise DataError(f"{path}: cannot be read as the list of revoked members; mend or restore it.") from None
 
 
@@ -341,6 +320,5 @@ def check_none_revoked(folder: str | Path, names: tuple[str, ...]) -> None:
     """Refuse to work with a plan that lists a revoked member."""
     known = revoked(folder)
     if listed := [name for name in names if name in known]:
-        raise DataError(
-            f"the plan lists {listed[0]!r}, which is revoked here ({known[listed[0]]}): agree on a plan without it."
-        )
+        why = f"{listed[0]!r} is revoked here ({known[listed[0]]})"
+        raise DataError(f"the plan lists a member, and {why}: agree on a plan without it.")

@@ -27,15 +27,12 @@ from quietgrad.secure.masking import MaskingServer
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1.0 + 1e-6
 _NAMED = 5
-Begin = Callable[[], None]
 
 
 class FailedRoundError(DropoutError):
     """A round without enough good answers; names what happened, and marks mere accusations as such.
 
-    Args:
-        faults: by name, what went wrong.
-        colluders: how many may work together; an accusation by more than that many is proved.
+    An accusation by more than ``colluders``, who may work together, is proved.
     """
 
     def __init__(self, faults: Mapping[str, str], colluders: float = math.inf) -> None:
@@ -45,20 +42,32 @@ class FailedRoundError(DropoutError):
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """One round: its number, its invited parties, those of them who are present, its public query and its noise."""
+    """One round: its invited parties, those of them who are present, its public query and its noise.
+
+    ``faults`` takes by name what goes wrong. ``begin`` is called when the question leaves: before, the round costs
+    nothing.
+    """
 
     cohort: tuple[str, ...]
     invited: tuple[str, ...]
-    round: int
     slot: str
     fields: Mapping[str, Any]
     arrays: Mapping[str, Array]
-    dim: int
     bound: float
     multiplier: float
+    faults: dict[str, str]
+    begin: Callable[[], None]
+
+    @property
+    def dim(self) -> int:
+        return int(self.fields["dim"])
+
+    @property
+    def here(self) -> dict[str, Any]:
+        """What every message of the round says."""
+        return {name: self.fields[name] for name in ("run", "round", "dim")}
 
     def message(self, extra: Mapping[str, Array] | None = None) -> bytearray:
-        """The message to a party."""
         return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
 
 
@@ -73,43 +82,33 @@ class PlainRounds:
     """Sums in the open: exact ones for a trusted curator, or noisy ones under local trust."""
 
     def __init__(self, plan: FederatedPlan, exchange: Exchange) -> None:
-        self._plan, self._exchange = plan, exchange
+        self._plan, self._exchange, self._enough = plan, exchange, quorate(plan)
 
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def collect(self, ask: RoundRequest, faults: dict[str, str], begin: Begin) -> RoundResult:
-        """Return the sum of the good answers of at least a quorum; the others are named in ``faults``.
-
-        ``begin`` is called when the question leaves: the round costs nothing before.
-        """
+    def collect(self, ask: RoundRequest) -> RoundResult:
+        """Return the sum of the good answers of at least a quorum; the others are at fault."""
         if self._plan.cohort:  # its members were perhaps never asked before; greeting them costs nothing
-            enough, patience = quorate(self._plan), self._exchange.timeout
-            if not enough(self._exchange.greet(ask.invited, faults, enough, patience=patience)):
-                raise FailedRoundError(faults)
-        begin()
-        asked = dict.fromkeys(ask.invited, ask.message())
-        replies = self._exchange.call(asked, faults, quorate(self._plan))
-        total = np.zeros(ask.dim)
-        present = []
-        for name, reply in replies.items():
-            reason = self._fault(name, reply, ask)
-            if reason is None:
-                total += reply.arrays["total"]
-                present.append(name)
-            else:
-                faults[name] = reason
+            greeted = self._exchange.greet(ask.invited, ask.faults, self._enough, patience=self._exchange.timeout)
+            if not self._enough(greeted):
+                raise FailedRoundError(ask.faults)
+        ask.begin()
+        replies = self._exchange.call(dict.fromkeys(ask.invited, ask.message()), ask.faults, self._enough)
+        wrong = {name: why for name, reply in replies.items() if (why := self._fault(name, reply, ask)) is not None}
+        ask.faults.update(wrong)
+        present = tuple(name for name in replies if name not in wrong)
         if len(present) < self._plan.quorum:
-            raise FailedRoundError(faults)
-        return RoundResult(total, tuple(present))
+            raise FailedRoundError(ask.faults)
+        total = np.zeros(ask.dim)
+        for name in present:
+            total += replies[name].arrays["total"]
+        return RoundResult(total, present)
 
     def _fault(self, name: str, reply: Message, ask: RoundRequest) -> str | None:
-        if (
-            reply.kind != "sum"
-            or reply.fields.get("round") != ask.round
-            or reply.fields.get("run") != ask.fields["run"]
-        ):
-            return f"reply is stale or a replay: round {reply.fields.get('round')!r} instead of {ask.round}"
+        said = {word: reply.fields.get(word) for word in ("run", "round")}
+        if reply.kind != "sum" or said != {word: ask.fields[word] for word in said}:
+            return f"reply is stale or a replay: round {said['round']!r} instead of {ask.fields['round']}"
         total = reply.arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,):
             return f"vector has a wrong length or type; {ask.dim} numbers were asked"
@@ -117,19 +116,12 @@ class PlainRounds:
         length = math.sqrt(float(np.einsum("i,i->", total, total)))
         if math.isnan(length) or (math.isinf(length) and not np.isfinite(total).all()):
             return "vector has a NaN or an infinity"
-        if length > self._longest(name, ask):
+        noise, bound = 0.0, ask.bound * self._plan.factors[self._plan.index(name)]
+        if self._plan.own_noise and ask.multiplier > 0.0 and bound < math.inf:
+            noise = ask.multiplier * bound * self._plan.schedule[ask.slot].mechanism.reach(ask.dim) * 2.0
+        if length > (longest(self._plan, (name,), ask.bound) + noise) * _ROUNDING:
             return f"vector is longer than all of its records together may be ({length:.3g})"
         return None
-
-    def _longest(self, name: str, ask: RoundRequest) -> float:
-        bound = ask.bound * self._plan.factors[self._plan.index(name)]
-        if math.isinf(bound):
-            return math.inf
-        noise = 0.0
-        if self._plan.trust == "local" and ask.multiplier > 0.0:
-            spread = self._plan.schedule[ask.slot].mechanism.reach(ask.dim)
-            noise = ask.multiplier * bound * spread * 2.0
-        return (longest(self._plan, (name,), ask.bound) + noise) * _ROUNDING
 
 
 class SecureRounds:
@@ -138,28 +130,24 @@ class SecureRounds:
     def __init__(
         self, plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
     ) -> None:
-        self._plan, self._exchange, self._identity, self._roster = plan, exchange, identity, roster
+        self._plan, self._exchange, self._enough = plan, exchange, quorate(plan)
         if not plan.servers and (identity is None or roster is None):
             raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
+        self._identity, self._roster = identity, roster
         self._ready: dict[int, MaskingServer | None] = {}  # by length of vectors; servers hold their own state
         self._numbers = {name: plan.invited + k for k, name in enumerate(plan.servers)}
-        self._enough = quorate(plan)
 
     def reset(self) -> None:
         """Begin with new keys: a member restarted."""
         self._ready.clear()
 
-    def collect(self, ask: RoundRequest, faults: dict[str, str], begin: Begin) -> RoundResult:
+    def collect(self, ask: RoundRequest) -> RoundResult:
         """As :meth:`PlainRounds.collect`; the sum carries its noise already."""
         try:
             if ask.dim not in self._ready or self._plan.cohort:
-                self._ready[ask.dim] = self._set_up(ask, faults)
-            here = {"run": ask.fields["run"], "round": ask.round, "dim": ask.dim}
+                self._ready[ask.dim] = self._set_up(ask)
             server = self._ready[ask.dim]
-            if server is None:
-                total, present = self._shared(ask, here, faults, begin)
-            else:
-                total, present = self._masked(server, ask, here, faults, begin)
+            total, present = self._shared(ask) if server is None else self._masked(server, ask)
             # In the query's own units, if the records of those in it can have such a sum.
             scale = self._plan.scale(ask.multiplier, ask.bound * self._plan.reach, ask.dim)
             most = longest(self._plan, present, ask.bound) / scale
@@ -170,26 +158,23 @@ class SecureRounds:
             server = self._ready.get(ask.dim)
             proved = {} if server is None else server.proved
             self._ready.clear()
-            colluders = self._plan.colluders if self._plan.secure == "masks" else math.inf
-            raise FailedRoundError({**_at_fault(fault, proved), **faults, **proved}, colluders) from fault
+            colluders = math.inf if self._plan.servers else self._plan.colluders
+            raise FailedRoundError({**_at_fault(fault, proved), **ask.faults, **proved}, colluders) from fault
 
-    def _set_up(self, ask: RoundRequest, faults: dict[str, str]) -> MaskingServer | None:
+    def _set_up(self, ask: RoundRequest) -> MaskingServer | None:
         """Introduce the members of a round to each other, with new keys."""
-        epoch, servers = os.urandom(16), self._plan.servers
-        here = {"run": ask.fields["run"], "dim": ask.dim, "epoch": epoch.hex()}
-        here |= invitation(self._plan, ask.cohort)
+        epoch, servers, faults = os.urandom(16), self._plan.servers, ask.faults
+        here = {**ask.here, "epoch": epoch.hex(), **invitation(self._plan, ask.cohort)}
         enough = quorate(self._plan, *servers)
         hello = dict.fromkeys((*ask.invited, *servers), encode(Message("hello", here)))
         # A cohort that is not there is drawn again; a quorum of all parties is waited for.
         patience = self._exchange.timeout if self._plan.cohort else None
         hellos = _frames(self._exchange.call(hello, faults, enough, patience=patience), faults)
         server = None
-        if servers:  # a party needs the servers' hellos only, a server all of them
-            of_servers = [hellos[name] for name in servers if name in hellos]
+        if self._identity is None or self._roster is None or servers:
+            of_servers = [hellos[name] for name in servers if name in hellos]  # all that a party needs
             meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
         else:
-            assert self._identity is not None
-            assert self._roster is not None
             roster = roster_of(self._plan, self._roster, ask.cohort)
             server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
             for name, frame in hellos.items():
@@ -205,82 +190,73 @@ class SecureRounds:
         self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
         return server
 
-    def _masked(
-        self,
-        server: MaskingServer,
-        ask: RoundRequest,
-        here: Mapping[str, Any],
-        faults: dict[str, str],
-        begin: Begin,
-    ) -> RoundResult:
+    def _masked(self, server: MaskingServer, ask: RoundRequest) -> RoundResult:
         """Prepare, ask, reveal, add up."""
-        names, t = server.roster.names, ask.round
+        names, t = server.roster.names, ask.fields["round"]
 
         def call(messages: Mapping[str, bytearray]) -> dict[int, bytes]:
-            replies = _frames(self._exchange.call(messages, faults, self._enough), faults)
+            replies = _frames(self._exchange.call(messages, ask.faults, self._enough), ask.faults)
             return {server.roster.index(name): frame for name, frame in replies.items()}
 
-        prepare = encode(Message("prepare", here))
-        delivery = server.relay(t, call({name: prepare for name in ask.invited if name not in faults}))
+        prepare = encode(Message("prepare", ask.here))
+        delivery = server.relay(t, call({name: prepare for name in ask.invited if name not in ask.faults}))
         asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
-        begin()
+        ask.begin()
         masked = call(asks)
         questions = server.survivors(t, masked)
-        total = server.finish(
-            t,
-            call({names[i]: encode(Message("reveal", here, blobs({"frame": f}))) for i, f in questions.items()}),
-        )
-        faults.update(server.proved)
+        opening = {names[i]: encode(Message("reveal", ask.here, blobs({"frame": f}))) for i, f in questions.items()}
+        total = server.finish(t, call(opening))
+        ask.faults.update(server.proved)
         return RoundResult(total, tuple(names[i] for i in masked))
 
-    def _shared(
-        self, ask: RoundRequest, here: Mapping[str, Any], faults: dict[str, str], begin: Begin
-    ) -> RoundResult:
+    def _shared(self, ask: RoundRequest) -> RoundResult:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
         if self._plan.secure == "mpc" and self._plan.is_private:
-            self._sample(here, faults)
-        parties = [name for name in ask.invited if name not in faults]
+            self._sample(ask)
+        parties = [name for name in ask.invited if name not in ask.faults]
         if len(parties) < self._plan.quorum:
-            raise FailedRoundError(faults)  # before any party is asked
-        begin()
-        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), faults, self._enough)
+            raise FailedRoundError(ask.faults)  # before any party is asked
+        ask.begin()
+        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
         if len(shares) < self._plan.quorum:
-            raise FailedRoundError(faults)  # the servers would refuse, and seem to be at fault
-        places, numbers = {name: str(i) for i, name in enumerate(ask.cohort)}, self._numbers
-        received = self._relay("receive", here, faults, {
-            server: {places[name]: r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
+            raise FailedRoundError(ask.faults)  # the servers would refuse, and seem to be at fault
+        places, numbers = {name: i for i, name in enumerate(ask.cohort)}, self._numbers
+        received = self._relay("receive", ask, {
+            server: {str(places[name]): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
             for server, k in numbers.items()
         })  # fmt: skip
-        partials = self._relay("partial", here, faults, {
+        partials = self._relay("partial", ask, {
             server: {str(numbers[name]): r.arrays[str(k)] for name, r in received.items() if str(k) in r.arrays}
             for server, k in numbers.items()
         })  # fmt: skip
         first = self._plan.servers[0]
         summands = {str(numbers[name]): r.arrays["frame"] for name, r in partials.items() if "frame" in r.arrays}
-        total = self._relay("finish", here, faults, {first: summands})[first].arrays.get("total")
+        total = self._relay("finish", ask, {first: summands})[first].arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,) or not np.isfinite(total).all():
             raise ProtocolError(first, "its total is not a finite vector of the agreed length")
         return RoundResult(total, tuple(shares))
 
-    def _sample(self, here: Mapping[str, Any], faults: dict[str, str]) -> None:
+    def _sample(self, ask: RoundRequest) -> None:
         """Relay the servers' frames around the ring until the noise is shared among them."""
         servers = self._plan.servers
-        inbound: dict[str, Mapping[str, Array]] = {name: {} for name in servers}
+        frames: list[Mapping[str, Array]] = [{}, {}, {}]
         while True:
-            replies = self._relay("noise", here, faults, inbound)
-            frames = [replies[name].arrays for name in servers]
-            if not any(frames):
-                return
             inbound = {name: frames[(k + 1) % 3] for k, name in enumerate(servers)}  # i's frame goes to i − 1
+            replies = self._relay("noise", ask, inbound)
+            frames = [replies[name].arrays for name in servers]
+            going = [name for name in servers if replies[name].arrays]
+            if not going:
+                return
+            if len(going) < len(servers):  # all need the same number of steps
+                odd = going[0] if len(going) == 1 else next(name for name in servers if name not in going)
+                raise ProtocolError(odd, "is out of step in sampling the noise")
 
-    def _relay(
-        self, kind: str, here: Mapping[str, Any], faults: dict[str, str], frames: Mapping[str, Mapping[str, Array]]
-    ) -> dict[str, Message]:
+    def _relay(self, kind: str, ask: RoundRequest, frames: Mapping[str, Mapping[str, Array]]) -> dict[str, Message]:
         """Send frames to servers, all of which must answer."""
-        messages = {name: encode(Message(kind, here, each)) for name, each in frames.items()}
-        replies = self._exchange.call(messages, faults, lambda good: len(good) == len(messages))
+        messages = {name: encode(Message(kind, ask.here, each)) for name, each in frames.items()}
+        replies = self._exchange.call(messages, ask.faults, lambda good: len(good) == len(messages))
         if len(replies) < len(messages):
-            raise FailedRoundError(faults)
+            raise FailedRoundError(ask.faults)
         return replies
 
 
@@ -288,9 +264,7 @@ def rounds(
     plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
 ) -> PlainRounds | SecureRounds:
     """Return the rounds that the plan's trust asks for."""
-    if plan.trust != "secure":
-        return PlainRounds(plan, exchange)
-    return SecureRounds(plan, exchange, identity, roster)
+    return PlainRounds(plan, exchange) if plan.secure is None else SecureRounds(plan, exchange, identity, roster)
 
 
 def _frames(replies: Mapping[str, Message], faults: dict[str, str]) -> dict[str, bytes]:

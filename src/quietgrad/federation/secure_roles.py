@@ -13,21 +13,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit
+from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit, refusal
 from quietgrad.files import os_error_text as error_words
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure.channel import Endpoint, NoiseShare
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.secure.masking import MaskingParty
-from quietgrad.secure.servers import SharingParty, SumServer
-from quietgrad.secure.three_party import Computation, NoiseServer
+from quietgrad.secure.servers import Computation, NoiseServer, SharingParty, SumServer
 
 _DRAWINGS = 64
 
@@ -39,17 +38,12 @@ def invite_parties(plan: FederatedPlan, key: bytes, t: int, away: Collection[str
     """
     if not plan.cohort:
         return plan.names
-    first = _drawn(plan, key, t, "cohort")
-    for again in range(1, _DRAWINGS):
-        cohort = first if again == 1 else _drawn(plan, key, t, f"cohort/{again}")
+    for label in ("cohort", *(f"cohort/{again}" for again in range(2, _DRAWINGS)), "cohort"):
+        order = np.argsort(SecureStream(key, label).uint64(t, len(plan.names)))
+        cohort = tuple(plan.names[j] for j in sorted(order[: plan.cohort].tolist()))
         if sum(name not in away for name in cohort) >= plan.quorum:
-            return cohort
-    return first
-
-
-def _drawn(plan: FederatedPlan, key: bytes, t: int, label: str) -> tuple[str, ...]:
-    order = np.argsort(SecureStream(key, label).uint64(t, len(plan.names)))
-    return tuple(plan.names[j] for j in sorted(order[: plan.cohort].tolist()))
+            break
+    return cohort
 
 
 def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
@@ -57,7 +51,7 @@ def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
     return {"cohort": [plan.index(name) for name in names]} if plan.cohort else {}
 
 
-def invited_by(plan: FederatedPlan, fields: Mapping[str, Any]) -> tuple[str, ...]:
+def invited_by(plan: FederatedPlan, fields: Mapping[str, object]) -> tuple[str, ...]:
     """Read :func:`invitation`: as many different parties as were agreed on, in the plan's order."""
     if not plan.cohort:
         return plan.names
@@ -94,8 +88,7 @@ class UnknownRunError(ProtocolError):
     """This side does not know the run: it restarted, and is told of the run again."""
 
 
-class MissingKeysError(ProtocolError):
-    """This side has no keys for the epoch it was asked about: it restarted, or missed the beginning."""
+Answer = Callable[[Message], Message]
 
 
 class Member:
@@ -106,64 +99,55 @@ class Member:
 
     name: str
     _most: int
-    _kinds: Mapping[str, Callable[[Message], Message]]
-    _reply: bytearray | None = None
+    _kinds: Mapping[str, Answer]
 
     def handle(self, data: Bytes) -> bytearray:
-        """Answer one message; never raises, and what it says of a failure depends on no record.
-
-        The reply stays as it is until the next call.
-        """
+        """Answer one message; never raises, and what it says of a failure depends on no record."""
         try:
             message = decode(data, most=self._most)
             answer = self._kinds.get(message.kind)
             if answer is None:
-                raise ProtocolError(
-                    "coordinator", f"says {message.kind[:40]!r}, which {self.name} does not understand"
-                )
-            self._reply = encode(answer(message), self._reply)  # large replies use one buffer again
-            return self._reply
-        except UnknownRunError as refusal:
-            return _refused("stranger", str(refusal))
-        except MissingKeysError as refusal:
-            return _refused("keys", str(refusal))
-        except (BudgetError, DataError) as refusal:
-            return _refused("plan", f"{self.name}: {refusal}")
-        except ProtocolError as refusal:
-            return _refused("protocol", str(refusal))
-        except WireError as refusal:
-            return _refused("protocol", f"{self.name}: {refusal}")
-        except QuietgradError as refusal:
-            return _refused("failed", f"{self.name}: {refusal}")
+                raise ProtocolError("coordinator", f"says {message.kind[:40]!r}; {self.name} does not know it")
+            return encode(answer(message))
+        except ProtocolError as error:
+            return refusal("stranger" if isinstance(error, UnknownRunError) else "protocol", str(error))
+        except (BudgetError, DataError) as error:
+            return refusal("plan", f"{self.name}: {error}")
+        except (QuietgradError, WireError) as error:
+            return refusal("protocol", f"{self.name}: {error}")
         except OSError as error:  # a full disk has a name, and that carries no record
-            return _refused("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
+            return refusal("failed", f"{self.name}: could not keep its journal ({error_words(error)})")
         except Exception:  # its text, or even its type, could carry a record's value
-            return _refused("failed", f"{self.name}: could not answer")
+            return refusal("failed", f"{self.name}: could not answer")
 
     def close(self) -> None:
         """Let go of what is open."""
 
 
-def _refused(code: str, reason: str) -> bytearray:
-    return encode(Message("refused", {"code": code, "reason": reason}))
+Role = TypeVar("Role", bound=Endpoint)
 
 
-class _Roles:
+class _Roles(Generic[Role]):
     """Roles by length of vector, and the messages that set them up."""
 
-    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, seed: int | None) -> None:
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, seed: int | None = None) -> None:
         if roster.names[: len(plan.names)] != plan.names:
             raise ValueError("roster: must begin with the plan's parties, in their order.")
         self.name, self._plan, self._identity = identity.name, plan, identity
         self._roster, self._seed = roster, seed
-        self._roles: dict[int, Any] = {}
+        self._roles: dict[int, Role] = {}
         self._shares: dict[int, NoiseShare] = {}
         self._key: bytes | None = None
         self._drawn: dict[str, int] = {}
         self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Role:
         raise NotImplementedError
+
+    @property
+    def kinds(self) -> dict[str, Answer]:
+        """What is understood of secure sums, beside the question itself."""
+        return {"hello": self.set_up, "meet": self.meet}
 
     def begin(self, key: bytes) -> None:
         """A run begins or continues, with this secret for noise that outlives a set-up."""
@@ -178,11 +162,20 @@ class _Roles:
             self._shares[dim] = NoiseShare(terms, self._roster.index(self.name), self._seed, self._key)
         return self._shares[dim]
 
-    def _role(self, message: Message) -> Any:
+    def _role(self, message: Message) -> Role:
         dim = _dimension(message)
         if dim not in self._roles:
-            raise MissingKeysError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
+            raise ProtocolError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
         return self._roles[dim]
+
+    def _step(self, reply: str, step: Callable[[Role, int, Message], Mapping[str, Array]]) -> Answer:
+        """Answer with what a step of the role's protocol gives."""
+
+        def answer(message: Message) -> Message:
+            role, t = self._role(message), round_of(message)
+            return Message(reply, {"round": t}, step(role, t, message))
+
+        return answer
 
     def meet(self, message: Message) -> Message:
         """Verify the other members' signed keys."""
@@ -211,104 +204,91 @@ class _Roles:
         return Message("hello", {}, blobs({"frame": role.hello}))
 
 
-class SecureMember(_Roles):
-    """A party's side."""
+class SharingMember(_Roles[SharingParty]):
+    """A party that gives shares of its sums to servers."""
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
-        terms = self._plan.terms(dim)
-        if terms.mode == "masks":
-            seen = [role.witness for role in self._roles.values() if role.witness is not None]
-            last = max(seen, key=lambda witness: witness.round, default=None)
-            return MaskingParty(
-                self._identity, roster, terms, epoch, seed=self._seed, witness=last, noise=self._share(dim)
-            )
-        return SharingParty(self._identity, roster, terms, epoch)
-
-    @property
-    def kinds(self) -> Mapping[str, Callable[[Message], Message]]:
-        """What is understood beside the question itself."""
-        setting_up = {"hello": self.set_up, "meet": self.meet}
-        masks = {"prepare": self._prepare, "reveal": self._reveal}
-        return setting_up | (masks if self._plan.secure == "masks" else {})
-
-    def _prepare(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        return Message("frame", {"round": t}, blobs({"frame": role.prepare(t)}))
-
-    def _reveal(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        return Message("frame", {"round": t}, blobs({"frame": role.reveal(t, message.blob("frame"))}))
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> SharingParty:
+        return SharingParty(self._identity, roster, self._plan.terms(dim), epoch)
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
-        role = self._role(message)
-        if isinstance(role, MaskingParty):
-            role.deliver(round_of(message), message.blob("deliver"))
+        self._role(message)
 
     def submit(self, message: Message, vector: Array) -> Message:
-        """The vector, masked or in shares."""
-        role, t = self._role(message), round_of(message)
-        if isinstance(role, MaskingParty):
-            return Message("masked", {"round": t}, blobs({"frame": role.submit(t, vector)}))
-        return Message("shares", {"round": t}, blobs(role.share(t, vector)))
+        return self._step("shares", lambda role, t, _: blobs(role.share(t, vector)))(message)
 
 
-class SumMember(_Roles, Member):
+class MaskingMember(_Roles[MaskingParty]):
+    """A party that masks its sums."""
+
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> MaskingParty:
+        seen = [role.witness for role in self._roles.values() if role.witness is not None]
+        role = MaskingParty(
+            self._identity, roster, self._plan.terms(dim), epoch, seed=self._seed, noise=self._share(dim)
+        )
+        role.witness = max(seen, key=lambda witness: witness.round, default=None)
+        return role
+
+    @property
+    def kinds(self) -> dict[str, Answer]:
+        return super().kinds | {
+            "prepare": self._step("frame", lambda role, t, _: blobs({"frame": role.prepare(t)})),
+            "reveal": self._step("frame", lambda role, t, m: blobs({"frame": role.reveal(t, m.blob("frame"))})),
+        }
+
+    def ready(self, message: Message) -> None:
+        """Refuse before any record is touched if this side cannot take part in the round."""
+        self._role(message).deliver(round_of(message), message.blob("deliver"))
+
+    def submit(self, message: Message, vector: Array) -> Message:
+        return self._step("masked", lambda role, t, _: blobs({"frame": role.submit(t, vector)}))(message)
+
+
+SecureMember = SharingMember | MaskingMember
+"""A party's side of secure sums."""
+
+
+class SumMember(_Roles[SumServer], Member):
     """A server of ``"servers"`` or ``"mpc"``: adds shares and noise, and never sees a vector.
 
-    Args:
-        plan: the plan this server approved.
-        identity: its long-term identity, on the roster.
-        roster: the parties in the plan's order, then the servers.
-        seed: fixes the noise, for tests only.
+    It keeps nothing of a run: it is there, and gets keys when it is needed.
     """
 
     def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
         super().__init__(plan, identity, roster, seed)
         self._noise: dict[int, Computation[None]] = {}
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
-        adding = {"receive": self._receive, "partial": self._partial, "finish": self._finish}
-        mpc = {"noise": self._sample} if plan.secure == "mpc" else {}
-        self._kinds = {"open": self._open, "hello": self.set_up, "meet": self.meet, **adding, **mpc}
+        mpc = {"noise": self._step("noise", self._sample)} if plan.secure == "mpc" else {}
+        self._kinds = {**self.kinds, **mpc,
+            "open": lambda message: Message("ready", {"round": -1, "draws": {}}),
+            "receive": self._step("present", lambda role, t, m: blobs(role.receive(t, _frames(m)))),
+            "partial": self._step("partial", lambda role, t, m: _optional(role.partial(t, _frames(m)))),
+            "finish": self._step("total", lambda role, t, m: {"total": role.finish(t, _frames(m))}),
+        }  # fmt: skip
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Endpoint:
+    def _make(self, dim: int, epoch: bytes, roster: Roster) -> SumServer:
         terms = self._plan.terms(dim)
         if self._plan.secure == "mpc":
             return NoiseServer(self._identity, roster, terms, epoch, seed=self._seed)
         return SumServer(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
 
-    @staticmethod
-    def _open(message: Message) -> Message:
-        """A server keeps nothing of a run: it is there, and gets keys when it is needed."""
-        return Message("ready", {"round": -1, "draws": {}})
-
-    def _receive(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        return Message("present", {"round": t}, blobs(role.receive(t, _frames(message))))
-
-    def _partial(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        partial = role.partial(t, _frames(message))
-        return Message("partial", {"round": t}, {} if partial is None else blobs({"frame": partial}))
-
-    def _finish(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        return Message("total", {"round": t}, {"total": role.finish(t, _frames(message))})
-
-    def _sample(self, message: Message) -> Message:
+    def _sample(self, role: SumServer, t: int, message: Message) -> dict[str, Array]:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        role, t, dim = self._role(message), round_of(message), _dimension(message)
+        dim = _dimension(message)
         try:
             if "frame" in message.arrays:
                 if dim not in self._noise:
                     raise ProtocolError("coordinator", "sends a frame for noise that was not begun")
-                frame = self._noise[dim].send(message.blob("frame"))
-            else:
-                self._noise[dim] = role.prepare(t)
-                frame = next(self._noise[dim])
+                return _optional(self._noise[dim].send(message.blob("frame")))
+            assert isinstance(role, NoiseServer)
+            self._noise[dim] = role.prepare(t)
+            return _optional(next(self._noise[dim]))
         except StopIteration:
-            return Message("noise", {"round": t})
-        return Message("noise", {"round": t}, blobs({"frame": frame}))
+            return {}
+
+
+def _optional(frame: bytes | None) -> dict[str, Array]:
+    return {} if frame is None else blobs({"frame": frame})
 
 
 def round_of(message: Message) -> int:

@@ -20,12 +20,14 @@ from quietgrad.federation.parties import Party, Weights, check_people, matched, 
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import adversary, federate, local_batches, multiplicity
-from quietgrad.federation.secure_roles import SumMember
+from quietgrad.federation.secure_roles import Member, SumMember
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.federation.transport.processes import Processes
-from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
+from quietgrad.federation.transport.local_socket import Processes
+from quietgrad.objectives.base import Objective
+from quietgrad.objectives.privacy_units import Combine
 from quietgrad.privacy.budget import Budget, PrivacyUnit
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
@@ -43,7 +45,7 @@ _SIZES = (
 
 def simulate(
     algorithm: Algorithm,
-    objective: Any,
+    objective: Objective,
     parties: Sequence[Party],
     *,
     budget: Budget | None,
@@ -55,7 +57,7 @@ def simulate(
     servers: int | None = None,
     spare: int = 0,
     cohort: int | None = None,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
     start: Vector | None = None,
@@ -83,10 +85,7 @@ def simulate(
 
     Args:
         algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
-        objective: the loss, the same for all parties.
-        parties: the data holders.
         budget: (ε, δ) for every record of every party; ``None`` adds no noise.
-        trust: ``"curator"``, ``"secure"`` or ``"local"`` (ICRL-DP), as above.
         secure: ``"masks"``, ``"servers"`` or ``"mpc"``, with ``trust="secure"``.
         weights: ``"size"``, ``"equal"`` or one number per party.
         quorum: complete a round with this many parties at least; all of them unless given.
@@ -133,9 +132,10 @@ def simulate(
         records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
         start=start,
     )  # fmt: skip
-    if transport is None:
-        transport = _processes if processes else _in_process
-    carrier = transport(federation)
+    if transport is not None:
+        carrier = transport(federation)
+    else:
+        carrier = Processes(federation.makers) if processes else InProcess(federation.handlers)
     # A process that was killed is not started again here.
     exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
     payer = Account.of(account, ledger, cap, seeded=seed is not None)
@@ -158,14 +158,6 @@ def simulate(
     return result
 
 
-def _in_process(federation: Federation) -> Transport:
-    return InProcess(federation.handlers)
-
-
-def _processes(federation: Federation) -> Transport:
-    return Processes(federation.makers)
-
-
 def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
     """The parties' key, which a run that is continued must find again."""
     if seed is not None:
@@ -180,20 +172,16 @@ def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
 class Federation:
     """All members of a simulated federation, ready to be put behind a transport."""
 
-    def __init__(
-        self, identity: Identity, roster: Roster, members: dict[str, Callable[[], PartyCurator | SumMember]]
-    ) -> None:
+    def __init__(self, identity: Identity, roster: Roster, members: dict[str, Callable[[], Member]]) -> None:
         self.identity, self.roster, self._members = identity, roster, members
-        self._here: dict[str, PartyCurator | SumMember] = {}
+        self._here: dict[str, Member] = {}
 
     @property
     def makers(self) -> dict[str, Callable[[], Handler]]:
-        """By name, what makes a member in a process of its own."""
         return {name: partial(_handler, make) for name, make in self._members.items()}
 
     @cached_property
     def handlers(self) -> dict[str, Handler]:
-        """All members, in this process."""
         return {name: self.again(name) for name in self._members}
 
     def again(self, name: str) -> Handler:
@@ -204,14 +192,13 @@ class Federation:
         return self._here[name].handle
 
     def close(self) -> None:
-        """Those in this process let go of their folders."""
         for member in self._here.values():
             member.close()
 
 
 def assemble(
     algorithm: Algorithm,
-    objective: Any,
+    objective: Objective,
     parties: Sequence[Party],
     *,
     seed: int | None = None,
@@ -231,37 +218,24 @@ def assemble(
     people = {name: Identity(name) for name in (*names, *plan.servers)}
     last = [people[name] for name in plan.servers] or [coordinator]
     roster = Roster.of([*(people[name] for name in names), *last])
-    makers: dict[str, Callable[[], PartyCurator | SumMember]] = {}
+    makers: dict[str, Callable[[], Member]] = {}
     for name, party in zip(names, parties, strict=True):
         makers[name] = partial(
-            _party, name, objective, _held(party), plan, ledger=party.ledger, account=party.account, cap=party.cap,
-            secret=people[name].secret_bytes(), roster=roster, folder=folder, matching=matching,
+            PartyCurator, name, objective, party.held, plan, ledger=party.ledger, account=party.account,
+            cap=party.cap, identity=people[name], roster=roster, folder=folder, matching=matching,
             ids=party.ids if seed is not None else None, seed=seed,
         )  # fmt: skip
-    for name in plan.servers:
-        makers[name] = partial(_server, name, plan, people[name].secret_bytes(), roster, seed)
+    makers |= {name: partial(SumMember, plan, people[name], roster, seed=seed) for name in plan.servers}
     return plan, Federation(coordinator, roster, makers)
 
 
-def _contents(objective: Any, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
+def _contents(objective: Objective, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
     """All records, by which a project's ledger knows these people again."""
     for party in parties:
-        yield from objective.prepare(_held(party)).fingerprint_parts()
+        yield from objective.prepare(party.held).fingerprint_parts()
 
 
-def _held(party: Party) -> Any:
-    return party.data if party.person is None else RecordsWithIds(party.data, party.person)
-
-
-def _party(name: str, *args: Any, secret: bytes, **settings: Any) -> PartyCurator:
-    return PartyCurator(name, *args, identity=Identity(name, secret), **settings)
-
-
-def _server(name: str, plan: FederatedPlan, secret: bytes, roster: Roster, seed: int | None) -> SumMember:
-    return SumMember(plan, Identity(name, secret), roster, seed=seed)
-
-
-def _handler(make: Callable[[], PartyCurator | SumMember]) -> Handler:
+def _handler(make: Callable[[], Member]) -> Handler:
     return make().handle
 
 
@@ -304,16 +278,14 @@ def train(
 def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -> Result:
     """The result with what is true of a federation: who was trusted, what the noise cost, who was missing."""
     notes = (*result.privacy.notes, *session.notes)
-    if plan.is_private and plan.trust == "secure":
-        notes = (
-            f"secure sums by {plan.secure}: noise variance {plan.variance_factor:.4g} times a trusted curator's",
-            *notes,
-        )
+    if plan.is_private and plan.secure is not None:
+        variance = f"{plan.variance_factor:.4g} times a trusted curator's"
+        notes = (f"secure sums by {plan.secure}: noise variance {variance}", *notes)
     if plan.unit is PrivacyUnit.PERSON:
         notes = (f"people: {multiplicity(plan)}", *notes, *how_people_count(plan.asks(session.objective)))
     if local_batches(plan):
         notes = (local_batches(plan), *notes)
-    if plan.trust == "curator":
+    if plan.curator_noise:
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {
         **result.details,
@@ -326,6 +298,6 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "matched": bool(plan.matched),
         "variance_factor": plan.variance_factor,
         "cohort": plan.cohort or None,
-        "lost_rounds": len([1 for _, faults in session.faults if faults]),
+        "lost_rounds": sum(bool(faults) for _, faults in session.faults),
     }
     return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

@@ -18,37 +18,19 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import (
-    LARGEST_CLIP,
-    Batch,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
-    Loss,
-    Objective,
-    Query,
-    Records,
-    RecursiveMomentum,
-)
+from quietgrad.objectives import base
+from quietgrad.objectives.base import Batch, Objective, Query, Records
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.queries.second_order import PackedHessian
+from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import (
-    FeatureMean,
-    FeatureMoments,
-    MeanSquares,
-    RowNormHistogram,
-    SecondMomentMatrix,
-    SecondMoments,
-    WhitenedGradient,
-    Whitening,
-)
+from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -56,13 +38,7 @@ VERSION = 1
 _MAGIC = b"QGM"
 _HEAD = struct.Struct("<3sBIIQ4x")  # 24 bytes, so that arrays start on a word
 _LARGEST_HEADER = 1 << 20
-_HEADER_GRAIN = 256
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "<f8": np.dtype("<f8"),
-    "<f4": np.dtype("<f4"),
-    "<i8": np.dtype("<i8"),
-    "|u1": np.dtype("u1"),
-}
+_DTYPES = {name: np.dtype(name) for name in ("<f8", "<f4", "<i8", "|u1")}
 _OVERHEAD = 1 << 16
 
 Array = npt.NDArray[Any]
@@ -94,9 +70,13 @@ class Message:
         return self.arrays[name].tobytes()
 
 
-def blobs(frames: Mapping[Any, bytes]) -> dict[str, Array]:
-    """Frames as byte arrays of a message, by name."""
+def blobs(frames: Mapping[str, bytes] | Mapping[int, bytes]) -> dict[str, Array]:
     return {str(name): np.frombuffer(frame, np.uint8) for name, frame in frames.items()}
+
+
+def refusal(code: str, reason: str) -> bytearray:
+    """The message of a member that does not answer, and why."""
+    return encode(Message("refused", {"code": code, "reason": reason}))
 
 
 def limit(dimension: int, vectors: int = 4) -> int:
@@ -104,8 +84,8 @@ def limit(dimension: int, vectors: int = 4) -> int:
     return _HEAD.size + _LARGEST_HEADER + _OVERHEAD + 8 * dimension * vectors
 
 
-def encode(message: Message, into: bytearray | None = None) -> bytearray:
-    """The message as bytes; ``into`` is a buffer to use again if it has the right length."""
+def encode(message: Message) -> bytearray:
+    """The message as bytes."""
     arrays, pieces = [], []
     for name, value in message.arrays.items():
         array = np.ascontiguousarray(value)
@@ -115,29 +95,20 @@ def encode(message: Message, into: bytearray | None = None) -> bytearray:
         arrays.append([name, kind, list(array.shape)])
         pieces.append(array.astype(kind, copy=False).reshape(-1).view(np.uint8))
     text = json.dumps({"kind": message.kind, "fields": dict(message.fields), "arrays": arrays}).encode()
-    text += b" " * (-len(text) % _HEADER_GRAIN)  # a few digits more do not change the message's length
+    text += b" " * (-len(text) % 8)
     if len(text) > _LARGEST_HEADER:
         raise WireError(f"header of {len(text)} bytes: at most {_LARGEST_HEADER} are allowed")
-    start = _padded(_HEAD.size + len(text))
-    size = start + sum(_padded(piece.size) for piece in pieces)
-    buffer = into if into is not None and len(into) == size else bytearray(size)
-    out = np.frombuffer(buffer, np.uint8)
-    out[_HEAD.size : _HEAD.size + len(text)] = np.frombuffer(text, np.uint8)
-    at = start
+    buffer = bytearray(_HEAD.size) + text
     for piece in pieces:
-        out[at : at + piece.size] = piece
-        out[at + piece.size : at + _padded(piece.size)] = 0
-        at += _padded(piece.size)
-    _HEAD.pack_into(buffer, 0, _MAGIC, VERSION, len(text), zlib.crc32(text), _word_sum(out[start:]))
+        buffer += piece.data
+        buffer += bytes(-piece.size % 8)
+    words = _word_sum(np.frombuffer(buffer, np.uint8, offset=_HEAD.size + len(text)))
+    _HEAD.pack_into(buffer, 0, _MAGIC, VERSION, len(text), zlib.crc32(text), words)
     return buffer
 
 
 def decode(data: Bytes, *, most: int | None = None) -> Message:
-    """Read a message; its arrays are views of ``data`` where that may be written to, else copies.
-
-    Args:
-        most: refuse messages of more bytes than this (see :func:`limit`).
-    """
+    """Read a message of at most ``most`` bytes; its arrays are views of ``data`` where that may be written to."""
     if most is not None and len(data) > most:
         raise WireError(f"{len(data)} bytes are more than the {most} that were agreed")
     if len(data) < _HEAD.size:
@@ -194,7 +165,7 @@ def _word_sum(payload: npt.NDArray[np.uint8]) -> int:
 Template = dict[str, Any]
 """By path, what a query may have there: a word or number; ``{"from": a, "to": b}``; ``["array", *shape]``, followed
 by ``{"sha256": …}`` if the array is pinned."""
-_LARGEST_ENTRY = LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
+_LARGEST_ENTRY = base.LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,31 +182,29 @@ class Scores:
     @property
     def bound(self) -> float:
         """√k·B ÷ (Δ/C)."""
-        from quietgrad.privacy.accounting import sensitivity_factor
-
         largest = max(query.bound for query in self.candidates)
         return float(math.sqrt(len(self.candidates)) * largest / sensitivity_factor(self.relation))
 
     def dim(self, records: Records) -> int:
-        """k."""
         return len(self.candidates)
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        """out[i] += the sum of candidate i."""
         for i, query in enumerate(self.candidates):
             query.sum_into(objective, batch, out[i : i + 1])
 
 
 # Names on the wire and in digests of plans: fixed texts, whatever the classes are called.
 _KINDS: dict[str, type[Any]] = {
-    "Gradient": Gradient, "GradientDifference": GradientDifference, "RecursiveMomentum": RecursiveMomentum,
-    "JointMomentum": JointMomentum, "Loss": Loss, "LocalFit": LocalFit, "PackedHessian": PackedHessian,
-    "FeatureMean": FeatureMean, "SecondMoments": SecondMoments, "FeatureMoments": FeatureMoments,
-    "SecondMomentMatrix": SecondMomentMatrix, "MeanSquares": MeanSquares, "RowNormHistogram": RowNormHistogram,
-    "WhitenedGradient": WhitenedGradient, "Scores": Scores, "Whitening": Whitening, "Affine": Affine,
+    "Gradient": base.Gradient, "GradientDifference": base.GradientDifference, "Loss": base.Loss,
+    "RecursiveMomentum": base.RecursiveMomentum, "JointMomentum": base.JointMomentum, "LocalFit": LocalFit,
+    "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean, "SecondMoments": whitening.SecondMoments,
+    "FeatureMoments": whitening.FeatureMoments, "SecondMomentMatrix": whitening.SecondMomentMatrix,
+    "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
+    "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,
+    "Affine": Affine,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARTS = (Whitening, Affine)  # what queries are made of
+_PARTS = (whitening.Whitening, Affine)  # what queries are made of
 _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
@@ -251,7 +220,7 @@ def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
     return _pack(query, arrays), arrays
 
 
-def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
+def unpack(fields: object, arrays: Mapping[str, Array], like: Vector) -> Query:
     """The query of :func:`pack`; vectors become what ``like`` is, numpy or torch."""
     query: Query = _unpack(fields, arrays, like)
     if type(query) not in _NAMES or isinstance(query, _PARTS):
@@ -259,7 +228,7 @@ def unpack(fields: Any, arrays: Mapping[str, Array], like: Vector) -> Query:
     return query
 
 
-def _pack(value: Any, arrays: dict[str, Array]) -> Any:
+def _pack(value: object, arrays: dict[str, Array]) -> Any:
     if isinstance(value, Relation):
         return {"relation": str(value)}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -269,7 +238,7 @@ def _pack(value: Any, arrays: dict[str, Array]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_pack(item, arrays) for item in value]
     kind = _NAMES.get(type(value))
-    if kind is not None:
+    if kind is not None and dataclasses.is_dataclass(value):
         fields = (f.name for f in dataclasses.fields(value) if f.init)
         return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
     array = value if isinstance(value, np.ndarray) else _from_torch(value)
@@ -285,7 +254,7 @@ def _from_torch(value: Any) -> Array:
     return array
 
 
-def _unpack(value: Any, arrays: Mapping[str, Array], like: Vector) -> Any:
+def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
     if isinstance(value, list):
         return tuple(_unpack(item, arrays, like) for item in value)
     if not isinstance(value, dict):
@@ -331,7 +300,7 @@ def template(asked: Asked, relation: Relation) -> tuple[Query, Template]:
     return query, json.loads(json.dumps(found))
 
 
-def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:
+def _leaves(fields: object, arrays: Mapping[str, Array], path: str = "query") -> Iterator[tuple[str, Any]]:
     """Every number, word and array of a packed query, by its path."""
     if isinstance(fields, dict) and "array" in fields:
         name = fields["array"]
@@ -346,7 +315,7 @@ def _leaves(fields: Any, arrays: Mapping[str, Array], path: str = "query") -> It
         yield path, fields
 
 
-def template_mismatch(templates: Sequence[Template], fields: Any, arrays: Mapping[str, Array]) -> str | None:
+def template_mismatch(templates: Sequence[Template], fields: object, arrays: Mapping[str, Array]) -> str | None:
     """Why a packed query fits none of the templates, or ``None`` if it fits one.
 
     >>> template_mismatch([{"query.kind": "Gradient", "query.clip": 1.0}], {"kind": "Gradient", "clip": 9.0}, {})
@@ -363,7 +332,7 @@ def template_mismatch(templates: Sequence[Template], fields: Any, arrays: Mappin
     return reason
 
 
-def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
+def _difference(allowed: Template, given: Mapping[str, object]) -> str | None:
     if set(allowed) != set(given):
         kinds = allowed.get("query.kind"), given.get("query.kind")
         return f"query {kinds[1]!r} has other fields than the plan's {kinds[0]!r}"
@@ -382,7 +351,7 @@ def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _other_array(planned: list[Any], value: Any) -> str | None:
+def _other_array(planned: list[Any], value: object) -> str | None:
     pinned = planned[-1]["sha256"] if isinstance(planned[-1], dict) else None
     shape = tuple(planned[1:] if pinned is None else planned[1:-1])
     if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind != "f":
@@ -398,5 +367,5 @@ def _digest(array: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(array, "<f8").tobytes()).hexdigest()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

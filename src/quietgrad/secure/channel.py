@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -48,7 +49,6 @@ class FrameType(IntEnum):
     PRESENT = 8  # servers, mpc: server to server: whose shares arrived
     PARTIAL = 9  # servers, mpc: server to the first server
     NOISE = 10  # mpc: server to the previous server
-    RESULT = 11  # the released sum
 
 
 class ReceivedMessage(NamedTuple):
@@ -63,33 +63,24 @@ class ReceivedMessage(NamedTuple):
 
 @dataclass
 class TranscriptRecorder:
-    """A recorder of what roles saw, for tests: it keeps every decrypted message in memory."""
+    """Keeps every decrypted message that roles received, for tests."""
 
     seen: list[ReceivedMessage] = field(default_factory=list)
 
     def of(self, role: str, kind: FrameType | None = None) -> list[ReceivedMessage]:
-        """What ``role`` received, optionally of one kind."""
         return [s for s in self.seen if s.role == role and (kind is None or s.kind == kind)]
 
 
 def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
-    """32 bytes of HKDF-SHA-256."""
     return HKDF(algorithm=hashes.SHA256(), length=32, salt=salt, info=info).derive(secret)
 
 
 class Channel:
-    """One end of an authenticated channel between two numbered roles.
-
-    Args:
-        secret: the pair's shared secret.
-        run: 16 bytes that name the run.
-        me, peer: roster numbers.
-        peer_name: how to call the peer in errors.
-        limit: largest payload accepted, in bytes.
+    """One end of an authenticated channel between two numbered roles; ``limit`` is the largest payload in bytes.
 
     >>> a = Channel(b"s" * 32, bytes(16), 0, 1, "b", limit=100)
     >>> b = Channel(b"s" * 32, bytes(16), 1, 0, "a", limit=100)
-    >>> bytes(b.open(FrameType.RESULT, 7, a.seal(FrameType.RESULT, 7, b"hello")))
+    >>> bytes(b.open(FrameType.SHARE, 7, a.seal(FrameType.SHARE, 7, b"hello")))
     b'hello'
     """
 
@@ -130,9 +121,8 @@ class Channel:
         if counter <= self._received:
             raise ProtocolError(self.peer_name, f"frame {counter} is a replay or out of order")
         if (its_kind, its_round) != (kind, round):
-            raise ProtocolError(
-                self.peer_name, f"frame is kind {its_kind} of round {its_round}, not {kind.name} of {round}"
-            )
+            what = f"kind {its_kind} of round {its_round}, not {kind.name} of round {round}"
+            raise ProtocolError(self.peer_name, f"frame is {what}")
         self._received = counter
         return payload
 
@@ -146,6 +136,8 @@ class Endpoint:
         terms: the agreed terms.
         run: the name of the run; a new one for every run (16 random bytes are good).
         view: a recorder, in tests.
+        seed: fixes the noise of a role that adds some, for tests only; masks and neighbours stay fresh.
+        noise: this role's noise, if it goes on from an earlier set-up.
     """
 
     def __init__(
@@ -156,26 +148,26 @@ class Endpoint:
         run: bytes,
         *,
         view: TranscriptRecorder | None = None,
+        seed: int | None = None,
+        noise: NoiseShare | None = None,
     ) -> None:
         if len(roster.names) != terms.parties + terms.server_count:
-            raise ValueError(
-                f"roster of {len(roster.names)}: must be {terms.parties} parties and "
-                f"{terms.server_count} server(s)."
-            )
+            needed = f"{terms.parties} parties and {terms.server_count} server(s)"
+            raise ValueError(f"roster of {len(roster.names)}: must be {needed}.")
         if identity.public != roster.keys[roster.index(identity.name)]:
             raise ValueError(f"{identity.name}: the roster has another key under this name.")
         self.name, self.me, self.roster, self.terms = identity.name, roster.index(identity.name), roster, terms
         self.context = hashlib.sha256(terms.digest(run) + roster.digest).digest()
-        self._identity, self._view = identity, view
+        self._identity, self._view, self._seed, self._given_noise = identity, view, seed, noise
         self._exchange = X25519PrivateKey.generate()
         self._channels: dict[int, Channel] = {}
+        self._begin()
         self.picks = self._draw()
         public = self._exchange.public_key().public_bytes_raw()
         self.hello = write_hello(identity, roster, self.context, public, self.picks)
 
     @property
     def servers(self) -> range:
-        """Roster numbers of the servers."""
         return range(self.terms.parties, len(self.roster.names))
 
     def meet(self, hellos: Iterable[bytes]) -> None:
@@ -197,12 +189,18 @@ class Endpoint:
                 raise ProtocolError(self.roster.names[peer], "hello has a degenerate exchange key") from error
             first, second = sorted([self.hello, bytes(hello)])
             secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
-            limit = 8 * self.terms.dimension + 512 * len(self.roster.names) + 1024
-            limit = max(limit, self._noise_limit())
+            limit = max(8 * self.terms.dimension + 512 * len(self.roster.names) + 1024, self._noise_limit())
             self._met(known, secret, bytes(hello))  # refuses what this role cannot use, before anything is kept
             self._channels[peer] = Channel(
                 secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=limit
             )
+
+    @cached_property
+    def _noise_share(self) -> NoiseShare:
+        return self._given_noise or NoiseShare(self.terms, self.me, self._seed)
+
+    def _begin(self) -> None:
+        """Hook: what a role keeps, before any round."""
 
     def _draw(self) -> tuple[int, ...]:
         """Hook: the neighbours that are signed in the hello."""
@@ -249,39 +247,28 @@ class NoiseShare:
     A correlated share is a real Gaussian one, made by the recursion of
     :class:`~quietgrad.privacy.correlated.NoiseRecurrence` and rounded to the grid. It belongs to the run and not
     to the keys of one set-up: round t is row t, also if rounds in between were missed or lost. A role that
-    restarts with a new key begins an independent share, which protects as well (``docs/correlated.md``, absences)
-    and cancels nothing of the old one; what must never happen is that one round is answered under two keys.
-
-    Args:
-        terms: the run's terms; they fix the share's σ in grid units.
-        role: the role's roster number.
-        seed: for tests: the noise is then a function of (seed, role, round) and hides nothing.
-        key: 32 secret bytes that survive a restart; fresh ones unless given.
+    restarts with a new key begins an independent share, which protects as well (``docs/correlated.md``, absences);
+    one round must never be answered under two keys. With a seed, for tests, the noise hides nothing.
     """
 
     def __init__(self, terms: SecureSumConfig, role: int, seed: int | None, key: bytes | None = None) -> None:
         if seed is not None:
             key = hashlib.sha256(seed_key(seed) + role.to_bytes(4, "big")).digest()
         key = fresh_key() if key is None else key
-        self._stream = SecureStream(key, "noise share")
-        self._dimension = terms.dimension
-        self._sigma = terms.share_sigma if terms.sigma > 0.0 else 0.0
+        self._stream, self._last, self._correlated = SecureStream(key, "noise share"), -1, terms.correlated
+        self._dimension, self._sigma = terms.dimension, terms.share_sigma if terms.sigma > 0.0 else 0.0
         self._rows = None if terms.correlated is None else terms.correlated.rows(key, "noise share")
-        self._releases = None if terms.correlated is None else terms.correlated.releases
-        self._sampler = discrete_gaussian(self._sigma) if self._sigma and self._rows is None else None
-        self._last = -1
 
     def draw(self, t: int) -> Words:
         """The share of round t as words mod 2^64; a round draws once and rounds only go up."""
         if t <= self._last:
             raise ValueError(f"round {t}: its noise was already drawn; a retried round needs a new number.")
-        if self._releases is not None and t >= self._releases:
-            raise ValueError(f"round {t}: the correlated noise was made for {self._releases} rounds.")
+        if self._correlated is not None and t >= self._correlated.releases:
+            raise ValueError(f"round {t}: the correlated noise was made for {self._correlated.releases} rounds.")
         self._last = t
         if not self._sigma:
             return np.zeros(self._dimension, np.uint64)
         if self._rows is not None:
             # Reals are combined first and rounded once: integers combined with fractions would bare residues.
             return np.rint(self._sigma * self._rows.row(t, self._dimension)).astype(np.int64).view(np.uint64)
-        assert self._sampler is not None
-        return self._sampler.sample(self._stream, t, self._dimension).view(np.uint64)
+        return discrete_gaussian(self._sigma).sample(self._stream, t, self._dimension).view(np.uint64)

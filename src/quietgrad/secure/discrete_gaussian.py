@@ -54,11 +54,8 @@ class AliasTable:
     def masses(self) -> list[int]:
         """The exact mass of every value, in units of 2^−(b + λ)."""
         full = 1 << self.word_bits
-        out = [0] * self.alias.size
-        for column, (threshold, other) in enumerate(
-            zip(self.thresholds.tolist(), self.alias.tolist(), strict=True)
-        ):
-            out[column] += threshold
+        out: list[int] = self.thresholds.tolist()
+        for threshold, other in zip(self.thresholds.tolist(), self.alias.tolist(), strict=True):
             out[other] += full - threshold
         return out
 
@@ -68,11 +65,7 @@ class AliasTable:
 
 
 def alias_table(masses: list[int], word_bits: int) -> AliasTable:
-    """Build the table whose masses are exactly the given whole numbers (Vose 1991, in integers).
-
-    Args:
-        masses: 2^b whole numbers that add up to 2^(b + λ).
-        word_bits: λ ≤ 64.
+    """Build the table whose masses are exactly the given 2^b whole numbers (Vose 1991, in integers).
 
     >>> alias_table([5, 1, 1, 1], word_bits=1).masses()
     [5, 1, 1, 1]
@@ -101,13 +94,7 @@ def gaussian_masses(sigma: float, top: int, total: int, *, magnitudes: bool = Fa
 
     Every mass is rounded down and the remainder, at most one unit per value, goes to 0, so the total variation
     to the cut Gaussian is at most (number of values)/total. ρ(k+1)/ρ(k) = exp(−(2k+1)/2σ²) makes each weight
-    one multiplication of 256-bit fixed-point numbers.
-
-    Args:
-        sigma: σ > 0.
-        top: largest magnitude.
-        total: what the masses add up to.
-        magnitudes: give the masses of |X| for 0…top instead of those of X for −top…top.
+    one multiplication of 256-bit fixed-point numbers. ``magnitudes`` gives the masses of |X| for 0…top.
 
     >>> gaussian_masses(0.8, 2, 1000)
     [21, 228, 502, 228, 21]
@@ -151,13 +138,10 @@ def smoothing_error(sigma_1: float, c: int, sigma_2: float) -> float:
 
 @dataclass(frozen=True)
 class DiscreteGaussian:
-    """The discrete Gaussian N_Z(0, σ²) for any σ > 0, as tables joined by X₁ + c·X₂ with c = 512.
+    """The discrete Gaussian N_Z(0, σ²) for any σ > 0 in grid units, as tables joined by X₁ + c·X₂ with c = 512.
 
     ``support`` bounds every draw, ``total_variation`` bounds the distance of one draw from the ideal
     distribution: cut tails, masses rounded to 2⁻⁶⁴ of a column, and the joints.
-
-    Args:
-        sigma: σ in units of the grid.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> noise = DiscreteGaussian(2.0**20)
@@ -191,14 +175,11 @@ class DiscreteGaussian:
     def sample(self, stream: SecureStream, block: int, size: int) -> npt.NDArray[np.int64]:
         """Draw ``size`` numbers from one block of a stream; a block must serve one draw only."""
         quarter = (size + 3) // 4  # four 16-bit columns in a word
-        words = stream.uint64(block, len(self.parts) * (size + quarter))
+        words = stream.uint64(block, len(self.parts) * (size + quarter)).reshape(len(self.parts), -1)
         out = np.zeros(size, np.int64)
-        for i, (scale, table) in enumerate(self.parts):
-            start = i * (size + quarter)
-            columns = words[start + size : start + size + quarter].view(np.uint16)[:size]
-            columns = columns & np.uint16(table.alias.size - 1)
-            draw = table.choose(columns, words[start : start + size])
-            out += scale * (draw - (table.alias.size // 2 - 1))
+        for row, (scale, table) in zip(words, self.parts, strict=True):
+            columns = row[size:].view(np.uint16)[:size] & np.uint16(table.alias.size - 1)
+            out += scale * (table.choose(columns, row[:size]) - (table.alias.size // 2 - 1))
         return out
 
 
@@ -229,12 +210,6 @@ _HALF_RING = 1 << 63
 
 def encode(vector: npt.ArrayLike, *, dimension: int, bound: float, step: float) -> Words:
     """Clip to the L2 ball of radius ``bound``, round to the grid, and return words mod 2^64.
-
-    Args:
-        vector: ``dimension`` finite numbers.
-        dimension: the agreed length d.
-        bound: the agreed L2 bound of one party's vector.
-        step: the grid's step.
 
     >>> encode([0.5, -0.25], dimension=2, bound=1.0, step=0.25).view(np.int64).tolist()
     [2, -1]
@@ -270,8 +245,8 @@ def require_headroom(*, parties: int, bound: float, step: float, noise_support: 
     largest = parties * (math.ceil(min(units, 2.0**70)) + 2) + noise_support
     if units >= 2.0**49 or largest >= _HALF_RING:
         raise ValueError(
-            f"bound={bound!r} is {units:.3g} grid steps of {step:.3g}; one vector may have 2^49 and the sum of "
-            f"{parties} parties must stay below 2^63. Raise the noise or lower the bound."
+            f"bound={bound!r} is {units:.3g} grid steps: one vector may have 2^49, and {parties} together 2^63. "
+            "Raise the noise or lower the bound."
         )
     return largest
 

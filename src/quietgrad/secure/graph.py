@@ -85,13 +85,7 @@ class CommunicationGraph:
 
 @dataclass(frozen=True)
 class MaskingNeighbours:
-    """One party's neighbours who said hello, in the order of the roster.
-
-    Args:
-        holders: who holds shares of hers.
-        dealers: whose shares she holds.
-        partners: the parties with which she exchanges pairwise masks.
-    """
+    """One party's neighbours who said hello: who holds her shares, whose she holds, and her mask partners."""
 
     holders: tuple[int, ...]
     dealers: tuple[int, ...]
@@ -120,32 +114,24 @@ def masking_neighbours(
     if graph.complete:
         others = {i: tuple(j for j in sorted(picks) if j != i) for i in picks}
         return {i: MaskingNeighbours(rest, rest, rest) for i, rest in others.items()}
-    dealers: dict[int, set[int]] = {i: set() for i in picks}
-    partners: dict[int, set[int]] = {i: set() for i in picks}
+    holders, dealers, partners = ({i: set[int]() for i in picks} for _ in range(3))
     for i, chosen in picks.items():
         for rank, j in enumerate(chosen):
             if j in picks:
+                holders[i].add(j)
                 dealers[j].add(i)
                 if rank < graph.partners:
                     partners[i].add(j)
                     partners[j].add(i)
-    return {
-        i: MaskingNeighbours(
-            tuple(sorted(j for j in chosen if j in picks)), tuple(sorted(dealers[i])), tuple(sorted(partners[i]))
-        )
-        for i, chosen in picks.items()
-    }
+    kinds = holders, dealers, partners
+    return {i: MaskingNeighbours(*(tuple(sorted(each[i])) for each in kinds)) for i in picks}
 
 
 @lru_cache(maxsize=256)
 def choose_graph(parties: int, colluders: int, dropouts: int, neighbours: int | None = None) -> CommunicationGraph:
     """Choose the smallest neighbourhoods that keep the bounds; all parties if they are few.
 
-    Args:
-        parties: m.
-        colluders: c, how many may work with the server.
-        dropouts: x, how many may be missing from a sum.
-        neighbours: k, if it is given; refused when the bounds are not kept.
+    A given number of ``neighbours`` is refused when the bounds are not kept.
     """
     if neighbours is not None and neighbours != parties - 1:
         graph = _sparse(parties, colluders, dropouts, neighbours) if 1 <= neighbours < parties else None
@@ -159,53 +145,38 @@ def choose_graph(parties: int, colluders: int, dropouts: int, neighbours: int | 
         for k in range(2, (parties - 1) // 2 + 1):
             if (graph := _sparse(parties, colluders, dropouts, k)) is not None:
                 return graph
-    return CommunicationGraph(
-        parties,
-        parties - 1,
-        parties - 1,
-        colluders,
-        _threshold(parties, colluders, dropouts),
-        failure=0.0,
-        lost=0.0,
-    )
+    threshold, others = _threshold(parties, colluders, dropouts), parties - 1
+    return CommunicationGraph(parties, others, others, colluders, threshold, failure=0.0, lost=0.0)
 
 
 def _sparse(m: int, c: int, x: int, k: int) -> CommunicationGraph | None:
-    near = next(j for j in range(k + 1) if _log2(m) + log2_tail(m - 1, c, k, j) <= -PRIVACY_BITS)
+    some = math.log2(m)  # a union bound over the parties
+    near = next(j for j in range(k + 1) if some + log2_tail(m - 1, c, k, j) <= -PRIVACY_BITS)
     threshold = (k + 1 + near) // 2 + 1
     gone = max(x, math.ceil(m / 20))
-    if threshold > k or (lost := _log2(m) + log2_tail(m - 1, gone, k, k - threshold)) > -LOSS_BITS:
+    if threshold > k or (lost := some + log2_tail(m - 1, gone, k, k - threshold)) > -LOSS_BITS:
         return None
     for partners in range(1, k + 1):
         if (cut := log2_cut(m, c + x, partners)) <= -PRIVACY_BITS:
-            shares = _log2(m) + log2_tail(m - 1, c, k, near)
-            return CommunicationGraph(
-                m, k, partners, near, threshold, failure=2.0**shares + 2.0**cut, lost=2.0**lost
-            )
+            failure = 2.0 ** (some + log2_tail(m - 1, c, k, near)) + 2.0**cut
+            return CommunicationGraph(m, k, partners, near, threshold, failure, lost=2.0**lost)
     return None
 
 
 def log2_tail(population: int, marked: int, drawn: int, above: int) -> float:
     """log₂ P(more than ``above`` of ``drawn`` are marked), drawn without replacement."""
-    most = min(marked, drawn)
-    terms = [
-        _log2_choose(marked, j) + _log2_choose(population - marked, drawn - j) - _log2_choose(population, drawn)
-        for j in range(above + 1, most + 1)
-        if drawn - j <= population - marked
-    ]
-    return _log2_sum(terms)
+    rest, least = population - marked, max(above + 1, drawn - (population - marked))
+    terms = [_log2_choose(marked, j) + _log2_choose(rest, drawn - j) for j in range(least, min(marked, drawn) + 1)]
+    return _log2_sum([term - _log2_choose(population, drawn) for term in terms])
 
 
 def log2_cut(parties: int, removed: int, partners: int) -> float:
     """log₂ of the union bound on a cut among those who are left (see the module's docstring)."""
-    left = parties - removed
-    all_picks = _log2_choose(parties - 1, partners)
-    terms = []
-    for a in range(1, left // 2 + 1):
-        if partners <= a - 1 + removed:
-            inside = _log2_choose(a - 1 + removed, partners) - all_picks
-            outside = _log2_choose(parties - 1 - a, partners) - all_picks
-            terms.append(_log2_choose(left, a) + a * inside + (left - a) * outside)
+    left, all_picks, terms = parties - removed, _log2_choose(parties - 1, partners), []
+    for a in range(max(1, partners + 1 - removed), left // 2 + 1):
+        inside = _log2_choose(a - 1 + removed, partners) - all_picks
+        outside = _log2_choose(parties - 1 - a, partners) - all_picks
+        terms.append(_log2_choose(left, a) + a * inside + (left - a) * outside)
     return _log2_sum(terms)
 
 
@@ -239,12 +210,7 @@ def _threshold(m: int, c: int, x: int) -> int:
     T ≤ m − x, so that the x who may drop can be done without.
     """
     least = (m + c) // 2 + 1
-    fits = (t for t in range(least, m - x + 1) if left_out(m, c, x, t) <= x)
-    return next(fits, least)
-
-
-def _log2(n: int) -> float:
-    return math.log2(n)
+    return next((t for t in range(least, m - x + 1) if left_out(m, c, x, t) <= x), least)
 
 
 def _log2_choose(n: int, k: int) -> float:

@@ -22,19 +22,13 @@ from quietgrad.errors import QuietgradError
 
 
 class ProtocolError(QuietgradError, RuntimeError):
-    """A message or a request that the protocol does not allow; the round is aborted and nothing is released.
-
-    Args:
-        party: the name of the one whose message was refused.
-        reason: what was wrong with it.
-    """
+    """A message or a request of ``party`` that the protocol does not allow; nothing of the round is released."""
 
     code = "QG-PROTOCOL"
 
     def __init__(self, party: str, reason: str) -> None:
         super().__init__(f"{party}: {reason}")
-        self.party = party
-        self.reason = reason
+        self.party, self.reason = party, reason
 
 
 class DropoutError(ProtocolError):
@@ -68,12 +62,7 @@ _HELLO_DOMAIN = b"quietgrad hello 2\0"
 
 
 class Identity:
-    """A name and its long-term Ed25519 signing key.
-
-    Args:
-        name: unique within a roster.
-        secret: 32 bytes from :meth:`secret_bytes`; a new key when left out.
-    """
+    """A name and its long-term Ed25519 signing key; a new key unless ``secret`` is one of :meth:`secret_bytes`."""
 
     def __init__(self, name: str, secret: bytes | None = None) -> None:
         self.name = name
@@ -83,23 +72,20 @@ class Identity:
     def __repr__(self) -> str:
         return f"Identity({self.name!r})"  # never the key
 
+    def __reduce__(self) -> tuple[type[Identity], tuple[str, bytes]]:
+        return Identity, (self.name, self.secret_bytes())  # to a child process of its owner
+
     def secret_bytes(self) -> bytes:
         """The secret key, for a file that only its owner may read."""
         return self._key.private_bytes_raw()
 
     def sign(self, message: bytes) -> bytes:
-        """Sign ``message``."""
         return self._key.sign(message)
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Names and public keys of all roles in a run: the parties first, then the server(s).
-
-    Args:
-        names: unique, at most 65 535.
-        keys: their Ed25519 public keys, 32 bytes each.
-    """
+    """Names and Ed25519 public keys of all roles in a run: the parties first, then the server(s)."""
 
     names: tuple[str, ...]
     keys: tuple[bytes, ...]
@@ -116,7 +102,6 @@ class Roster:
         return cls(tuple(i.name for i in identities), tuple(i.public for i in identities))
 
     def index(self, name: str) -> int:
-        """The number of ``name`` in this roster."""
         if name not in self._numbers:
             raise ValueError(f"{name!r} is not on the roster: {', '.join(self.names)}.")
         return self._numbers[name]
@@ -132,12 +117,9 @@ class Roster:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the names and keys in order."""
-        hasher = hashlib.sha256(b"quietgrad roster 1\0")
-        for name, key in zip(self.names, self.keys, strict=True):
-            text = name.encode()
-            hasher.update(len(text).to_bytes(4, "big") + text + key)
-        return hasher.digest()
+        rows = [(name.encode(), key) for name, key in zip(self.names, self.keys, strict=True)]
+        body = b"".join(len(name).to_bytes(4, "big") + name + key for name, key in rows)
+        return hashlib.sha256(b"quietgrad roster 1\0" + body).digest()
 
 
 class Hello(NamedTuple):
@@ -158,7 +140,6 @@ def write_hello(
 
 
 def read_hello(hello: bytes, roster: Roster, context: bytes) -> Hello:
-    """Verify a hello."""
     if len(hello) < _HELLO.size + _SIGNATURE:
         raise ProtocolError("hello", f"has {len(hello)} bytes, too few")
     magic, sender, theirs, exchange_key, count = _HELLO.unpack_from(hello)
@@ -184,9 +165,13 @@ def is_signed(key: bytes, signature: bytes, message: bytes) -> bool:
     return True
 
 
+def in_round(domain: bytes, context: bytes, t: int, body: bytes) -> bytes:
+    """What is signed of a statement in round t: it counts in no other run, round or place."""
+    return domain + context + t.to_bytes(8, "big") + body
+
+
 _DOMAIN = b"quietgrad survivors 1\0"
-_EMPTY = bytes(8 + 32 + 32 + 64)
-WITNESS_BYTES = len(_EMPTY)
+WITNESS_BYTES = 8 + 32 + 32 + 64
 
 
 def pack_members(members: tuple[int, ...], parties: int) -> bytes:
@@ -233,35 +218,25 @@ class SurvivorAttestation(NamedTuple):
 
     @classmethod
     def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> SurvivorAttestation:
-        """Sign the survivors of round t."""
-        digest = hashlib.sha256(bitmap).digest()
-        return cls(t, context, digest, identity.sign(_bound(context, t, digest)))
+        body = in_round(_DOMAIN, context, t, hashlib.sha256(bitmap).digest())
+        return cls.of(context, t, bitmap, identity.sign(body))
 
     def is_from(self, key: bytes) -> bool:
-        """Whether the owner of ``key`` signed it."""
-        return is_signed(key, self.signature, _bound(self.context, self.round, self.digest))
+        return is_signed(key, self.signature, in_round(_DOMAIN, self.context, self.round, self.digest))
 
     def contradicts(self, other: SurvivorAttestation | None) -> bool:
         """Whether the two are about the same round and say different things."""
-        if other is None or (self.round, self.context) != (other.round, other.context):
-            return False
-        return self.digest != other.digest
+        same = other is not None and (self.round, self.context) == (other.round, other.context)
+        return same and other is not None and self.digest != other.digest
 
-    def pack(self) -> bytes:
-        """As bytes."""
-        return (self.round + 1).to_bytes(8, "big") + self.context + self.digest + self.signature
+    @staticmethod
+    def pack(witness: SurvivorAttestation | None) -> bytes:
+        """As bytes of a fixed length; all zeros if there was no earlier round."""
+        if witness is None:
+            return bytes(WITNESS_BYTES)
+        return (witness.round + 1).to_bytes(8, "big") + witness.context + witness.digest + witness.signature
 
     @staticmethod
     def unpack(data: bytes) -> SurvivorAttestation | None:
-        """From :meth:`pack`; None for all zeros: there was no earlier round."""
         t = int.from_bytes(data[:8], "big")
         return SurvivorAttestation(t - 1, data[8:40], data[40:72], data[72:]) if t else None
-
-
-def pack_attestation(witness: SurvivorAttestation | None) -> bytes:
-    """As bytes of a fixed length."""
-    return _EMPTY if witness is None else witness.pack()
-
-
-def _bound(context: bytes, t: int, digest: bytes) -> bytes:
-    return _DOMAIN + context + t.to_bytes(8, "big") + digest

@@ -1,8 +1,4 @@
-"""Secure sums in one process: every role, every frame and every key of the real protocols, without a network.
-
-``SecureSession`` sets the roles up once and sums round after round, as a federated curator does;
-``secure_sum`` is one round of it.
-"""
+"""Secure sums in one process: every role, every frame and every key of the real protocols, without a network."""
 
 from __future__ import annotations
 
@@ -17,9 +13,8 @@ from quietgrad.secure.channel import TranscriptRecorder
 from quietgrad.secure.discrete_gaussian import Vector
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.masking import MaskingParty, MaskingServer
-from quietgrad.secure.servers import SharingParty, SumServer
+from quietgrad.secure.servers import NoiseServer, SharingParty, SumServer, run_together
 from quietgrad.secure.terms import Mode, SecureSumConfig
-from quietgrad.secure.three_party import NoiseServer, run_together
 
 
 class SecureSession:
@@ -45,87 +40,81 @@ class SecureSession:
         view: TranscriptRecorder | None = None,
     ) -> None:
         parties = list(names) if names is not None else [f"party-{i + 1}" for i in range(terms.parties)]
-        servers = ["server"] if terms.mode == "masks" else [f"server-{k + 1}" for k in range(terms.server_count)]
+        servers = ["server"] if terms.masked else [f"server-{k + 1}" for k in range(terms.server_count)]
         people = [Identity(name) for name in parties + servers]
         roster, run = Roster.of(people), os.urandom(16)
-        self.terms, self.round = terms, -1
-        self._prepared = -1
-        self._mask_parties: list[MaskingParty] = []
-        self._sharing_parties: list[SharingParty] = []
-        self._sum_servers: list[SumServer] = []
         holders, others = people[: terms.parties], people[terms.parties :]
-        if terms.mode == "masks":
-            self._mask_parties = [MaskingParty(p, roster, terms, run, view=view, seed=seed) for p in holders]
-            self._mask_server = MaskingServer(others[0], roster, terms, run, view=view)
-            self._mask_server.meet([party.hello for party in self._mask_parties])
-            hellos = self._mask_server.introductions()
-            for party in self._mask_parties:
-                party.meet(hellos[party.me])
+        self.terms, self.round, self._prepared = terms, -1, -1
+        self._roles: _Masked | _Shared
+        if terms.masked:
+            self._roles = _Masked(
+                [MaskingParty(each, roster, terms, run, view=view, seed=seed) for each in holders],
+                MaskingServer(others[0], roster, terms, run, view=view),
+            )
         else:
             kind = NoiseServer if terms.mode == "mpc" else SumServer
-            self._sharing_parties = [SharingParty(p, roster, terms, run, view=view) for p in holders]
-            self._sum_servers = [kind(p, roster, terms, run, view=view, seed=seed) for p in others]
-            of_servers = [server.hello for server in self._sum_servers]
-            for sharer in self._sharing_parties:
-                sharer.meet(of_servers)
-            for server in self._sum_servers:
-                server.meet([*of_servers, *(sharer.hello for sharer in self._sharing_parties)])
+            self._roles = _Shared(
+                [SharingParty(each, roster, terms, run, view=view) for each in holders],
+                [kind(each, roster, terms, run, view=view, seed=seed) for each in others],
+            )
 
     def prepare(self) -> None:
         """Do what the next round needs before there are data: masks, or the three servers' noise."""
-        if self._prepared > self.round:
-            return
-        self._prepared = t = self.round + 1
-        if self.terms.mode == "masks":
-            delivery = self._mask_server.relay(t, {p.me: p.prepare(t) for p in self._mask_parties})
-            for party in self._mask_parties:
-                party.deliver(t, delivery[party.me])
-        elif self.terms.mode == "mpc":
-            run_together([s.prepare(t) for s in self._sum_servers if isinstance(s, NoiseServer)])
+        if self._prepared == self.round:
+            self._prepared += 1
+            self._roles.prepare(self._prepared)
 
-    def sum(
-        self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64], *, scale: float = 1.0
-    ) -> Vector:
+    def sum(self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64]) -> Vector:
         """The noisy sum of one vector per party; ``None`` stands for a party who drops out of this round.
 
         Every call is a new round and a new release, also after an aborted one.
-
-        Args:
-            vectors: one per party.
-            scale: a public number by which the terms' bound and σ are multiplied in this round, for queries
-                whose clipping bound changes from step to step (SPIDER's differences).
         """
         if len(vectors) != self.terms.parties:
             raise DataError(f"{len(vectors)} vectors: must be one for each of the {self.terms.parties} parties.")
-        if not 0.0 < scale < np.inf:
-            raise ValueError(f"scale={scale!r}: must be a positive number.")
-        given = {i: np.asarray(v, np.float64) / scale for i, v in enumerate(vectors) if v is not None}
+        given = {i: np.asarray(v, np.float64) for i, v in enumerate(vectors) if v is not None}
         self.prepare()
-        self.round = t = self._prepared
-        total = self._sum_masked(t, given) if self.terms.mode == "masks" else self._sum_shared(t, given)
-        return total * scale
+        self.round = self._prepared
+        return self._roles.sum(self.round, given)
 
-    def _sum_masked(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
-        parties, server = self._mask_parties, self._mask_server
-        questions = server.survivors(t, {i: parties[i].submit(t, v) for i, v in vectors.items()})
-        total = server.finish(t, {i: parties[i].reveal(t, question) for i, question in questions.items()})
-        for i, frame in server.results(t, list(vectors)).items():
-            parties[i].result(t, frame)
-        return total
 
-    def _sum_shared(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
-        shares = {i: self._sharing_parties[i].share(t, v) for i, v in vectors.items()}
-        servers = self._sum_servers
-        present = {s.me: s.receive(t, {i: frames[s.me] for i, frames in shares.items()}) for s in servers}
-        partials = {}
-        for s in servers:
-            frame = s.partial(t, {k: frames[s.me] for k, frames in present.items() if k != s.me})
-            if frame is not None:
-                partials[s.me] = frame
-        total = servers[0].finish(t, partials)
-        for i, frame in servers[0].results(t, list(vectors)).items():
-            self._sharing_parties[i].result(t, frame)
-        return total
+class _Masked:
+    def __init__(self, parties: list[MaskingParty], server: MaskingServer) -> None:
+        self.parties, self.server = parties, server
+        server.meet([party.hello for party in parties])
+        hellos = server.introductions()
+        for party in parties:
+            party.meet(hellos[party.me])
+
+    def prepare(self, t: int) -> None:
+        delivery = self.server.relay(t, {party.me: party.prepare(t) for party in self.parties})
+        for party in self.parties:
+            party.deliver(t, delivery[party.me])
+
+    def sum(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
+        questions = self.server.survivors(t, {i: self.parties[i].submit(t, v) for i, v in vectors.items()})
+        return self.server.finish(t, {i: self.parties[i].reveal(t, frame) for i, frame in questions.items()})
+
+
+class _Shared:
+    def __init__(self, parties: list[SharingParty], servers: Sequence[SumServer]) -> None:
+        self.parties, self.servers = parties, servers
+        hellos = [server.hello for server in servers]
+        for party in parties:
+            party.meet(hellos)
+        for server in servers:
+            server.meet([*hellos, *(party.hello for party in parties)])
+
+    def prepare(self, t: int) -> None:
+        if together := [server.prepare(t) for server in self.servers if isinstance(server, NoiseServer)]:
+            run_together(together)
+
+    def sum(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
+        shares = {i: self.parties[i].share(t, v) for i, v in vectors.items()}
+        seen = {s.me: s.receive(t, {i: frames[s.me] for i, frames in shares.items()}) for s in self.servers}
+        partials = {
+            s.me: s.partial(t, {k: frames[s.me] for k, frames in seen.items() if k != s.me}) for s in self.servers
+        }
+        return self.servers[0].finish(t, {k: frame for k, frame in partials.items() if frame is not None})
 
 
 def secure_sum(
@@ -163,20 +152,12 @@ def secure_sum(
     if not rows or rows[0].ndim != 1 or rows[0].size == 0:
         raise DataError("vectors: must be a non-empty list of non-empty one-dimensional vectors.")
     for i, row in enumerate(rows):
-        if row.shape != rows[0].shape:
-            raise DataError(f"vector {i} has shape {row.shape}: all must have the shape {rows[0].shape}.")
-        if not np.isfinite(row).all():
-            raise DataError(f"vector {i}: has a NaN or an infinity.")
+        if row.shape != rows[0].shape or not np.isfinite(row).all():
+            raise DataError(f"vector {i}: must have shape {rows[0].shape} as the first, and no NaN or infinity.")
     if not noise_multiplier >= 0.0:
         raise ValueError(f"noise_multiplier={noise_multiplier!r}: must be ≥ 0. For no noise pass 0.")
+    sigma = float(noise_multiplier) * float(clip)
     terms = SecureSumConfig(
-        mode,
-        parties=len(rows),
-        dimension=rows[0].size,
-        bound=float(clip),
-        sigma=float(noise_multiplier) * float(clip),
-        honest=honest,
-        colluders=colluders,
-        servers=servers,
+        mode, len(rows), rows[0].size, float(clip), sigma, honest=honest, colluders=colluders, servers=servers
     )
     return SecureSession(terms, seed=seed).sum(rows)

@@ -10,7 +10,7 @@ the survivors open b_i; of one who dropped they open the round key, so that her 
 gives one of the two, never both: with 2T > k + 1 + c no server working with c holders has both.
 
     party.prepare(t) → server.relay(t) → party.deliver(t)     may run ahead: it needs no data
-    party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t) → party.result(t)
+    party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t)
 
 Cost per party and round with k neighbours and l partners: 8d + 392k + 295l bytes sent, 2l X25519 exchanges and 2l
 AES streams of 8d bytes.
@@ -19,7 +19,7 @@ AES streams of 8d bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,32 +29,21 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, NoiseShare, TranscriptRecorder, derive
-from quietgrad.secure.discrete_gaussian import Vector, Words, decode, encode
+from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, derive
+from quietgrad.secure.discrete_gaussian import Vector, Words
 from quietgrad.secure.graph import MaskingNeighbours, masking_neighbours
 from quietgrad.secure.identity import (
     WITNESS_BYTES,
     DropoutError,
     Hello,
-    Identity,
     ProtocolError,
-    Roster,
-    SurvivorAttestation,
-    pack_attestation,
     pack_members,
     unpack_members,
 )
-from quietgrad.secure.secret_sharing import (
-    KEY_BYTES,
-    PAIR_BYTES,
-    DealtShares,
-    ShareCommitments,
-    pair_hash,
-    share_hash,
-)
-from quietgrad.secure.terms import SecureSumConfig
+from quietgrad.secure.identity import SurvivorAttestation as Attestation
+from quietgrad.secure.secret_sharing import KEY_BYTES, PAIR_BYTES, SHARE_BYTES, ShareCommitments
 
-_SHARES = 2 * secret_sharing.SHARE_BYTES
+_SHARES = 2 * SHARE_BYTES
 _ENVELOPE = KEY_BYTES + _SHARES + WITNESS_BYTES
 SEALED_BYTES = _ENVELOPE + FRAME_OVERHEAD
 _NOTHING = bytes(_SHARES)
@@ -74,37 +63,19 @@ class _PartyRound:
 
 
 class MaskingParty(Endpoint):
-    """A data holder in a masked sum.
+    """A data holder in a masked sum."""
 
-    Args:
-        identity, roster, terms, run, view: see :class:`~quietgrad.secure.channel.Endpoint`.
-        seed: fixes the noise, for tests only; the masks and neighbours stay fresh.
-        witness: what the server said of the last round that this party helped to open, with other keys.
-        noise: this party's share of the noise if it goes on from an earlier set-up.
-    """
-
-    def __init__(
-        self,
-        identity: Identity,
-        roster: Roster,
-        terms: SecureSumConfig,
-        run: bytes,
-        *,
-        view: TranscriptRecorder | None = None,
-        seed: int | None = None,
-        witness: SurvivorAttestation | None = None,
-        noise: NoiseShare | None = None,
-    ) -> None:
-        super().__init__(identity, roster, terms, run, view=view)
-        self._noise = noise or NoiseShare(terms, self.me, seed)
+    def _begin(self) -> None:
         self._rounds: dict[int, _PartyRound] = {}
-        self._prepared = -1
-        self._server = terms.parties
-        self._picks_of = {self.me: self.picks}
-        self.witness = witness
+        self._prepared, self._server = -1, self.terms.parties
+        self._server_name = self.roster.names[self._server]
+        self._picks_of: dict[int, tuple[int, ...]] = {}
+        self.witness: Attestation | None = None
+        """What the server said of the last round that this party helped to open, perhaps with other keys."""
 
     def _draw(self) -> tuple[int, ...]:
-        return self.terms.graph.draw(self.me)
+        self._picks_of[self.me] = picks = self.terms.graph.draw(self.me)
+        return picks
 
     def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
         if known.sender < self.terms.parties:
@@ -135,11 +106,11 @@ class MaskingParty(Endpoint):
         self._rounds = dict(list(self._rounds.items())[-1:])
         key, self_mask = X25519PrivateKey.generate(), os.urandom(KEY_BYTES)
         public = key.public_key().public_bytes_raw()
-        deal = DealtShares.of(
+        deal = secret_sharing.DealtShares.of(
             key.private_bytes_raw(), public, self_mask, threshold=graph.threshold, holders=graph.neighbours + 1
         )
         self._rounds[t] = _PartyRound(key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]})
-        witness, holders = pack_attestation(self.witness), set(near.holders)
+        witness, holders = Attestation.pack(self.witness), set(near.holders)
         sealed = []
         for j in near.to:
             shares = _NOTHING
@@ -183,21 +154,19 @@ class MaskingParty(Endpoint):
         name = self.roster.names[j]
         if len(envelope) != _ENVELOPE:
             raise ProtocolError(name, "envelope has a wrong length")
-        key_share = envelope[KEY_BYTES : KEY_BYTES + secret_sharing.SHARE_BYTES]
-        self_share = envelope[KEY_BYTES + secret_sharing.SHARE_BYTES : KEY_BYTES + _SHARES]
+        key_share = envelope[KEY_BYTES : KEY_BYTES + SHARE_BYTES]
+        self_share = envelope[KEY_BYTES + SHARE_BYTES : KEY_BYTES + _SHARES]
         if pair is not None:
-            if pair_hash(key_share, self_share) != pair:
+            if secret_sharing.pair_hash(key_share, self_share) != pair:
                 raise ProtocolError(
                     name, f"dealt shares that are not those committed to, or {self._server_name} altered the hashes"
                 )
             state.key_shares[j], state.self_shares[j] = key_share, self_share
-        theirs = SurvivorAttestation.unpack(envelope[KEY_BYTES + _SHARES :])
+        theirs = Attestation.unpack(envelope[KEY_BYTES + _SHARES :])
         if theirs is not None and theirs.contradicts(self.witness):
             if theirs.is_from(self.roster.keys[self._server]):
-                raise ProtocolError(
-                    self._server_name,
-                    f"signed two lists of survivors of round {theirs.round}, one for us and one for {name}",
-                )
+                two = f"two lists of survivors of round {theirs.round}, one for us and one for {name}"
+                raise ProtocolError(self._server_name, f"signed {two}")
             raise ProtocolError(name, f"shows survivors of round {theirs.round} that the server never signed")
         return envelope[:KEY_BYTES]
 
@@ -206,8 +175,7 @@ class MaskingParty(Endpoint):
         state = self._round(t)
         if state.mask is None or state.submitted:
             raise ProtocolError(self.name, f"round {t} is not delivered yet, or was already submitted")
-        words = encode(vector, dimension=self.terms.dimension, bound=self.terms.bound, step=self.terms.step)
-        masked = words + self._noise.draw(t) + state.mask
+        masked = self.terms.encoded(vector) + self._noise_share.draw(t) + state.mask
         state.submitted, state.mask = True, None
         return self._seal(self._server, FrameType.MASKED, t, masked.astype("<u8").tobytes())
 
@@ -221,24 +189,13 @@ class MaskingParty(Endpoint):
         survivors, signature = self._read_members(payload)
         if not state.submitted or not set(survivors) <= set(state.members):
             raise ProtocolError(self._server_name, f"asks to open round {t} for others than its members")
-        told = SurvivorAttestation.of(
-            self.context, t, payload[: -len(signature)] if signature else payload, signature
-        )
+        told = Attestation.of(self.context, t, payload[: len(payload) - len(signature)], signature)
         if not told.is_from(self.roster.keys[self._server]):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
         self.witness, here = told, set(survivors)
         shares = [state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)]
         return self._seal(self._server, FrameType.REVEAL, t, b"".join(shares))
-
-    def result(self, t: int, frame: bytes) -> Vector:
-        """The released sum of round t."""
-        payload = self._open(self._server, FrameType.RESULT, t, frame)
-        return decode(self._words(self._server, payload), self.terms.step)
-
-    @property
-    def _server_name(self) -> str:
-        return self.roster.names[self._server]
 
     def _round(self, t: int) -> _PartyRound:
         if t not in self._rounds:
@@ -250,15 +207,12 @@ class MaskingParty(Endpoint):
         if self.me not in members:
             raise ProtocolError(self._server_name, "names members who are not on the roster, or leaves us out")
         if len(members) < self.terms.least_parties:
-            raise DropoutError(
-                self._missing(members),
-                f"missing; {len(members)} parties are left and the noise needs {self.terms.least_parties}",
-            )
+            left = f"{len(members)} parties are left and the noise needs {self.terms.least_parties}"
+            raise DropoutError(self._missing(members), f"missing; {left}")
         return members, rest
 
 
 def self_mask_words(secret: bytes, t: int, dimension: int) -> Words:
-    """PRG(b) for round t."""
     return SecureStream(secret, "self mask").uint64(t, dimension)
 
 
@@ -285,7 +239,6 @@ class _ServerRound:
     statements: dict[int, ShareCommitments]
     total: Words | None = None
     survivors: tuple[int, ...] = ()
-    opened: bool = False
 
 
 class MaskingServer(Endpoint):
@@ -308,21 +261,9 @@ class MaskingServer(Endpoint):
     >>> questions = server.survivors(0, {p.me: p.submit(0, [0.25 + p.me]) for p in parties})
     >>> server.finish(0, {p.me: p.reveal(0, questions[p.me]) for p in parties}).tolist()
     [1.25]
-    >>> answers = server.results(0, to=[0, 1])
-    >>> parties[0].result(0, answers[0]).tolist()
-    [1.25]
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        roster: Roster,
-        terms: SecureSumConfig,
-        run: bytes,
-        *,
-        view: TranscriptRecorder | None = None,
-    ) -> None:
-        super().__init__(identity, roster, terms, run, view=view)
+    def _begin(self) -> None:
         self._rounds: dict[int, _ServerRound] = {}
         self._hellos: dict[int, bytes] = {}
         self._picks_of: dict[int, tuple[int, ...]] = {}
@@ -338,11 +279,8 @@ class MaskingServer(Endpoint):
 
     def introductions(self) -> dict[int, list[bytes]]:
         """Whose hellos each party needs: those of her neighbours, and the server's."""
-        near = self._neighbourhoods()
-        return {
-            i: [self.hello, *(self._hellos[j] for j in sorted({*hood.to, *hood.source}))]
-            for i, hood in near.items()
-        }
+        near = self._neighbourhoods().items()
+        return {i: [self.hello, *(self._hellos[j] for j in sorted({*hood.to, *hood.source}))] for i, hood in near}
 
     def _neighbourhoods(self) -> dict[int, MaskingNeighbours]:
         if not self._near:
@@ -352,11 +290,8 @@ class MaskingServer(Endpoint):
     def relay(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
         """Take the parties' prepare frames and return what to deliver to each; the absent are left out."""
         self._require(frames, self.terms.least_parties, "prepared")
-        near, graph, size = (
-            self._neighbourhoods(),
-            self.terms.graph,
-            ShareCommitments.size(self.terms.graph.neighbours + 1),
-        )
+        near, graph = self._neighbourhoods(), self.terms.graph
+        size = ShareCommitments.size(graph.neighbours + 1)
         statements: dict[int, ShareCommitments] = {}
         envelopes: dict[int, dict[int, bytes]] = {}
         for i in sorted(frames):
@@ -394,7 +329,7 @@ class MaskingServer(Endpoint):
             total += self._words(i, self._open(i, FrameType.MASKED, t, frames[i]))
         state.total, state.survivors = total, tuple(sorted(frames))
         packed = pack_members(state.survivors, self.terms.parties)
-        payload = packed + SurvivorAttestation.signed(self._identity, self.context, t, packed).signature
+        payload = packed + Attestation.signed(self._identity, self.context, t, packed).signature
         return {i: self._seal(i, FrameType.SURVIVORS, t, payload) for i in state.survivors}
 
     def finish(self, t: int, frames: Mapping[int, bytes]) -> Vector:
@@ -404,8 +339,8 @@ class MaskingServer(Endpoint):
         enough others are left the sum is opened all the same.
         """
         state = self._round(t)
-        if state.total is None or state.opened:
-            raise ProtocolError(self.name, f"round {t} has no submissions yet, or was opened")
+        if state.total is None:
+            raise ProtocolError(self.name, f"round {t} has no submissions yet")
         if self.terms.graph.complete:
             self._require(frames, self.terms.threshold, "revealed")
         self.proved = {}
@@ -414,26 +349,18 @@ class MaskingServer(Endpoint):
         for j in state.members:
             secret = self._opened(state, j, shares[j], set(frames))
             if j in survivors:
-                if secret is None or share_hash(b"mask", secret) != state.statements[j].self_hash:
+                if secret is None or secret_sharing.share_hash(b"mask", secret) != state.statements[j].self_hash:
                     raise self._false_dealer(j)
                 total -= self_mask_words(secret, t, self.terms.dimension)
             else:
                 total -= self._lost_masks(state, t, j, secret, survivors)
-        self.terms.check_sum_norm(total)
-        state.total, state.opened = total, True
-        return decode(total, self.terms.step)
-
-    def results(self, t: int, to: Collection[int]) -> dict[int, bytes]:
-        """The released sum, sealed for each of the given parties; the round is over."""
-        state = self._rounds.pop(t, None)
-        if state is None or state.total is None or not state.opened:
-            raise ProtocolError(self.name, f"round {t} has no result")
-        payload = state.total.astype("<u8").tobytes()
-        return {i: self._seal(i, FrameType.RESULT, t, payload) for i in to}
+        released = self.terms.released(total)
+        del self._rounds[t]
+        return released
 
     def _verified(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
         """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
-        near, graph, size = self._neighbourhoods(), self.terms.graph, secret_sharing.SHARE_BYTES
+        near, graph, size = self._neighbourhoods(), self.terms.graph, SHARE_BYTES
         members, survivors = set(state.members), set(state.survivors)
         found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
         for i in sorted(frames):
@@ -458,9 +385,7 @@ class MaskingServer(Endpoint):
             return secret_sharing.reconstruct(shares, self.terms.threshold)
         name, why = self.roster.names[j], f"{len(shares)} true shares of {self.terms.threshold} needed"
         if self.proved:
-            raise ProtocolError(
-                ", ".join(self.proved), f"returned false shares; of {name}'s secret there are {why}"
-            )
+            raise ProtocolError(", ".join(self.proved), f"returned false shares; of {name}'s there are {why}")
         away = [self.roster.names[i] for i in self._neighbourhoods()[j].holders if i not in here]
         raise DropoutError(away, f"missing; of {name}'s secret there are {why}")
 
@@ -493,6 +418,5 @@ class MaskingServer(Endpoint):
         if any(i not in self._picks_of for i in frames):
             raise ProtocolError(self.name, "frames are keyed by roster numbers of parties that said hello")
         if len(frames) < least:
-            raise DropoutError(
-                self._missing(frames), f"missing; {len(frames)} of {self.terms.parties} {what}, {least} needed"
-            )
+            left = f"{len(frames)} of {self.terms.parties} {what}, {least} needed"
+            raise DropoutError(self._missing(frames), f"missing; {left}")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quietgrad.secure.identity import Identity, is_signed
+from quietgrad.secure.identity import Identity, in_round, is_signed
 
 PRIME = (1 << 257) - 93
 SHARE_BYTES = 33
@@ -108,19 +108,18 @@ class ShareCommitments:
 
     @staticmethod
     def size(holders: int) -> int:
-        """How many bytes a signed statement has."""
         return KEY_BYTES + HASH_BYTES + holders * PAIR_BYTES + SIGNATURE_BYTES
 
     def signed(self, identity: Identity, context: bytes, t: int) -> bytes:
         """The statement and its signature, bound to the run and the round."""
         body = self.public + self.self_hash + b"".join(self.pairs)
-        return body + identity.sign(_bound(context, t, body))
+        return body + identity.sign(in_round(_DOMAIN, context, t, body))
 
     @classmethod
     def read(cls, data: bytes, key: bytes, context: bytes, t: int) -> ShareCommitments | None:
         """A statement signed with ``key`` for this run and round, or None."""
         body, signature = data[:-SIGNATURE_BYTES], data[-SIGNATURE_BYTES:]
-        if not is_signed(key, signature, _bound(context, t, body)):
+        if not is_signed(key, signature, in_round(_DOMAIN, context, t, body)):
             return None
         rest = body[KEY_BYTES + HASH_BYTES :]
         pairs = tuple(rest[i : i + PAIR_BYTES] for i in range(0, len(rest), PAIR_BYTES))
@@ -142,12 +141,7 @@ class DealtShares:
 
     @classmethod
     def of(cls, key: bytes, public: bytes, self_mask: bytes, *, threshold: int, holders: int) -> DealtShares:
-        """Split ``key`` and ``self_mask``."""
         key_shares = tuple(split(key, threshold, holders))
         self_shares = tuple(split(self_mask, threshold, holders))
         pairs = tuple(pair_hash(a, b) for a, b in zip(key_shares, self_shares, strict=True))
         return cls(key_shares, self_shares, ShareCommitments(public, share_hash(b"mask", self_mask), pairs))
-
-
-def _bound(context: bytes, t: int, body: bytes) -> bytes:
-    return _DOMAIN + context + t.to_bytes(8, "big") + body

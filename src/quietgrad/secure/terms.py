@@ -10,17 +10,22 @@ import hashlib
 import json
 import math
 import operator
+import re
+import textwrap
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from quietgrad.secure.discrete_gaussian import (
     SMOOTHING,
+    Vector,
     Words,
     check_length,
     decode,
     discrete_gaussian,
+    encode,
     require_headroom,
     rounded_gaussian_distance,
     smoothing_error,
@@ -65,9 +70,8 @@ class SecureSumConfig:
             may drop in a round.
         servers: K ≥ 2 for ``"servers"``; 3 for ``"mpc"``.
         quorum: servers and mpc: how few parties a sum may have; default all of them.
-        neighbours: masks: k, among how many others each party's secrets are shared. Left out, it is all
-            up to 64 parties and beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph`
-            hold.
+        neighbours: masks: k, among how many others each party's secrets are shared; default all up to 64 parties,
+            beyond that the fewest for which the bounds of :mod:`quietgrad.secure.graph` hold.
         correlated: noise that is correlated over the rounds, in which case σ is that of its innovations; masks and
             servers only. Round t is then release t of it.
 
@@ -102,61 +106,66 @@ class SecureSumConfig:
         # Plain numbers only: the digest must be the same for a numpy integer as for its value.
         for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum", "neighbours"):
             given = getattr(self, name)
-            object.__setattr__(self, name, None if given is None else operator.index(given))
+            self._set(name, None if given is None else operator.index(given))
         for name in ("bound", "sigma"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+            self._set(name, float(getattr(self, name)))
         if not 1 <= self.dimension <= 1 << 25:  # the longest message has 72d bytes and a 32-bit length
             raise ValueError(f"dimension={self.dimension!r}: must be between 1 and 2^25.")
-        if not (0.0 < self.bound < math.inf):
-            raise ValueError(f"bound={self.bound!r}: must be a positive number.")
-        if not (0.0 <= self.sigma < math.inf):
-            raise ValueError(f"sigma={self.sigma!r}: must be ≥ 0; 0 means no noise and no privacy.")
-        if self.mode == "masks":
+        if not (0.0 < self.bound < math.inf and 0.0 <= self.sigma < math.inf):
+            raise ValueError(
+                f"bound={self.bound!r}, sigma={self.sigma!r}: must be > 0 and ≥ 0; 0 means no noise and no privacy."
+            )
+        fewest = 2 if self.masked else 1
+        if not fewest <= self.parties <= _MOST_PARTIES:
+            raise ValueError(f"parties={self.parties}: must be between {fewest} and {_MOST_PARTIES}.")
+        if self.masked:
             self._check_masks()
         else:
             self._check_servers()
         require_headroom(parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support)
 
+    def _set(self, name: str, value: float | None) -> None:
+        object.__setattr__(self, name, value)
+
     def _check_masks(self) -> None:
         m, c = self.parties, self.colluders
-        if not 2 <= m <= _MOST_PARTIES:
-            raise ValueError(f"parties={m}: masks need between 2 and {_MOST_PARTIES} parties.")
         if self.servers is not None or self.quorum is not None:
             raise ValueError("servers and quorum belong to the other modes; masks take honest and colluders.")
         if self.honest is None:
-            object.__setattr__(self, "honest", max(1, m - c))
+            self._set("honest", max(1, m - c))
         h = self.honest
         if h is None or not 1 <= h <= m or not 0 <= c <= m - h:
             raise ValueError(f"honest={h}, colluders={c}: must have honest ≥ 1 and honest + colluders ≤ {m}.")
-        object.__setattr__(self, "neighbours", choose_graph(m, c, m - h - c, self.neighbours).neighbours)
+        self._set("neighbours", choose_graph(m, c, m - h - c, self.neighbours).neighbours)
 
     def _check_servers(self) -> None:
         if self.honest is not None or self.colluders != 1 or self.neighbours is not None:
-            raise ValueError(
-                "honest, colluders and neighbours belong to masks; this mode takes servers and quorum."
-            )
-        if not 1 <= self.parties <= _MOST_PARTIES:
-            raise ValueError(f"parties={self.parties}: must be between 1 and {_MOST_PARTIES}.")
+            raise ValueError("honest, colluders, neighbours belong to masks; this mode takes servers and quorum.")
         if self.servers is None:
-            object.__setattr__(self, "servers", 3 if self.mode == "mpc" else 2)
+            self._set("servers", 3 if self.mode == "mpc" else 2)
         if self.mode == "mpc" and self.servers != 3:
             raise ValueError(f"servers={self.servers}: the computation runs on exactly 3.")
         if not 2 <= self.server_count <= 16:
             raise ValueError(f"servers={self.servers}: must be between 2 and 16.")
         if self.quorum is None:
-            object.__setattr__(self, "quorum", self.parties)
+            self._set("quorum", self.parties)
         if not 1 <= self.least_parties <= self.parties:
             raise ValueError(f"quorum={self.quorum}: must be between 1 and {self.parties}.")
 
     @property
+    def masked(self) -> bool:
+        """Whether one server adds masked vectors; otherwise several add shares."""
+        return self.mode == "masks"
+
+    @property
     def server_count(self) -> int:
         """How many servers there are: 1 aggregator for masks, else K."""
-        return 1 if self.mode == "masks" else int(self.servers or 0)
+        return 1 if self.masked else int(self.servers or 0)
 
     @property
     def least_parties(self) -> int:
         """How few parties a sum may have before the noise or the agreement would be broken."""
-        return int(self.honest or 0) + self.colluders if self.mode == "masks" else int(self.quorum or 0)
+        return (self.honest or 0) + self.colluders if self.masked else int(self.quorum or 0)
 
     @property
     def graph(self) -> CommunicationGraph:
@@ -179,16 +188,15 @@ class SecureSumConfig:
         >>> SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=3).tolerated_dropouts
         4
         """
-        complete = self.mode == "masks" and self.graph.complete
+        complete = self.masked and self.graph.complete
         return self.parties - max(self.least_parties, self.threshold if complete else 0)
 
     @property
     def server_may_deviate(self) -> bool:
         """Masks: whether the noise holds against a server that tells different parties different things.
 
-        Either no party may be missing, or all hold shares of all and T is so large that no
-        combination of lists opens a sum of fewer than the planned honest parties
-        (:func:`quietgrad.secure.graph.left_out`).
+        Either no party may be missing, or all hold shares of all and T is so large that no combination of lists
+        opens a sum of fewer than the planned honest parties (:func:`quietgrad.secure.graph.left_out`).
 
         >>> [SecureSumConfig("masks", 10, 1, 1.0, 1.0, honest=h).server_may_deviate for h in (9, 8, 7, 5)]
         [True, True, True, False]
@@ -196,10 +204,15 @@ class SecureSumConfig:
         m, x = self.parties, self.parties - self.least_parties
         return x == 0 or (self.graph.complete and left_out(m, self.colluders, x, self.threshold) <= x)
 
-    def check_sum_norm(self, total: Words) -> None:
-        """Refuse a sum that no vectors within the bound and no noise can give; see :func:`possible_length`."""
-        most = self.possible_length(self.parties * self.bound)
-        check_length(decode(total, self.step), most)
+    def encoded(self, vector: npt.ArrayLike) -> Words:
+        """One party's vector, clipped to the bound, on the grid."""
+        return encode(vector, dimension=self.dimension, bound=self.bound, step=self.step)
+
+    def released(self, total: Words) -> Vector:
+        """The sum as numbers; raises if no vectors within the bound and no noise can give it."""
+        found = decode(total, self.step)
+        check_length(found, self.possible_length(self.parties * self.bound))
+        return found
 
     def possible_length(self, data: float) -> float:
         """The largest L2 norm that a sum can have, if the data in it have at most ``data``.
@@ -227,35 +240,36 @@ class SecureSumConfig:
         return self.sigma / self.noise_units if self.sigma > 0.0 else self.bound / _EXACT_UNITS
 
     @property
+    def adders(self) -> int:
+        return self.parties if self.masked else self.server_count
+
+    @property
     def share_sigma(self) -> float:
-        """σ, in grid units, of what each noise-adding role draws on its own.
+        """σ, in grid units, of what each of them draws: h masking parties have σ together, each server all of it.
 
         mpc: two honest servers together smooth the coarse noise: each adds variance (1.75c)²/2.
         """
-        if self.mode == "masks":
-            return self.noise_units / math.sqrt(self.honest or 1)
-        return self.noise_units if self.mode == "servers" else SMOOTHING * COARSE_STEP / math.sqrt(2.0)
+        if self.mode == "mpc":
+            return SMOOTHING * COARSE_STEP / math.sqrt(2.0)
+        return self.noise_units / math.sqrt(self.honest or 1)
 
     @property
     def variance_factor(self) -> float:
         """Variance of the noise in the sum ÷ σ²."""
-        if self.mode == "masks":
-            return self.parties / (self.honest or 1)
-        if self.mode == "servers":
-            return float(self.server_count)
-        return 1.0 + (self.share_sigma / self.noise_units) ** 2
+        if self.mode == "mpc":
+            return 1.0 + (self.share_sigma / self.noise_units) ** 2
+        return self.adders / (self.honest or 1)
 
     @property
     def noise_support(self) -> int:
         """The largest magnitude of all noise together, in grid units."""
         if self.sigma == 0.0:
             return 0
-        adders = self.parties if self.mode == "masks" else self.server_count
         if self.correlated is not None:
             largest = 13.0 * float(np.abs(self.correlated.inverse).sum())  # normals reach 13
-            return adders * math.ceil(self.share_sigma * largest + 1.0)
+            return self.adders * math.ceil(self.share_sigma * largest + 1.0)
         coarse = COARSE_TOP * COARSE_STEP if self.mode == "mpc" else 0
-        return adders * discrete_gaussian(self.share_sigma).support + coarse
+        return self.adders * discrete_gaussian(self.share_sigma).support + coarse
 
     def slack(self) -> float:
         """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
@@ -266,20 +280,18 @@ class SecureSumConfig:
         """
         if self.sigma == 0.0:
             return 0.0
+        graph = GRAPHS_PER_RELEASE * self.graph.failure if self.masked else 0.0
         if self.correlated is not None:
-            graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
             return self.dimension * self._fractions(self.correlated) + graph
-        share = discrete_gaussian(self.share_sigma)
+        share, honest = discrete_gaussian(self.share_sigma), self.honest or 1
         if self.mode == "mpc":
             pair = share.sigma * math.sqrt(2.0)
             distance = 2.0 * share.total_variation + smoothing_error(share.sigma, 1, share.sigma)
             distance += smoothing_error(pair, COARSE_STEP, COARSE_SIGMA) + coarse_error()
         else:
-            honest = (self.honest or 1) if self.mode == "masks" else 1
             distance = honest * share.total_variation
             # Adding share k + 1 to the sum of k: the narrower of the two smooths.
             distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
-        graph = GRAPHS_PER_RELEASE * self.graph.failure if self.mode == "masks" else 0.0
         return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
     def _fractions(self, correlated: BufferedToeplitzNoise) -> float:
@@ -291,7 +303,7 @@ class SecureSumConfig:
         λ = (σ²/h)/(h·‖S‖²) units², ‖S‖ ≤ Σc, with any parties present, so their fractions' density is within
         2·exp(−2π²λ) of uniform for every one of them, as the Fourier series of a wrapped Gaussian says.
         """
-        if self.mode == "servers":
+        if not self.masked:
             return 0.0
         spread = self.share_sigma**2 / (self.parties * float(correlated.coefficients().sum()) ** 2)
         return min(1.0, 4.0 * self.parties * math.exp(-2.0 * math.pi**2 * spread))
@@ -303,18 +315,11 @@ class SecureSumConfig:
 
 
 def slack(
-    mode: Mode,
-    *,
-    dimension: int,
-    parties: int,
-    honest: int | None = None,
-    servers: int | None = None,
+    mode: Mode, *, dimension: int, parties: int, honest: int | None = None, servers: int | None = None
 ) -> float:
     """Total variation that one secure sum adds (see :meth:`SecureSumConfig.slack`); the same for every σ > 0."""
-    colluders = 1 if honest is None or honest < parties else 0
-    return SecureSumConfig(
-        mode, parties, dimension, 1.0, 1.0, honest, colluders if mode == "masks" else 1, servers
-    ).slack()
+    colluders = 0 if mode == "masks" and honest == parties else 1
+    return SecureSumConfig(mode, parties, dimension, 1.0, 1.0, honest, colluders, servers).slack()
 
 
 def coarse_error() -> float:
@@ -330,146 +335,109 @@ class ThreatModel:
     rows: tuple[tuple[str, str], ...]
 
     def text(self, width: int = 100) -> str:
-        """The rows as plain text, wrapped."""
-        import textwrap
-
         column = max(len(question) for question, _ in self.rows)
         lines = []
         for question, answer in self.rows:
             wrapped = textwrap.wrap(answer, max(20, width - column - 2))
-            lines.append(f"{question:<{column}}  {wrapped[0]}")
-            lines += [f"{'':<{column}}  {line}" for line in wrapped[1:]]
+            lines += [f"{question if i == 0 else '':<{column}}  {line}" for i, line in enumerate(wrapped)]
         return "\n".join(lines)
 
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
     """Describe what a run with this configuration protects, the adversary, and the cost in noise."""
-    rows = _masks(terms) if terms.mode == "masks" else _shares(terms)
+    rows = _masks(terms) if terms.masked else _shares(terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
     else:
-        rows += [
-            (
-                "noise in the sum",
-                f"variance {terms.variance_factor:.4g} times that of a trusted curator (standard deviation "
-                f"{terms.variance_factor**0.5:.4g} times); what the adversary does not know is 1.0 times",
-            ),
-            (
-                "price of integers",
-                f"total variation {terms.slack():.2g} per release, charged to δ; rounding adds "
-                f"{terms.step * terms.dimension**0.5:.2g} to the L2 sensitivity",
-            ),
-        ]
-    rows += [
-        (
-            "outsiders",
-            "messages are encrypted and authenticated (X25519, Ed25519, AES-256-GCM); an altered, repeated, "
-            "reordered or misdirected message aborts the round and names its sender. Which roles talk, when "
-            "and how much is visible",
-        ),
-        (
-            "not covered",
-            "a party who lies about her own data or ignores the clipping bound can falsify the sum (her vector "
-            "is never seen); any role can stop a round; all see the released sums, whose cost is in the ledger",
-        ),
-    ]
-    return ThreatModel(terms.mode, tuple(rows))
-
-
-def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
-    m, h, c, graph = terms.parties, terms.honest or 1, terms.colluders, terms.graph
-    strict = terms.least_parties == m
-    if strict:
-        server = (
-            "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
-        )
-    elif terms.server_may_deviate:
-        server = f"may deviate: whatever it says to the parties, it opens no sum of fewer than {h} honest parties"
-    else:
-        server = (
-            "must report the same true survivors to all parties (semi-honest); it can never open both masks of a "
-            "party, and two different lists are found out in the next round by its own signatures"
-        )
-    holders = f"{m} parties" if graph.complete else f"the {graph.neighbours} that she drew"
-    others = min(terms.threshold, m - 1)
-    rows = [
-        ("setting", f"one server, {m} parties, pairwise masks; each party adds 1/{h} of the noise variance"),
-        ("server", f"sees uniformly random vectors and the noisy sum; it {server}"),
-        (
-            "to weaken the noise",
-            f"more than {c} of {m} parties pool their noise shares (a party always knows her own); up to {c} "
-            f"of them, with or without the server, still face the full noise of {h} honest parties",
-        ),
-        (
-            "to see one party's vector",
-            f"the server and {others} other parties{'' if graph.complete else ' among her holders'} work together"
-            + ("" if strict else _by_lying(terms))
-            + f"; the vector then still carries the party's own share, 1/{h} of the variance",
-        ),
-        (
-            "parties that drop",
-            f"up to {terms.tolerated_dropouts} per round may be missing from the sum; once it is sent, "
-            f"{terms.threshold} of {holders} must stay to open it. With fewer the round is aborted by name and "
-            "nothing is released",
-        ),
-        (
-            "who lied",
-            "a false share names its holder, shares that open nothing their dealer; a complaint names two; a sum "
-            "longer than data and noise can be names no party and is not used",
-        ),
-        ("on restart", "new keys; no stream or round key is ever used again"),
-    ]
-    if not graph.complete:
-        drawn = (
-            f"each party draws {graph.neighbours} holders and {graph.partners} mask partners by herself and signs "
-            f"them; against {c} parties corrupted beforehand and {m - terms.least_parties} that drop by themselves "
-            f"privacy fails with probability {graph.failure:.2g} (charged to δ, eight times per release), and a "
-            f"round is lost for lack of holders with {graph.lost:.2g}"
-        )
-        rows.insert(1, ("neighbours", drawn))
-    return rows
-
-
-def _by_lying(terms: SecureSumConfig) -> str:
-    if terms.graph.complete:
-        return f", or {2 * terms.threshold - terms.parties} if the server lies about who dropped"
-    return ", or the server alone if it lies about who dropped"
+        rows += _rows(_NOISE, terms, deviation=terms.variance_factor**0.5, slack=terms.slack(),
+                      rounding=terms.step * terms.dimension**0.5)  # fmt: skip
+    return ThreatModel(terms.mode, tuple(rows + _rows(_ALWAYS, terms)))
 
 
 def _shares(terms: SecureSumConfig) -> list[tuple[str, str]]:
-    k = terms.server_count
-    if terms.mode == "servers":
-        own = [
-            ("setting", f"{k} servers, additive shares; each server adds the full noise"),
-            (
-                "servers",
-                f"any {k - 1} of {k} may be malicious and work with any parties: honest data stay under the honest "
-                "server's full noise. A malicious server can falsify or stop a sum",
-            ),
-            ("to learn raw data", f"all {k} servers must work together; then they see every vector"),
-        ]
+    return _rows(_SHARES[terms.mode] + _ALL_SHARES, terms, fewer=terms.server_count - 1)
+
+
+def _rows(text: str, t: SecureSumConfig, **words: str | float) -> list[tuple[str, str]]:
+    """The rows of a text: each begins a line with its question; further lines of it are indented."""
+    found = [" ".join(row.split()) for row in re.split(r"\n(?! )", text.strip().format(t=t, **words))]
+    return [(question, answer) for question, _, answer in (row.partition(" | ") for row in found)]
+
+
+_NOISE = """
+noise in the sum | variance {t.variance_factor:.4g} times that of a trusted curator (standard deviation
+    {deviation:.4g} times); what the adversary does not know is 1.0 times
+price of integers | total variation {slack:.2g} per release, charged to δ; rounding adds {rounding:.2g} to the L2
+    sensitivity
+"""
+_ALWAYS = """
+outsiders | messages are encrypted and authenticated (X25519, Ed25519, AES-256-GCM); an altered, repeated,
+    reordered or misdirected message aborts the round and names its sender. Which roles talk, when and how much is
+    visible
+not covered | a party who lies about her own data or ignores the clipping bound can falsify the sum (her vector is
+    never seen); any role can stop a round; all see the released sums, whose cost is in the ledger
+"""
+_MASKS = """
+setting | one server, {t.parties} parties, pairwise masks; each party adds 1/{t.honest} of the noise variance
+server | sees uniformly random vectors and the noisy sum; it {server}
+to weaken the noise | more than {t.colluders} of {t.parties} parties pool their noise shares (a party always knows
+    her own); up to {t.colluders} of them, with or without the server, still face the full noise of {t.honest}
+    honest parties
+to see one party's vector | the server and {others} work together{lying}; the vector then still carries the party's
+    own share, 1/{t.honest} of the variance
+parties that drop | up to {t.tolerated_dropouts} per round may be missing from the sum; once it is sent,
+    {t.threshold} of {holders} must stay to open it. With fewer the round is aborted by name and nothing is
+    released
+who lied | a false share names its holder, shares that open nothing their dealer; a complaint names two; a sum
+    longer than data and noise can be names no party and is not used
+on restart | new keys; no stream or round key is ever used again
+"""
+_STRICT = "may deviate from the protocol: every party insists on all members, so it can only spoil or stop a sum"
+_MAY_DEVIATE = (
+    "may deviate: whatever it says to the parties, it opens no sum of fewer than {t.honest} honest parties"
+)
+_SEMI_HONEST = (
+    "must report the same true survivors to all parties (semi-honest); it can never open both masks of a party, "
+    "and two different lists are found out in the next round by its own signatures"
+)
+_NEIGHBOURS = """
+neighbours | each party draws {t.graph.neighbours} holders and {t.graph.partners} mask partners by herself and
+    signs them; against {t.colluders} parties corrupted beforehand and {dropped} that drop by themselves privacy
+    fails with probability {t.graph.failure:.2g} (charged to δ, eight times per release), and a round is lost for
+    lack of holders with {t.graph.lost:.2g}
+"""
+_SHARES = {
+    "servers": """
+setting | {t.servers} servers, additive shares; each server adds the full noise
+servers | any {fewer} of {t.servers} may be malicious and work with any parties: honest data stay under the honest
+    server's full noise. A malicious server can falsify or stop a sum
+to learn raw data | all {t.servers} servers must work together; then they see every vector""",
+    "mpc": """
+setting | three servers, noise sampled inside replicated secret sharing; no server knows it
+servers | one of three may be curious and work with any parties. It is assumed to FOLLOW the protocol
+    (semi-honest): a server that deviates can spoil the noise unnoticed. If that is not acceptable choose servers
+    or masks
+to learn raw sums | two of the three servers must work together; they then see the sum almost without noise. Single
+    vectors take all three""",
+}
+_ALL_SHARES = """
+parties | add no noise and know none; any number of them may be curious
+parties that drop | up to {t.tolerated_dropouts} per round before sending; the noise does not depend on them. All
+    servers are needed: without one the round is aborted by name
+on restart | new keys; no seed, share or noise stream is ever used again
+"""
+
+
+def _masks(terms: SecureSumConfig) -> list[tuple[str, str]]:
+    m, graph, strict = terms.parties, terms.graph, terms.least_parties == terms.parties
+    server = _STRICT if strict else _MAY_DEVIATE if terms.server_may_deviate else _SEMI_HONEST
+    others, lying = f"{min(terms.threshold, m - 1)} other parties", "the server alone"
+    if graph.complete:
+        holders, lying = f"{m} parties", f"{2 * terms.threshold - m}"
     else:
-        own = [
-            ("setting", "three servers, noise sampled inside replicated secret sharing; no server knows it"),
-            (
-                "servers",
-                "one of three may be curious and work with any parties. It is assumed to FOLLOW the protocol "
-                "(semi-honest): a server that deviates can spoil the noise unnoticed. If that is not acceptable "
-                "choose servers or masks",
-            ),
-            (
-                "to learn raw sums",
-                "two of the three servers must work together; they then see the sum almost without noise. Single "
-                "vectors take all three",
-            ),
-        ]
-    return [
-        *own,
-        ("parties", "add no noise and know none; any number of them may be curious"),
-        (
-            "parties that drop",
-            f"up to {terms.tolerated_dropouts} per round before sending; the noise does not depend on "
-            "them. All servers are needed: without one the round is aborted by name",
-        ),
-        ("on restart", "new keys; no seed, share or noise stream is ever used again"),
-    ]
+        holders, others = f"the {graph.neighbours} that she drew", f"{others} among her holders"
+    lying = "" if strict else f", or {lying} if {'the server' if graph.complete else 'it'} lies about who dropped"
+    rows = _rows(_MASKS, terms, server=server.format(t=terms), others=others, holders=holders, lying=lying)
+    if not graph.complete:
+        rows[1:1] = _rows(_NEIGHBOURS, terms, dropped=m - terms.least_parties)
+    return rows

@@ -2,7 +2,7 @@
 
 What a frame means, when it is sent again, who is missing and how a run ends is the business of
 :class:`~quietgrad.federation.exchange.Exchange` on the coordinator's side and of
-:class:`~quietgrad.federation.exchange.Site` on the other, so that no transport can do it differently.
+:class:`~quietgrad.federation.exchange.Responder` on the other, so that no transport can do it differently.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ class Clock:
     """Real time; a simulation has its own."""
 
     def now(self) -> float:
-        """Seconds since some moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait."""
         time.sleep(seconds)
 
 
@@ -70,10 +68,8 @@ class Transport(Protocol):
 class Calls:
     """A transport of calls that block, one thread and one call at a time for each member.
 
-    Args:
-        names: the members.
-        call: sends a frame to one of them and returns the reply; raises ``OSError`` (:class:`Away` if it knows
-            more) when that fails, or has taken too long.
+    ``call`` sends a frame to a member and returns the reply; it raises ``OSError`` (:class:`Away` if it knows more)
+    when that fails, or has taken too long.
     """
 
     clock = Clock()
@@ -87,16 +83,13 @@ class Calls:
         self._closed = False
 
     def parties(self) -> tuple[str, ...]:
-        """The names of all members."""
         return self._names
 
     def renewed(self) -> set[str]:
-        """Who restarted since this was last asked."""
         found, self._renewed = self._renewed, set()
         return found
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """Call all members at once; see :class:`Transport`."""
         deadline = time.monotonic() + seconds
         for name, frame in frames.items():
             if self._latest.get(name) is not frame:  # else its thread is still at this very frame: wait for that
@@ -115,7 +108,6 @@ class Calls:
         return found
 
     def close(self) -> None:
-        """Let the threads end."""
         self._closed = True
         for line in self._lines.values():
             line.put(None)

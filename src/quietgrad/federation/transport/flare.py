@@ -20,7 +20,7 @@ from nvflare.apis.signal import Signal
 
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.approved import FILE, Approved
-from quietgrad.federation.exchange import Site, refusing
+from quietgrad.federation.exchange import Responder, refusing
 from quietgrad.federation.provisioning import COORDINATOR
 from quietgrad.federation.secure_roles import Member
 from quietgrad.federation.transport import Away, Bytes, Calls
@@ -35,13 +35,7 @@ def approval_here(fl_ctx: FLContext) -> Approved:
 
 
 class FlareTransport(Calls):
-    """Frames as FLARE's auxiliary messages.
-
-    Args:
-        engine, fl_ctx: of the job's server process.
-        names: the members.
-        timeout: seconds after which a request is given up.
-    """
+    """Frames as FLARE's auxiliary messages; a request is given up after ``timeout`` seconds."""
 
     def __init__(self, engine: Any, fl_ctx: FLContext, names: tuple[str, ...], timeout: float) -> None:
         super().__init__(names, self._ask)
@@ -88,7 +82,7 @@ class QuietgradExecutor(Executor):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._site: Site | None = None
+        self._site: Responder | None = None
         self._member: Member | None = None
         self._lock = threading.Lock()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -29,20 +29,18 @@ _LARGEST = 1 << 31
 server_app, client_app = ServerApp(), ClientApp()
 
 
-class _Sent:
-    """A frame that a node has not answered yet."""
+class _Sent(NamedTuple):
+    """A frame that a node has not answered yet, and the message that carries it."""
 
-    def __init__(self, frame: Bytes, message: str) -> None:
-        self.frame, self.message, self.at = frame, message, time.monotonic()
+    frame: Bytes
+    message: str
+    at: float
 
 
 class FlowerTransport:
-    """Frames as Flower's messages of type ``query``.
+    """Frames as Flower's messages of type ``query``, to members known by their public identities.
 
-    Args:
-        grid: Flower's.
-        names: by name, the members' public identities.
-        timeout: seconds after which a message is given up and may be sent again.
+    A message is given up after ``timeout`` seconds, and may be sent again.
     """
 
     clock = Clock()
@@ -55,7 +53,6 @@ class FlowerTransport:
         self._sent: dict[str, _Sent] = {}
 
     def parties(self) -> tuple[str, ...]:
-        """The names of all members."""
         return tuple(self._names)
 
     def renewed(self) -> set[str]:
@@ -73,7 +70,8 @@ class FlowerTransport:
                 if self._nodes.get(name) not in here:
                     found[name] = Away("no SuperNode that is connected has proved to be it")
                 elif (under_way := self._sent.get(name)) is None or self._is_over(under_way, frames[name]):
-                    self._sent[name] = _Sent(frames[name], self._push(self._nodes[name], bytes(frames[name])))
+                    message = self._push(self._nodes[name], bytes(frames[name]))
+                    self._sent[name] = _Sent(frames[name], message, time.monotonic())
             names = {sent.message: name for name, sent in self._sent.items() if name in waiting}
             for reply in self._pull(set(names)):
                 name = names[reply.metadata.reply_to_message_id]

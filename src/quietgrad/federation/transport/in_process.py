@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quietgrad.federation.exchange import Site
+from quietgrad.federation.exchange import Responder
 from quietgrad.federation.transport import Away, Bytes, Clock, Handler
 
 
@@ -15,42 +15,33 @@ class SimulatedClock(Clock):
         self._now = 0.0
 
     def now(self) -> float:
-        """Seconds since the beginning."""
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
         self._now += max(0.0, seconds)
 
 
 class InProcess:
-    """A transport of function calls.
-
-    Args:
-        handlers: by name, what answers messages.
-    """
+    """A transport of function calls; ``handlers`` are, by name, what answers messages."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self.clock = SimulatedClock()
-        self._sites = {name: Site(handler) for name, handler in handlers.items()}
+        self._sites = {name: Responder(handler) for name, handler in handlers.items()}
         self._renewed: set[str] = set()
 
     def parties(self) -> tuple[str, ...]:
-        """The names of all members."""
         return tuple(self._sites)
 
     def renewed(self) -> set[str]:
-        """Return the members that were replaced since the last call."""
         found, self._renewed = self._renewed, set()
         return found
 
     def replace(self, name: str, handler: Handler) -> None:
         """Put a new process in the place of a member."""
-        self._sites[name] = Site(handler)
+        self._sites[name] = Responder(handler)
         self._renewed.add(name)
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """Call each handler; see :class:`~quietgrad.federation.transport.Transport`."""
         return {name: self._sites[name].answer(frame) for name, frame in frames.items()}
 
     def close(self) -> None:

@@ -14,47 +14,27 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quietgrad.errors import BudgetError
-from quietgrad.federation.exchange import PATIENCE, Site
+from quietgrad.errors import BudgetError, QuietgradError
+from quietgrad.federation.exchange import PATIENCE, Responder, Tell
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, revoked
 from quietgrad.federation.transport import Away, Bytes, Calls
-from quietgrad.federation.transport.tls_connection import (
-    ALTOGETHER,
-    ASK,
-    HANDSHAKE_SECONDS,
-    HELLO,
-    LARGEST,
-    PER_ADDRESS,
-    REFUSED,
-    REPLY,
-    WELCOME,
-    HandshakeQueue,
-    alert,
-    context_for,
-    hang_up,
-    let_it_read,
-    peer_name,
-    receive,
-    refusal,
-    send,
-    tune,
-)
+from quietgrad.federation.transport import tls_connection as link
 from quietgrad.files import parse_json
 from quietgrad.secure.identity import DropoutError, ProtocolError
 
-VERSION = 2
+VERSION = 3
 GREETING_BYTES = 4096  # bytes
 GREETING_SECONDS = 10.0
-Tell = Callable[[str], None]
 
 
 @dataclass(eq=False)
-class _MemberConnection:
-    """One member's place: its connection if it has one, and what became of the last."""
+class MemberConnection:
+    """One member's place: its connection if it has one, what became of the last, and how the member did."""
 
+    name: str
     connection: ssl.SSLSocket | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     instance: str = ""
@@ -64,22 +44,15 @@ class _MemberConnection:
     missed: int = 0
     seconds: float = 0.0
 
-
-@dataclass(frozen=True)
-class ResponseStats:
-    """How one member did: frames answered and missed, and the mean seconds that an answer took."""
-
-    name: str
-    answered: int
-    missed: int
-    mean_seconds: float
+    @property
+    def mean_seconds(self) -> float:
+        return self.seconds / max(1, self.answered)
 
 
 class TlsServer(Calls):
     """The coordinator's transport: listens, admits members by certificate and plan, and sends frames.
 
     Args:
-        credentials: the coordinator's.
         address: host and port to listen on; port 0 takes a free one.
         names: who may take part.
         agreement: the digest of the plan file; members with another one are turned away.
@@ -101,33 +74,26 @@ class TlsServer(Calls):
     ) -> None:
         super().__init__(names, self._ask)
         self._timeout = timeout
-        self._context = context_for(credentials)
-        self._agreement, self._most, self._tell = agreement, min(most, LARGEST), tell
-        self._seats = {name: _MemberConnection() for name in names}
+        self._context = link.context_for(credentials)
+        self._agreement, self._most, self._tell = agreement, min(most, link.LARGEST), tell
+        self._seats = {name: MemberConnection(name) for name in names}
         self._seating = threading.Lock()
         self._keys = credentials.folder
-        self._door = HandshakeQueue(
-            per_address=PER_ADDRESS + len(self._seats), altogether=ALTOGETHER + len(self._seats)
-        )
+        self._door = link.HandshakeQueue(len(self._seats))
         self._last_refusal = -math.inf
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=64)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def attendance(self) -> list[ResponseStats]:
-        """How every member did so far."""
-        return [
-            ResponseStats(name, seat.answered, seat.missed, seat.seconds / max(1, seat.answered))
-            for name, seat in self._seats.items()
-        ]
+    def attendance(self) -> list[MemberConnection]:
+        return list(self._seats.values())
 
     def close(self) -> None:
-        """Close all connections."""
         super().close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread at the door
-        hang_up(self._listener)
+        link.hang_up(self._listener)
         for seat in self._seats.values():
             if seat.connection is not None:
                 _end(seat, seat.connection)
@@ -143,32 +109,27 @@ class TlsServer(Calls):
 
     def _ask(self, name: str, frame: Bytes) -> Bytes:
         """Send one frame on the member's newest connection and take the reply; one that fails is let go."""
-        with self._seats[name].lock:
-            return self._ask_in(name, self._seats[name], frame)
-
-    def _ask_in(self, name: str, seat: _MemberConnection, frame: Bytes) -> Bytes:
-        connection = seat.connection
-        if connection is None:
-            seat.missed += 1
-            raise Away(seat.fault)
-        begun = time.monotonic()
-        try:
-            send(connection, ASK, frame, deadline=begun + self._timeout)
-            kind, reply = receive(connection, most=self._most, deadline=begun + self._timeout)
-            if kind != REPLY:
-                raise ProtocolError(name, "answers something that was not asked")
-        except (OSError, ValueError, ProtocolError) as error:
-            if isinstance(error, ProtocolError):
-                why = error.reason
-            else:
-                why = "did not answer in time" if isinstance(error, TimeoutError) else str(error) or "hung up"
-            hang_up(connection)
-            self._let_go(name, connection, why)
-            seat.missed += 1
-            raise Away(why) from None
-        seat.answered += 1
-        seat.seconds += time.monotonic() - begun
-        return reply
+        seat = self._seats[name]
+        with seat.lock:
+            connection, begun = seat.connection, time.monotonic()
+            seat.missed += 1  # until it is answered
+            if connection is None:
+                raise Away(seat.fault)
+            try:
+                link.send(connection, link.ASK, frame, deadline=begun + self._timeout)
+                kind, reply = link.receive(connection, most=self._most, deadline=begun + self._timeout)
+                if kind != link.REPLY:
+                    raise ConnectionAbortedError("answers something that was not asked")
+            except (OSError, ValueError, ProtocolError) as error:
+                why = error.reason if isinstance(error, ProtocolError) else str(error) or "hung up"
+                why = "did not answer in time" if isinstance(error, TimeoutError) else why
+                link.hang_up(connection)
+                self._let_go(name, connection, why)
+                raise Away(why) from None
+            seat.missed -= 1
+            seat.answered += 1
+            seat.seconds += time.monotonic() - begun
+            return reply
 
     def _let_go(self, name: str, connection: ssl.SSLSocket, why: str) -> None:
         with self._seating:
@@ -191,39 +152,36 @@ class TlsServer(Calls):
                 time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: the door stays open
                 continue
             try:
-                tune(sock)
+                link.tune(sock)
                 connection = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 self._door.admit(connection, address)
-                greet = threading.Thread(
-                    target=self._greet, args=(connection, address), name="greeting", daemon=True
-                )
-                greet.start()
+                threading.Thread(target=self._greet, args=(connection, address), daemon=True).start()
             except (OSError, RuntimeError):  # gone already, or no threads for the moment
-                hang_up(sock)
+                link.hang_up(sock)
 
     def _greet(self, connection: ssl.SSLSocket, address: str) -> None:
         """Shake hands, check the name and the plan, and give the caller its seat."""
         deadline = time.monotonic() + GREETING_SECONDS
         try:
-            connection.settimeout(HANDSHAKE_SECONDS)
+            connection.settimeout(link.HANDSHAKE_SECONDS)
             connection.do_handshake()
-            name = peer_name(connection)
-            kind, said = receive(connection, most=GREETING_BYTES, deadline=deadline)
+            name = link.peer_name(connection)
+            kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
             hello = parse_json(said)
             reason = self._stranger(name, kind, hello)
             if reason is not None:
                 self._tell_refusal(ProtocolError(name or "a caller", reason), address)
-                send(connection, REFUSED, reason.encode(), deadline=deadline)
+                link.send(connection, link.REFUSED, reason.encode(), deadline=deadline)
                 raise ConnectionAbortedError
-            send(connection, WELCOME, json.dumps({"plan": self._agreement}).encode(), deadline=deadline)
+            link.send(connection, link.WELCOME, json.dumps({"plan": self._agreement}).encode(), deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
             if isinstance(error, ssl.SSLCertVerificationError):
-                let_it_read(connection)
-            hang_up(connection)
+                link.let_it_read(connection)
+            link.hang_up(connection)
             self._tell_refusal(error, address)
             return
         finally:
-            self._door.leave(connection, address)
+            self._door.leave(connection)
         self._take_seat(name, connection, str(hello["instance"]))
 
     def _take_seat(self, name: str, connection: ssl.SSLSocket, instance: str) -> None:
@@ -248,7 +206,7 @@ class TlsServer(Calls):
         now = time.monotonic()
         if isinstance(error, ssl.SSLCertVerificationError) and now - self._last_refusal > 1.0:
             self._last_refusal = now
-            self._tell(f"turned away a caller from {address}: {refusal(error)}")
+            self._tell(f"turned away a caller from {address}: {link.refusal(error)}")
 
     def _stranger(self, name: str, kind: int, hello: object) -> str | None:
         if not isinstance(hello, Mapping):
@@ -257,7 +215,7 @@ class TlsServer(Calls):
             return f"{name or 'the certificate'} is not a member of this federation"
         if name in revoked(self._keys):
             return f"{name} is revoked here"
-        if kind != HELLO or hello.get("version") != VERSION or not isinstance(hello.get("instance"), str):
+        if kind != link.HELLO or hello.get("version") != VERSION or not isinstance(hello.get("instance"), str):
             return f"speaks another version of the protocol than {VERSION}"
         if hello["instance"] in self._seats[name].replaced:
             return "another process with the same keys took this place"
@@ -266,10 +224,10 @@ class TlsServer(Calls):
         return None
 
 
-def _end(seat: _MemberConnection, connection: ssl.SSLSocket) -> None:
+def _end(seat: MemberConnection, connection: ssl.SSLSocket) -> None:
     """Close a connection, or let the thread that is reading from it find out and close it."""
     if seat.lock.acquire(blocking=False):
-        hang_up(connection)
+        link.hang_up(connection)
         seat.lock.release()
         return
     with contextlib.suppress(OSError):
@@ -284,21 +242,18 @@ class TlsParty:
     """A member that answers a coordinator until it says that the run is over.
 
     Args:
-        credentials: this member's.
         address: the coordinator's host and port.
-        site: what answers frames.
         agreement: the digest of the plan file that was approved here.
         most: the largest frame in bytes.
         timeout: seconds that sending a reply may take.
         patience: seconds without a coordinator after which this member gives up.
-        tell: is told in words what happens.
     """
 
     def __init__(
         self,
         credentials: Credentials,
         address: tuple[str, int],
-        site: Site,
+        site: Responder,
         *,
         agreement: str,
         most: int,
@@ -306,9 +261,9 @@ class TlsParty:
         patience: float = PATIENCE,
         tell: Tell = lambda words: None,
     ) -> None:
-        self._context = context_for(credentials)
+        self._context = link.context_for(credentials)
         self._address, self._site, self._agreement = address, site, agreement
-        self._most, self._timeout, self._patience, self._tell = min(most, LARGEST), timeout, patience, tell
+        self._most, self._timeout, self._patience, self._tell = min(most, link.LARGEST), timeout, patience, tell
         self._instance = os.urandom(16).hex()
 
     def run(self) -> str:
@@ -335,59 +290,51 @@ class TlsParty:
                     why, since = _why(error), time.monotonic()
                     self._tell(f"lost the coordinator ({why}); calling again")
                 finally:
-                    hang_up(connection)
+                    link.hang_up(connection)
             if time.monotonic() - since + pause > self._patience:
-                raise DropoutError(
-                    [COORDINATOR],
-                    f"{why} at {self._address[0]}:{self._address[1]} for {self._patience:g} s; give the same "
-                    "command again to go on",
-                )
+                where = f"at {self._address[0]}:{self._address[1]} for {self._patience:g} s"
+                raise DropoutError([COORDINATOR], f"{why} {where}; give the same command again to go on")
             time.sleep(pause)
             pause = min(2.0 * pause, _LONGEST_PAUSE)
 
     def _call(self) -> ssl.SSLSocket:
         """Connect, prove who both are, and agree on the plan."""
         deadline = time.monotonic() + GREETING_SECONDS
-        sock = socket.create_connection(self._address, timeout=GREETING_SECONDS)
-        try:
-            tune(sock)
-            connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
-        except ssl.SSLCertVerificationError as error:
-            hang_up(sock)
-            raise ProtocolError(COORDINATOR, refusal(error)) from None
-        except OSError:
-            hang_up(sock)
-            raise
-        try:
-            hello = {"version": VERSION, "plan": self._agreement, "instance": self._instance}
-            send(connection, HELLO, json.dumps(hello).encode(), deadline=deadline)
-            kind, said = receive(connection, most=GREETING_BYTES, deadline=deadline)
-            if kind == REFUSED:
-                raise ProtocolError(COORDINATOR, f"turns this member away: {said.decode(errors='replace')}")
-            plan = parse_json(said)["plan"]
-            if kind != WELCOME:
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            hang_up(connection)
-            raise ProtocolError(COORDINATOR, "speaks another protocol") from None
-        except (OSError, ProtocolError):
-            hang_up(connection)
-            raise
-        if plan != self._agreement:
-            hang_up(connection)
-            raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
-        return connection
+        hello = {"version": VERSION, "plan": self._agreement, "instance": self._instance}
+        with contextlib.ExitStack() as failed:
+            sock = socket.create_connection(self._address, timeout=GREETING_SECONDS)
+            failed.callback(link.hang_up, sock)
+            try:
+                link.tune(sock)
+                connection = self._context.wrap_socket(sock, server_hostname=COORDINATOR)
+                failed.callback(link.hang_up, connection)
+                link.send(connection, link.HELLO, json.dumps(hello).encode(), deadline=deadline)
+                kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
+                if kind == link.REFUSED:
+                    raise ProtocolError(COORDINATOR, f"turns this member away: {said.decode(errors='replace')}")
+                if parse_json(said)["plan"] != self._agreement:
+                    raise BudgetError("the coordinator's plan is not the one that was approved here.")
+                if kind != link.WELCOME:
+                    raise ValueError
+            except ssl.SSLCertVerificationError as error:  # which is a ValueError, too
+                raise ProtocolError(COORDINATOR, link.refusal(error)) from None
+            except (OSError, QuietgradError):
+                raise
+            except (ValueError, KeyError, TypeError):
+                raise ProtocolError(COORDINATOR, "speaks another protocol") from None
+            failed.pop_all()
+            return connection
 
     def _answer(self, connection: ssl.SSLSocket) -> str:
         while True:
-            kind, frame = receive(connection, most=self._most, deadline=time.monotonic() + _SILENCE)
-            if kind == REFUSED:
+            kind, frame = link.receive(connection, most=self._most, deadline=time.monotonic() + _SILENCE)
+            if kind == link.REFUSED:
                 raise ProtocolError(COORDINATOR, f"sends this member away: {frame.decode(errors='replace')}")
-            if kind != ASK:
+            if kind != link.ASK:
                 raise ProtocolError(COORDINATOR, "says something that is not in the protocol")
             reply = self._site.answer(frame)
             try:
-                send(connection, REPLY, reply, deadline=time.monotonic() + self._timeout)
+                link.send(connection, link.REPLY, reply, deadline=time.monotonic() + self._timeout)
             except OSError:
                 if not self._site.over:  # else the coordinator does not hear that the model is safe; it is
                     raise
@@ -397,7 +344,7 @@ class TlsParty:
 
 def _why(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return alert(error)
+        return link.alert(error)
     if isinstance(error, TimeoutError):
         return "does not answer"
     if isinstance(error, socket.gaierror):

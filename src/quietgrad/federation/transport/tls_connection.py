@@ -16,7 +16,7 @@ import ssl
 import struct
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter
 from typing import Any
 
 from quietgrad.errors import DataError
@@ -117,42 +117,36 @@ ALTOGETHER = 256
 class HandshakeQueue:
     """Unauthenticated connections in the order of their arrival, by address."""
 
-    def __init__(self, *, per_address: int = PER_ADDRESS, altogether: int = ALTOGETHER) -> None:
-        self._per_address, self._altogether = per_address, altogether
+    def __init__(self, members: int) -> None:
+        self._per_address, self._altogether = PER_ADDRESS + members, ALTOGETHER + members
         self._lock = threading.Lock()
-        self._callers: dict[str, OrderedDict[int, socket.socket]] = {}
+        self._callers: dict[int, tuple[str, socket.socket]] = {}
 
     @property
     def waiting(self) -> int:
         """How many have not yet proved who they are."""
-        with self._lock:
-            return sum(map(len, self._callers.values()))
+        return len(self._callers)
 
-    def admit(self, connection: socket.socket, address: str) -> int:
-        """Give a caller a place; returns how many others had to go for it."""
+    def admit(self, connection: socket.socket, address: str) -> None:
+        """Give a caller a place, for which another may have to go."""
         with self._lock:
-            self._callers.setdefault(address, OrderedDict())[id(connection)] = connection
-            gone = 0
-            if len(self._callers[address]) > self._per_address:
-                gone += self._evict(address)
-            if sum(map(len, self._callers.values())) > self._altogether:
-                gone += self._evict(max(self._callers, key=lambda each: len(self._callers[each])))
-            return gone
+            self._callers[id(connection)] = (address, connection)
+            counts = Counter(each for each, _ in self._callers.values())
+            if counts[address] > self._per_address:
+                self._evict(address)
+            elif len(self._callers) > self._altogether:
+                self._evict(counts.most_common(1)[0][0])
 
-    def leave(self, connection: socket.socket, address: str) -> None:
+    def leave(self, connection: socket.socket) -> None:
         """A caller has proved who it is, or is gone."""
         with self._lock:
-            callers = self._callers.get(address, OrderedDict())
-            callers.pop(id(connection), None)
-            if not callers:
-                self._callers.pop(address, None)
+            self._callers.pop(id(connection), None)
 
-    def _evict(self, address: str) -> int:
-        _, oldest = self._callers[address].popitem(last=False)
+    def _evict(self, address: str) -> None:
+        _, oldest = self._callers.pop(next(key for key, (each, _) in self._callers.items() if each == address))
         with contextlib.suppress(OSError):
             # Not SSLSocket.shutdown, which would take the TLS object away from the thread that still uses it.
             socket.socket.shutdown(oldest, socket.SHUT_RDWR)
-        return 1
 
 
 def let_it_read(connection: socket.socket) -> None:
@@ -168,16 +162,13 @@ def let_it_read(connection: socket.socket) -> None:
 
 def refusal(error: ssl.SSLCertVerificationError) -> str:
     """Why a certificate was not accepted, in words that say what to do."""
-    match error.verify_code:
-        case 10:
-            return "its certificate has expired; provision again"
-        case 9:
-            return "its certificate is not valid yet; compare the clocks of both machines"
-        case 18 | 19 | 20 | 21:
-            return "its certificate is foreign: another authority signed it; compare ca.pem on both sides"
-        case 62:
-            return "its certificate is of another member"
-    return f"its certificate is not accepted ({error.verify_message})"
+    foreign = "is foreign: another authority signed it; compare ca.pem on both sides"
+    words = {
+        9: "is not valid yet; compare the clocks of both machines",
+        10: "has expired; provision again",
+        62: "is of another member",
+    } | dict.fromkeys((18, 19, 20, 21), foreign)
+    return f"its certificate {words.get(error.verify_code, f'is not accepted ({error.verify_message})')}"
 
 
 def alert(error: ssl.SSLError) -> str:
