@@ -94,8 +94,8 @@ def fit(
         n_public: Public number of records or people. Without it they are counted privately under add-remove.
         records_public: With ``person``, the public number of all records, if there is one.
         seed: Fixed randomness for tests; the result is then not private.
-        algorithm: Such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``. Its learning rate may be
-            a schedule.
+        algorithm: Such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``. Its learning rate may
+            be a schedule.
         regularizer: A public penalty of :mod:`quietgrad.objectives`, such as ``L2(1e-4)``.
         evaluate: evaluate(model) → scores, in evaluation mode, at step 0 and every ``every`` steps. Scores of
             private records are private; they go to ``callbacks`` and ``result.metrics``, marked.
