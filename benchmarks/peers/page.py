@@ -112,8 +112,8 @@ def accuracy(record: dict[str, Any]) -> str:
 Logistic regression, {record["task"]["data"]}, rows of norm ≤ 1; settings searched on held-out rows, on one grid for
 all ({record["task"]["steps"]} steps of DP-SGD on Poisson samples; penalties for pure ε), each with its own
 noise calibration; {record["task"]["fits"]} fits on all training rows, mean ± standard deviation. Rows with the same
-guarantee compare; rows of different guarantees do not. Flower's differential privacy protects whole clients, which none
-of these does.
+guarantee compare; rows of different guarantees do not. Flower's differential privacy protects whole clients, which
+none of these does.
 
 """
     return text + grid("guarantee | method | test accuracy | setting | CPU s a fit", rows) if rows else ""
