@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("quietgrad", "numpy", "scipy", "scikit-learn", "numba", "torch", "dp-accounting")
 
 
@@ -27,10 +28,21 @@ def versions(*more: str) -> dict[str, str | None]:
     return found
 
 
+def command(words: list[str]) -> str:
+    """The call as it is made in a clone; ``python -m`` names a script by where this clone happens to be.
+
+    >>> command([str(ROOT / "benchmarks" / "glm.py"), "speed"])
+    'python benchmarks/glm.py speed'
+    """
+    script, *rest = words
+    where = Path(script).resolve()
+    return " ".join(["python", where.relative_to(ROOT).as_posix() if where.is_relative_to(ROOT) else script, *rest])
+
+
 def save(path: Path, numbers: dict[str, Any], *more: str) -> None:
     """Write ``numbers`` with what made them."""
     record = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command(sys.argv),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "threads": os.environ.get("OMP_NUM_THREADS", "default"),

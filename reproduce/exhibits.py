@@ -101,7 +101,7 @@ def logistic() -> Iterator[Exhibit]:
             ))  # fmt: skip
         yield Exhibit(
             "000", f"table {number + 1}", f"Nonconvex logistic regression on {data}",
-            "At the paper's settings and passes. DP-AGD chooses how long it goes on; its are the paper's.",
+            "At the paper's settings and passes. DP-AGD chooses its own steps; the passes shown are the paper's.",
             columns=columns, rows=rows,
         )  # fmt: skip
         charts = []

@@ -351,6 +351,18 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
+def test_modules_that_are_named_exist() -> None:
+    """A path with a slash that ends in .py is one of the repository, or of the package."""
+    homes = (ROOT, ROOT / "src" / "quietgrad", ROOT / "src")
+    named = {
+        (page.name, path)
+        for page in [*SOURCES, ROOT / "README.md"]
+        for path in re.findall(r"`((?:[\w-]+/)+\w+\.py)\b", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 40
+    assert not {(page, path) for page, path in named if not any((home / path).exists() for home in homes)}
+
+
 def test_results_that_are_cited_exist() -> None:
     cited = set()
     for page in [*SOURCES, ROOT / "README.md"]:

@@ -107,16 +107,16 @@ def accuracy(record: dict[str, Any]) -> str:
                 setting = ", ".join(f"{k} {v:g}" for k, v in cell["setting"].items()) or "none: defaults"
                 score = f"{cell['accuracy']:.4f} ± {cell['spread']:.4f}"
                 rows.append([words, method, score, setting, f"{cell['cpu_seconds_a_fit']:.2f}"])
-    text = f"""## Accuracy at equal promises
+    text = f"""## Accuracy at equal guarantees
 
 Logistic regression, {record["task"]["data"]}, rows of norm ≤ 1; settings searched on held-out rows, on one grid for
 all ({record["task"]["steps"]} steps of DP-SGD on Poisson samples; penalties for pure ε), each with its own
 noise calibration; {record["task"]["fits"]} fits on all training rows, mean ± standard deviation. Rows with the same
-promise compare; rows of different promises do not. Flower's differential privacy protects whole clients, which none
-of these does.
+guarantee compare; rows of different guarantees do not. Flower's differential privacy protects whole clients, which
+none of these does.
 
 """
-    return text + grid("promise | method | test accuracy | setting | CPU s a fit", rows) if rows else ""
+    return text + grid("guarantee | method | test accuracy | setting | CPU s a fit", rows) if rows else ""
 
 
 def calibration(record: dict[str, Any]) -> str:

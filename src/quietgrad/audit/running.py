@@ -176,7 +176,7 @@ def run(
 
     Args:
         algorithm: what to audit, with the settings to audit.
-        budget: the promise under audit.
+        budget: the claim under audit.
         runs: runs in each of the two neighbouring worlds.
         n: public number of records; default the batch size, so that everyone takes part in every release, which is
             the strongest attack. Give the real n to audit the amplification by sampling too.

@@ -291,7 +291,9 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
     """A private additive classifier: the score is a constant plus one smooth function of each feature.
 
     Args:
-        epsilon, delta, relation: the promise of one fit.
+        epsilon: Privacy budget of one fit. Smaller is more private and noisier.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         classes: the label set, public; ``None`` finds frequent labels privately.
         feature_bounds: public (low, high) by feature or column name; what is missing is found privately.
         categories: the public vocabulary of each category column, by name or position. Columns of pandas' category

@@ -182,7 +182,13 @@ def describe(
             :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
             all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
         pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
-        epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
+        epsilon: Privacy budget of the whole description. Smaller is more private and noisier.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
+        ledger: Path of a ledger file, as in the estimators.
+        account: Name of the people in the ledger.
+        cap: Refuse the release if the account would exceed this budget.
+        n_public: Public number of records; ``None`` counts them privately under add-remove.
         person: one id per record, or the name of a column: a person then counts with shares of their records.
 
     >>> ages = np.random.default_rng(0).normal(40.0, 10.0, 5000)

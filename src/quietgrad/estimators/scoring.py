@@ -123,7 +123,13 @@ def private_score(
             record must rest on that record alone; it is asked again in other company, and refused if it does not.
         X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
             model was fitted on, name the same account.
-        epsilon, delta, relation, ledger, account, cap, n_public: as in the estimators.
+        epsilon: Privacy budget of this release. Smaller is more private and noisier.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
+        ledger: Path of a ledger file, as in the estimators.
+        account: Name of the people in the ledger.
+        cap: Refuse the release if the account would exceed this budget.
+        n_public: Public number of records; ``None`` counts them privately under add-remove.
         target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
         person: one id per record, or the name of a column of ``X``: the promise is to people, and every number is
             a mean over people of the mean of their records.

@@ -61,12 +61,16 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
     Args:
         estimator: a private classifier with public ``classes``, or a regressor with public ``target_bounds``.
         param_grid: names and the values to try.
-        epsilon, delta, relation: the promise of the whole search.
+        epsilon: Privacy budget of the whole search. Smaller is more private and noisier.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         mean_rounds: expected number of settings tried.
         holdout: part of the records that only scores, chosen at random.
         scoring: ``"accuracy"`` (the default for classifiers), ``"log_loss"``, or ``"squared_error"`` (for
             regressors, in units of the targets' range); each record's score is in [0, 1], the higher the better.
-        ledger, account, cap: as in the estimators.
+        ledger: Path of a ledger file, as in the estimators.
+        account: Name of the people in the ledger.
+        cap: Refuse the search if the account would exceed this budget.
 
     Attributes:
         best_estimator_, best_params_, best_score_ (noisy), privacy_epsilon_; ``best_estimator_.privacy_`` states

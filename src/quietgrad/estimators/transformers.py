@@ -74,7 +74,10 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     """Scaling of features into [−1, 1] by declared or privately estimated ranges.
 
     Args:
-        epsilon, delta, relation: the promise of one fit; nothing is spent if all bounds are declared.
+        epsilon: Privacy budget of one fit. Smaller is more private and noisier. Nothing is spent if all
+            bounds are declared.
+        delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
+        relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
         feature_bounds: public (low, high) of each feature, ``None`` where it must be found, or a mapping of names.
         ledger, account, cap, n_public: as in the estimators. A model fitted on the result is charged apart.
 

@@ -46,7 +46,7 @@ def _records(plan: Plan) -> str:
     relation = plan.budget.relation
     lines = [
         head,
-        f"promise: {_NEIGHBOURS[relation]} ({relation}) changes every output's odds by at most e^ε, but for δ",
+        f"guarantee: {_NEIGHBOURS[relation]} ({relation}) changes an output's odds by at most e^ε, but for δ",
         *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
     ]
     lines.append(f"composition: {_composition(plan)}")

@@ -38,14 +38,14 @@ class Relation(_Named):
 
 
 DEFAULT_RELATION = Relation.ADD_REMOVE.value
-"""What every front end promises unless it is told otherwise: as Opacus, DP-EBM and dp-accounting do."""
+"""The default relation of every front end, as in Opacus, DP-EBM and dp-accounting."""
 
 
 class PrivacyUnit(_Named):
-    """Whom a promise is about: what a "record" of a relation is.
+    """The privacy unit: what two neighbouring data sets differ in.
 
-    ``record``: one row of the data. ``person``: somebody with all their rows, however many. An ε of one says little
-    about the other, so one account has one unit.
+    ``record``: one row of the data. ``person``: a person with all their rows. An ε of one says little about the
+    other, so one account has one unit.
     """
 
     RECORD = "record"

@@ -165,7 +165,7 @@ def calibrate_event(
 
     Args:
         make_event: the whole run as a function of z; its ε must not grow with z.
-        budget: the promise to keep.
+        budget: the budget to keep.
         key: JSON-able text that tells apart functions which agree at z = 1 and z = 2 but not elsewhere.
         cache: whether to look the answer up on disk, and keep it there.
 

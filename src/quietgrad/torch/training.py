@@ -68,39 +68,46 @@ def fit(
 ) -> Result:
     """Train ``model`` privately and leave the trained parameters in it.
 
+    The arguments are listed in four groups: data, privacy, training, resources.
+
     Args:
-        model: any module; it is called with one record at a time (BatchNorm is refused).
-        loss_fn: ``loss(output, target)``, or ``loss(model, *record)`` if its first parameter is ``model``;
-            written as for a batch, called with batches of one, such as ``nn.CrossEntropyLoss()``.
-        train_set: a map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
-        algorithm: such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``; its learning rate may
+        model: Any module. It is called with one record at a time; BatchNorm in training mode is refused.
+        loss_fn: ``loss(output, target)``, or ``loss(model, *record)`` if its first parameter is ``model``. It is
+            written as for a batch and called with batches of one, such as ``nn.CrossEntropyLoss()``.
+        train_set: A map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
+        collate_fn: Makes what model and loss take from a list with **one** sample.
+        pad: Pads each record by its own length: to a public length, or to ``qt.Multiple(64)``; see ``qt.Padding``.
+            Records of one shape run together, so few shapes are fast.
+        views: How often each record of a sample is read and passed through the model, with new random numbers for
+            augmentation and dropout. The mean of these gradients is clipped. It costs time and no privacy.
+        person: The person of each record: one id per record (a list, an array, a column, a tensor) or a function of
+            the record's number. The privacy unit is then a person; ``batch_size`` and n count people.
+        combine: ``"mean"``: every person counts once; ``"sum"``: records count, clipped as a whole.
+        records_per_person: Largest number of a person's records used in one release.
+        budget: (ε, δ) and the neighbouring relation. ``None`` trains without noise, and the result says **not
+            private**.
+        noise_multiplier: Fixes the noise instead of calibrating it. The run stops before the step that would exceed
+            ``budget``.
+        ledger: Path of the ledger that is charged before the first step; default the project's own.
+        account: Name of the people in the ledger; runs of one account add up.
+        cap: Budget that the account as a whole must not exceed.
+        n_public: Public number of records or people. Without it they are counted privately under add-remove.
+        records_public: With ``person``, the public number of all records, if there is one.
+        seed: Fixed randomness for tests; the result is then not private.
+        algorithm: Such as ``qg.DPSGD(...)``, ``qg.DPSRM(...)``, ``qg.StagewiseDPSGD(...)``. Its learning rate may
             be a schedule.
-        budget: the promise; ``None`` trains without noise and the result says **not private**.
-        noise_multiplier: fix the noise instead of calibrating it; the run then stops before the step that would
-            exceed ``budget``.
-        regularizer: a public penalty of :mod:`quietgrad.objectives`, such as ``L2(1e-4)``.
-        evaluate: evaluate(model) → scores, called in evaluation mode at step 0 and every ``every`` steps (default:
-            20 times). Scores of private records are private; they go to ``callbacks`` and ``result.metrics``,
-            marked.
-        callbacks: told a :class:`~quietgrad.training.callbacks.Progress` whenever the model is evaluated, and at
-            step 0, before anything is reserved.
-        stop: stop(progress) → whether to stop early. What it saw may be private, so the whole ε counts.
-        progress: show steps and ε spent on a terminal.
-        micro_batch: examples per pass; larger samples are virtual batches of as many passes as they need.
-        memory_budget: bytes of per-example gradients kept at a time.
-        person: which person each record is about: one id per record (a list, an array, a column, a tensor) or a
-            function of the record's number. People are then drawn, counted and protected, with all their records;
-            ``batch_size`` and n count people. Without it a record is a person.
-        combine: ``"mean"``: everybody counts once; ``"sum"``: records count, clipped as a whole.
-        records_per_person: the most of a person's records that one release looks at, chosen by its secret.
-        views: how often each record of a sample is read and passed through the model, each time with random numbers
-            of its own (augmentation, dropout); its contribution is the clipped mean of these gradients. Costs that
-            many passes and no privacy.
-        collate_fn: makes what model and loss take of a list with **one** sample.
-        pad: pads each record by its own length: a public length, or ``qt.Multiple(64)``; see ``qt.Padding``.
-            Records of one shape are run together, so few shapes are fast.
-        ledger, account, cap, n_public, records_public, folder, checkpoint_seconds, seed: as in
-            :func:`quietgrad.minimize`.
+        regularizer: A public penalty of :mod:`quietgrad.objectives`, such as ``L2(1e-4)``.
+        evaluate: evaluate(model) → scores, in evaluation mode, at step 0 and every ``every`` steps. Scores of
+            private records are private; they go to ``callbacks`` and ``result.metrics``, marked.
+        every: Steps between evaluations; default a twentieth of the run.
+        callbacks: Called with a :class:`~quietgrad.training.callbacks.Progress` at every evaluation, and at step 0,
+            before anything is reserved.
+        stop: stop(progress) → whether to stop early. It may see private scores, so the whole ε is charged.
+        progress: Shows steps and ε spent on a terminal.
+        folder: Keeps checkpoints here, so that :func:`resume` can continue after an interruption.
+        checkpoint_seconds: Least time between two checkpoints.
+        micro_batch: Examples per pass; a larger sample takes several passes.
+        memory_budget: Bytes of per-example gradients kept at a time.
 
     Under ``torchrun`` with an initialised process group, every process calls ``fit``: each computes its share of
     every sum, the first one adds the noise, once, and all end with the same model.

@@ -236,7 +236,7 @@ class TensorBoardLog(_Log):
 class MLflowLog(_Log):
     """Metrics of the active MLflow run; needs the ``mlflow`` package.
 
-    :meth:`finish` also logs what a result states: the settings, and the promise as tags.
+    :meth:`finish` also logs what a result states: the settings, and the guarantee as tags.
 
     Args:
         every: send every so many steps.

@@ -141,7 +141,7 @@ def stream(
         algorithm: a first-order method with ``sampling="single-pass"``; with ``noise="correlated"`` sums of
             releases have several times less noise. ``steps`` is how many batches there will be, ``batch_size`` a
             public guess at how many people are in one.
-        budget: the promise to everybody who arrives, for the whole stream.
+        budget: the budget of the whole stream; it holds for every person who arrives.
         ledger, account, cap, seed: as in :func:`~quietgrad.training.minimizing.minimize`.
         folder: keep the stream here, so that the same call goes on with it after a crash. :attr:`Stream.step` says
             which batch is next; the one that was under way is given again, and is free if it is the same.
