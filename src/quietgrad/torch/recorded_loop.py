@@ -25,7 +25,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Examples, RecordGroup
-from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
+from quietgrad.objectives.networks.trees import Args, Called, Options, mapped, refilled, tensors_of, with_parameters
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.torch.distributed import Summed, process_count
@@ -331,7 +331,7 @@ class PrivateCriterion(nn.Module):
 class _NoParameters(TorchFunctionMode):
     """Refuses parameters in a criterion: their gradients would be neither clipped nor noisy."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in tensors_of((args, kwargs))):
             raise DataError(
                 "criterion: uses trained parameters, whose gradients would be neither clipped nor noisy. Make them "

@@ -24,7 +24,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
 from quietgrad.objectives.networks.trees import ModuleState, mapped
-from quietgrad.objectives.networks.usable import LossFunction
+from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
 
@@ -209,16 +209,9 @@ def _rows(batch: ReleaseBatch) -> Indices:
     return np.arange(len(batch.records)) if batch.indices is None else batch.indices
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """The module in evaluation mode; afterwards each layer as it was."""
-    training = [layer for layer in module.modules() if layer.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for layer in training:
-            layer.training = True
+    return modes_kept(module, training=False)
 
 
 class CompensatedSum:

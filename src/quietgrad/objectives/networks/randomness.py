@@ -26,9 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.networks.trees import Args, Called, Options
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
 Words = npt.NDArray[np.uint64]
+Dtype = torch.dtype | None
+Device = torch.device | str | None
 
 _DRAW, _READ, _PASS, _SHARE, _RELEASE = range(5)  # blocks of a release's stream: one per purpose
 _SIGNED = 1 << 63
@@ -139,7 +142,7 @@ class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.together = together
         self.number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -196,7 +199,7 @@ def _dropout(rng: PerRecordRNG, x: Tensor, p: float, train: bool | None) -> tupl
     return x * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
 
 
-def _bernoulli(rng: PerRecordRNG, x: Tensor, p: Any = None) -> Tensor:
+def _bernoulli(rng: PerRecordRNG, x: Tensor, p: float | Tensor | None = None) -> Tensor:
     chance = x if p is None else p
     if isinstance(chance, Tensor):
         chance = chance.expand(x.shape)
@@ -204,7 +207,7 @@ def _bernoulli(rng: PerRecordRNG, x: Tensor, p: Any = None) -> Tensor:
 
 
 def _rrelu(
-    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: Any
+    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: object
 ) -> Tensor:
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
@@ -214,20 +217,30 @@ def _rrelu(
 
 
 def _rand(
-    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+    rng: PerRecordRNG,
+    size: Sequence[int],
+    dtype: Dtype = None,
+    layout: object = None,
+    device: Device = None,
+    *_: object,
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     return rng.uniform(size, dtype).to(device or "cpu", dtype)
 
 
 def _randn(
-    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
+    rng: PerRecordRNG,
+    size: Sequence[int],
+    dtype: Dtype = None,
+    layout: object = None,
+    device: Device = None,
+    *_: object,
 ) -> Tensor:
     return rng.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
 
 
 def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def like(rng: PerRecordRNG, x: Tensor, dtype: Any, layout: Any, device: Any, *_: Any) -> Tensor:
+    def like(rng: PerRecordRNG, x: Tensor, dtype: Dtype, layout: object, device: Device, *_: object) -> Tensor:
         return make(rng, x.shape, dtype or x.dtype, layout, device or x.device)
 
     return like
@@ -262,7 +275,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def _draws(func: Any, args: Args, kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = _arguments(func, args, kwargs)
@@ -270,14 +283,14 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return not (given.get("dropout_p") == 0.0 or given.get("dropout") == 0.0)
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _arguments(func: Any, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name: what equals its default does not arrive."""
     schema = func._schema.arguments
     given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
-def refuse_own_generator(name: str, given: Iterable[Any]) -> None:
+def refuse_own_generator(name: str, given: Iterable[object]) -> None:
     """Raise DataError if a draw is from a generator that is not seeded for each record."""
     if any(isinstance(value, torch.Generator) for value in given):
         raise DataError(
@@ -289,7 +302,7 @@ def refuse_own_generator(name: str, given: Iterable[Any]) -> None:
 class OwnGenerators(TorchFunctionMode):
     """Refuses draws from generators of a program's own, where no other mode sees what it draws."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         if kwargs:
             refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
         return func(*args, **(kwargs or {}))
