@@ -165,7 +165,7 @@ def _digests(objective: Asked, examples: Any, key: bytes, settings: str = "") ->
     said = f"{objective!r} {len(examples)} {_modes(module)} {settings}"
     start = (part for value in (*module.parameters(), *module.buffers()) for part in bytes_of(value))
     return {
-        "the records, their order or whose they are": _digest(key, examples.contents()),
+        "the records, their order, whose they are, frozen parameters or buffers": _digest(key, examples.contents()),
         "the parameters or buffers that training begins with": _digest(key, start),
         "model, loss or settings": _digest(key, [said.encode()]),
     }

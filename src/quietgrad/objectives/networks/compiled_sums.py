@@ -34,35 +34,19 @@ def takes(rows: Tensor) -> bool:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Σ_j r_ij² in float64.
-
-    >>> row_squares(torch.tensor([[3.0, 4.0], [0.0, 1e-30]]))
-    tensor([2.5000e+01, 1.0000e-60], dtype=torch.float64)
-    """
+    """Σ_j r_ij² in float64."""
     squares = torch.empty(len(rows), dtype=torch.float64)
     _row_squares(rows.numpy(), squares.numpy())
     return squares
 
 
 def add_rows(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out_j += Σ_i w_i r_ij, all in float64.
-
-    >>> out = torch.zeros(2, dtype=torch.float64)
-    >>> add_rows(torch.eye(2), torch.tensor([2.0, 3.0], dtype=torch.float64), out)
-    >>> out
-    tensor([2., 3.], dtype=torch.float64)
-    """
+    """out_j += Σ_i w_i r_ij, all in float64."""
     _add_rows(rows.numpy(), weights.contiguous().numpy(), out.numpy())
 
 
 def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
-    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum).
-
-    >>> high, low = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    >>> add_compensated(high, low, torch.full((1,), 1e-20, dtype=torch.float64))
-    >>> high.item(), low.item()
-    (1.0, 1e-20)
-    """
+    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum)."""
     _add_compensated(high.numpy(), low.numpy(), term.numpy())
 
 

@@ -366,6 +366,7 @@ class ProgramProfile:
         self.slices = slices
         self.sites: list[tuple[str, tuple[str, ...], int, bool]] = []  # operation, names, numbers copied, kernel
         self.copied = 0  # numbers that are written out for each record
+        self.apart = False  # whether each record answers the program's questions in its own way
         self.failed: QuietgradError | None = None  # on every made-up record
 
     def try_out(self, program: Program, params: Mapping[str, Tensor], record: Any) -> None:
@@ -408,6 +409,7 @@ class ProgramProfile:
         while isinstance(done, np.ndarray):  # those that go one way
             record, keys = mapped(record, itemgetter(torch.from_numpy(done))), keys.rows(done)
             done = runner.together(program, params, record, keys, np.arange(len(done)))
+        self.apart = len(keys.indices) == 1
         if not isinstance(done, Pass):
             runner.by_itself(program, params, record, keys, 0)  # raises if it cannot be run at all
             return True

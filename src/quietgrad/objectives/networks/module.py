@@ -41,15 +41,10 @@ class ModuleObjective(BaseObjective):
     """F(θ) = (1/n) Σᵢ loss(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
-        module: any torch module; it is called with one record at a time.
-        loss: loss(output, target), or loss(model, *record), of a batch of one; ``None`` if a loop calls the module.
+        module, loss: called with one record at a time; ``loss`` is ``None`` if a loop calls the module.
         regularizer: a public term r.
         micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
-        memory_budget: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
-        collate_fn: makes what model and loss take of a list with one sample.
-        pad: a public length, or a multiple; see :class:`~quietgrad.objectives.networks.records.Padding`.
-        views: how often a record is looked at in a release, each time with other random numbers; the mean of these
-            gradients is what is clipped.
+        memory_budget, collate_fn, pad, views: as in :func:`quietgrad.torch.fit`.
 
     >>> from quietgrad import Budget, DPSRM, minimize
     >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss())
