@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.objectives.base import Batch, ClippingRule, Query
+from quietgrad.objectives.base import Batch, ClippingRule, Query, RecordAdapter
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import bytes_of
@@ -160,7 +160,7 @@ def run_on_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result
     return result
 
 
-def _digests(objective: Asked, examples: Any, key: bytes, settings: str = "") -> dict[str, str]:
+def _digests(objective: RecordAdapter, examples: Any, key: bytes, settings: str = "") -> dict[str, str]:
     module = public_loss(objective).module
     said = f"{objective!r} {len(examples)} {_modes(module)} {settings}"
     start = (part for value in (*module.parameters(), *module.buffers()) for part in bytes_of(value))
