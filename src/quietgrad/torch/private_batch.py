@@ -2,7 +2,7 @@
 
 A handle is a tensor that can be given to the private model and the private criterion, which run it record by
 record. Whatever else is done to it is done to the plain tensor of all rows, and the loop is told first: from
-then on its ε is conditional, because nobody looks at what the loop's own code does with the rows.
+then on its ε is conditional, because nothing checks what the loop's own code does with the rows.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ _RAGGED = (
 
 
 class Handle(Tensor):
-    """Stands for one tensor of the records in hand, of a size that nobody is told."""
+    """Stands for one tensor of the records in hand, of a size that is not told."""
 
     _sample: Sample
     _parts: list[RecordBlock]

@@ -287,7 +287,7 @@ class PerExampleEngine:
         collector.put_vectors(vectors[-1], vectors[0] if mix.change else None)
         return collector.gradients()
 
-    # --- loops of the user's own -----------------------------------------------------------------------------
+    # --- custom training loops ---------------------------------------------------------------------------------
 
     def record(self, calls: Sequence[RecordGroup], keys: RecordSeeds) -> list[Pass]:
         """The module's outputs at its own parameters, one record at a time; each record is ``(args, kwargs)``.
@@ -364,7 +364,7 @@ class PerExampleEngine:
         return found
 
     def _known(self, record: Any, calls: bool = False) -> ProgramProfile:
-        """What is known of the program in the layers' present modes: found out on made-up records of this shape."""
+        """What is known of the program in the layers' present modes, found out on synthetic records."""
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
             refuse_mixing_layers(self.module)

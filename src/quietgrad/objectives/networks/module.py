@@ -93,7 +93,7 @@ class ModuleObjective(BaseObjective):
         )
 
     def prepare(self, data: Any) -> Examples:
-        """Check records, module and loss on made-up records, before anything is reserved."""
+        """Check records, module and loss on synthetic records, before anything is reserved."""
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
         examples = examples_of(data, self.engine.dim, self.collate_fn, self.pad, (*fixed, *module.buffers()))

@@ -216,32 +216,20 @@ def _rrelu(
     return x * slope
 
 
-def _rand(
-    rng: PerRecordRNG,
-    size: Sequence[int],
-    dtype: Dtype = None,
-    layout: object = None,
-    device: Device = None,
-    *_: object,
-) -> Tensor:
-    dtype = dtype or torch.get_default_dtype()
-    return rng.uniform(size, dtype).to(device or "cpu", dtype)
+def _shaped(draw: Callable[[PerRecordRNG, Sequence[int], torch.dtype], Tensor]) -> Callable[..., Tensor]:
+    def make(
+        rng: PerRecordRNG, size: Sequence[int], dtype: Dtype = None, _: object = None, device: Device = None,
+        *rest: object,
+    ) -> Tensor:  # fmt: skip
+        dtype = dtype or torch.get_default_dtype()
+        return draw(rng, size, dtype).to(device or "cpu", dtype)
 
-
-def _randn(
-    rng: PerRecordRNG,
-    size: Sequence[int],
-    dtype: Dtype = None,
-    layout: object = None,
-    device: Device = None,
-    *_: object,
-) -> Tensor:
-    return rng.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
+    return make
 
 
 def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def like(rng: PerRecordRNG, x: Tensor, dtype: Dtype, layout: object, device: Device, *_: object) -> Tensor:
-        return make(rng, x.shape, dtype or x.dtype, layout, device or x.device)
+    def like(rng: PerRecordRNG, x: Tensor, dtype: Dtype, _: object, device: Device, *rest: object) -> Tensor:
+        return make(rng, x.shape, dtype or x.dtype, None, device or x.device)
 
     return like
 
@@ -258,16 +246,17 @@ def _exponential(rng: PerRecordRNG, x: Tensor, rate: float) -> Tensor:
     return x.copy_(-torch.log1p(-rng.uniform(x.shape, torch.float64)) / rate)
 
 
+_RAND, _RANDN = _shaped(PerRecordRNG.uniform), _shaped(lambda rng, size, _: rng.normal(size))
 # By name of the operation, with the arguments of its schema but the generator. What is not here is drawn by torch's
 # own generator, seeded for one record at a time.
 _MAKERS: dict[str, Callable[..., Any]] = {
     "native_dropout": _dropout,
     "bernoulli": _bernoulli,
     "bernoulli_": lambda rng, x, p: x.copy_(_bernoulli(rng, x, p)),
-    "rand": _rand,
-    "randn": _randn,
-    "rand_like": _alike(_rand),
-    "randn_like": _alike(_randn),
+    "rand": _RAND,
+    "randn": _RANDN,
+    "rand_like": _alike(_RAND),
+    "randn_like": _alike(_RANDN),
     "uniform_": _uniform,
     "normal_": _normal,
     "exponential_": _exponential,
