@@ -232,27 +232,6 @@ def test_a_private_count_is_part_of_what_a_loop_costs() -> None:
     assert 1.9 < engine.get_epsilon(1e-5) <= 2.0
 
 
-def test_ordinary_torch_around_a_loop() -> None:
-    """Schedulers, averages, copies and states are the plain module's, and cost nothing more."""
-    model = network()
-    loop = loop_of(model, seed=None, noise_multiplier=1.0)
-    assert loop.optimizer is not None
-    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1, 0.5)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    best: Any = None
-    for epoch in loop.epochs():
-        for batch in epoch:
-            loop.step(batch)
-            average.update_parameters(model)
-        best = best or {name: value.clone() for name, value in model.state_dict().items()}
-        schedule.step()
-    model.load_state_dict(best)
-    copied = copy.deepcopy(model)
-    assert all(torch.equal(a, b) for a, b in zip(copied.parameters(), best.values(), strict=True))
-    assert loop.optimizer.param_groups[0]["lr"] == 0.025
-    assert loop.privacy.condition is None
-
-
 def test_callbacks_are_told_and_may_stop_the_loop(tmp_path: Path) -> None:
     told: list[Any] = []
 
@@ -662,59 +641,6 @@ def test_a_generator_learns_through_the_private_model() -> None:
             assert grad is not None
             assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
         assert all(param.grad is not None for param in generator.parameters())
-
-
-class Stateful(nn.Module):
-    """A recurrent layer whose state the loop keeps, with the batch on the second axis; flat outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(5, 4, 2, batch_first=True), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor, state: Any) -> Any:
-        read, state = self.rnn(x[:, None], state)
-        return self.out(read).view(-1, 2), state
-
-
-def test_states_of_the_loop_and_flat_outputs() -> None:
-    model = Stateful()
-    made, optimizer, loader = private(model, noise_multiplier=1.0, seed=None)
-    for x, y in loader:
-        state = torch.zeros(2, len(x), 4), torch.zeros(2, len(x), 4)
-        out, state = made(x, state)
-        assert out.shape == (len(x), 2)
-        assert state[0].shape == (2, len(x), 4)
-        F.cross_entropy(out, y).backward()
-        optimizer.step()
-
-
-class Squeezed(nn.Module):
-    """Leaves its batch of one out, as Opacus' own example of texts does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.pool, self.out = nn.Embedding(9, 4), nn.AdaptiveAvgPool1d(1), nn.Linear(4, 3)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        pooled: Tensor = self.out(self.pool(self.words(ids).transpose(1, 2)).squeeze())
-        return pooled
-
-
-@pytest.mark.parametrize("given", [True, False])
-def test_a_module_that_squeezes_its_batch_of_one(given: bool) -> None:
-    model = Squeezed()
-    made, optimizer, loader, *rest = private(
-        model, nn.CrossEntropyLoss() if given else None, data=Records(), pad=6, batch_size=12, noise_multiplier=1.0,
-    )  # fmt: skip
-    batch = next(iter(loader))
-    out = made(batch["ids"])
-    if given:
-        rest[0](out, batch["label"]).backward()
-    else:
-        assert out.shape == (len(loader.loop.sample), 3)
-        F.cross_entropy(out, batch["label"]).backward()
-    optimizer.step()
-    assert (loader.privacy.condition is None) is given
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------

@@ -319,7 +319,7 @@ def test_a_wrong_kernel_is_caught_before_it_is_used(wrong: Any, monkeypatch: pyt
     wrong(monkeypatch)
     engine = PerExampleEngine(model, CE)
     engine.try_out(grouped(x, y)[0].record)
-    assert "does not agree with autograd" in str(engine.program_of(grouped(x, y)[0].record).alone)
+    assert "does not agree with autograd" in str(engine.try_out(grouped(x, y)[0].record).program.alone)
     assert "one record at a time" in engine.fallbacks[0]
     monkeypatch.undo()
     found, _ = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.3))
@@ -336,7 +336,7 @@ def test_functions_and_hooks_of_one_s_own_are_run_one_by_one() -> None:
             hooked(model)
         engine = PerExampleEngine(model, CE)
         found, _ = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.3))
-        assert why in str(engine.program_of(grouped(x, y)[0].record).alone)
+        assert why in str(engine.try_out(grouped(x, y)[0].record).program.alone)
         expected, _ = ruled(ClippingRule.gradient(0.3), gradients(engine, start(engine), x, y))
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
@@ -379,8 +379,7 @@ def test_explain_says_how_and_why(caplog: pytest.LogCaptureFixture) -> None:
     ]  # fmt: skip
     assert not found.fallbacks
     assert sum(part.parameters for part in found.parts) == sum(p.numel() for p in model.parameters())
-    assert sum(part.time for part in found.parts) + found.passes == pytest.approx(1.0)
-    assert "forward and backward pass" in str(found)
+    assert str(found).splitlines()[1].split() == ["0.weight,", "0.bias", "linear", "kernel", "56", "0"]
     wide = qt.explain(Wide(), batch, CE)
     assert [(part.name, part.how) for part in wide.fallbacks] == [("gate", "copied")]
     assert "mul has no kernel: its parameters are copied for each record" in [part.why for part in wide.fallbacks]

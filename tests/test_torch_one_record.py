@@ -129,32 +129,7 @@ def test_a_collate_function_sees_one_record(collate: Any, pad: Any) -> None:
 # --- random numbers ---------------------------------------------------------------------------------------------
 
 
-def test_records_have_masks_of_their_own() -> None:
-    """Two records that are equal do not get the same mask, and neither gets another one if a third is added."""
-    same = TensorDataset(torch.ones(3, FEATURES), torch.zeros(3, dtype=torch.long))
-    case = Case(lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)))
-    first, second, both = (clipped_sum(case, same, rows) for rows in ([0], [1], [0, 1]))
-    assert not torch.allclose(first, second)
-    torch.testing.assert_close(first + second, both)
-    torch.testing.assert_close(both + clipped_sum(case, same, [2]), clipped_sum(case, same, [0, 1, 2]))
-
-
 # --- precision --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_rounding_is_covered_up_to_4096_rows(dtype: torch.dtype) -> None:
-    """All records are clipped, so that each adds C less the slack; one more changes how a pass is rounded."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, CLASSES)).to(dtype)
-    generator = torch.Generator().manual_seed(5)
-    x, y = 30 * torch.randn(4097, FEATURES, generator=generator), torch.randint(3, (4097,), generator=generator)
-    case = Case(lambda: model, loss=nn.CrossEntropyLoss(reduction="sum"))
-    data = TensorDataset(x.to(dtype), y)
-    for count in (1, 2, 63, 256, 1001, 4096):
-        rows = list(range(count))
-        by = (clipped_sum(case, data, [*rows, 4096], model) - clipped_sum(case, data, rows, model)).norm()
-        assert float(by) <= CLIP
 
 
 # --- two points -------------------------------------------------------------------------------------------------

@@ -220,13 +220,6 @@ def test_clipped_sums_of_a_batch_by_person() -> None:
         qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=ids, combine="average")  # type: ignore[arg-type]
 
 
-def test_tensors_are_ids_too() -> None:
-    model = perceptron()
-    x, y = torch.randn(4, 5), torch.zeros(4, dtype=torch.long)
-    _, norms = qt.clipped_gradient_sum(model, LOSS, (x, y), 0.3, person=torch.tensor([4, 2, 4, 4]))
-    assert len(norms) == 2
-
-
 @pytest.mark.parametrize("way", ["written out", "from factors", "one at a time"])
 def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_else_does(way: str) -> None:
     model = convolutions()

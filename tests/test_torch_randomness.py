@@ -334,8 +334,9 @@ def test_sums_over_many_passes_keep_the_bound() -> None:
         assert float((whole - less).norm()) <= 1.0
 
 
-def test_resume_draws_the_same_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, with dropout and augmentation, though the program has drawn other numbers in between."""
+@pytest.mark.parametrize("views", [1, 2])
+def test_resume_draws_the_same_masks(views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, with dropout, augmentation and views, though the program has drawn other numbers in between."""
     key = bytes(range(32))
     monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: key)
     torch.manual_seed(0)
@@ -352,14 +353,13 @@ def test_resume_draws_the_same_masks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         if progress.step == 3:
             raise Stopped
 
-    settings: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint_seconds": 0.0, "micro_batch": 8}
+    settings: dict[str, Any] = {"checkpoint_seconds": 0.0, "micro_batch": 8, "views": views}
+    run, whole_run = {**settings, "folder": tmp_path / "run"}, {**settings, "folder": tmp_path / "whole"}
     with pytest.raises(Stopped):
-        qt.fit(model(), LOSS, data, algorithm, budget=budget, n_public=60, callbacks=[stop], every=1, **settings)
+        qt.fit(model(), LOSS, data, algorithm, budget=budget, n_public=60, callbacks=[stop], every=1, **run)
     random.seed(99)
-    again = qt.resume(model(), LOSS, data, algorithm, **settings)
-    whole = qt.fit(
-        model(), LOSS, data, algorithm, budget=budget, n_public=60, micro_batch=8, folder=tmp_path / "whole"
-    )
+    again = qt.resume(model(), LOSS, data, algorithm, **run)
+    whole = qt.fit(model(), LOSS, data, algorithm, budget=budget, n_public=60, **whole_run)
     assert torch.equal(again.params, whole.params)
 
 

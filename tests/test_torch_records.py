@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import UserDict, namedtuple
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import quietgrad.torch as qt
@@ -170,38 +168,6 @@ def test_a_sum_over_records_of_many_shapes_is_that_of_each_alone(pad: Any) -> No
 # --- collate functions ---------------------------------------------------------------------------------------
 
 
-def to_the_longest(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = zip(*samples, strict=True)
-    return pad_sequence(list(x), batch_first=True), pad_sequence(list(y), batch_first=True)
-
-
-def mixed_up(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    x, y = to_the_longest(samples)
-    return x[torch.randperm(len(x))], y
-
-
-@pytest.mark.parametrize("collate", [to_the_longest, mixed_up])
-def test_a_collate_function_is_called_with_one_record(collate: Any) -> None:
-    """By fits and by loops; it cannot pad to others, mix them or sort them."""
-    sizes: list[int] = []
-
-    def watched(samples: list[Any]) -> Any:
-        sizes.append(len(samples))
-        return collate(samples)
-
-    torch.manual_seed(0)
-    plain, asked = ModuleObjective(Tagger(), CROSS), None
-    asked = ModuleObjective(plain.module, CROSS, collate_fn=watched)
-    torch.testing.assert_close(clipped_sum(asked, Texts(), range(N)), clipped_sum(plain, Texts(), range(N)))
-    model = Tagger()
-    _, _, loader, _ = qt.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), criterion=CROSS, noise_multiplier=1.0,
-        max_grad_norm=1.0, data_loader=DataLoader(Texts(), batch_size=10, collate_fn=watched),
-    )  # fmt: skip
-    next(iter(loader))
-    assert set(sizes) == {1}
-
-
 def test_a_collate_function_of_a_tensor_data_set_is_honoured() -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(N, 6), torch.arange(N) % 2)
@@ -229,31 +195,6 @@ def test_what_cannot_be_read_is_told_without_the_record(collate: Any, said: str)
         examples_of(Texts(), 1, collate)
     assert "secret" not in str(refused.value)
     assert refused.value.__cause__ is None
-
-
-class Drawing(Dataset[Any]):
-    """Draws from torch, numpy and Python, for some records more often than for others."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, i: int) -> Any:
-        x = torch.randn(3) * random.random()
-        for _ in range(i % 3):
-            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
-        return x, i % 2
-
-
-def test_what_a_data_set_draws_is_each_record_s_own() -> None:
-    whole = read(Drawing(), range(N))[0].record[0]
-    state = torch.get_rng_state(), random.getstate()
-    for rows in ([5], [7, 5, 0]):
-        part = read(Drawing(), rows)[0].record[0]
-        assert torch.equal(part, whole[rows])
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert random.getstate() == state[1]
-    other = examples_of(Drawing(), 1).read(RecordSeeds(bytes(32), np.arange(N)))[0].record[0]
-    assert not torch.isclose(other, whole).any()
 
 
 # --- which records there are ---------------------------------------------------------------------------------

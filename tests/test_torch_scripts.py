@@ -37,7 +37,3 @@ def test_a_script_runs_and_states_what_is_true(name: str, tmp_path: Path) -> Non
     assert 0.0 < privacy.epsilon < math.inf
     assert (privacy.condition is not None) == conditional
     assert conditional == (" if " in str(privacy))
-
-
-def test_a_sampler_of_unknown_law_is_refused() -> None:
-    tricks.refused_sampler()

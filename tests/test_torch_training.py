@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, RecursiveMomentum
+from quietgrad.objectives.base import Batch, GradientDifference, JointMomentum, RecursiveMomentum
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy.ledger import Ledger
@@ -149,32 +149,6 @@ def test_risk_its_gradient_and_bounded_losses() -> None:
     assert model[2].training is False
 
 
-def test_dropout_masks_are_each_records_own() -> None:
-    """By (key, record): whatever the batch, its order, its passes, and whatever other programs have drawn."""
-    objective = ModuleObjective(network(dropout=0.5).double(), LOSS)
-    x, y = data(50)
-    records = objective.prepare((x.double(), y))
-    theta = objective.initial(records)
-
-    def ask(indices: Any, key: bytes = bytes(32), micro_batch: int = 1024) -> Tensor:
-        objective.micro_batch = micro_batch
-        out = torch.zeros_like(theta)
-        Gradient(theta, 1.0).sum_into(objective, Batch(records, np.array(indices), key), out)
-        return out
-
-    torch.manual_seed(10)
-    state = torch.get_rng_state()
-    first = ask(range(10))
-    assert torch.equal(torch.get_rng_state(), state)
-    torch.manual_seed(11)
-    assert torch.equal(first, ask(range(10)))
-    apart = sum(ask([i]) for i in range(10))
-    torch.testing.assert_close(first, apart, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(first, ask(range(9, -1, -1)), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(first, ask(range(10), micro_batch=3), rtol=1e-12, atol=1e-14)
-    assert not torch.allclose(first, ask(range(10), key=bytes(31) + b"1"))
-
-
 class Pairs(Dataset[Any]):
     """A data set that reads one sample at a time, as files are read."""
 
@@ -286,24 +260,6 @@ def interrupted(folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch)
             model, LOSS, data(), ALGORITHM, budget=BUDGET, n_public=400, folder=folder,
             ledger=folder / "ledger.jsonl", checkpoint_seconds=0.0, callbacks=[interrupt_at(7)], every=1,
         )  # fmt: skip
-
-
-def test_resume_is_bit_exact_and_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    interrupted(folder, network(dropout=0.3), monkeypatch)
-    torch.manual_seed(99)
-    again = network(dropout=0.3)
-    result = qt.resume(again, LOSS, data(), ALGORITHM, folder=folder, ledger=folder / "ledger.jsonl")
-    whole = qt.fit(
-        network(dropout=0.3), LOSS, data(), ALGORITHM, budget=BUDGET, n_public=400, folder=tmp_path / "whole"
-    )
-    assert torch.equal(result.params, whole.params)
-    written = torch.cat([param.detach().flatten() for param in again.parameters()])
-    assert torch.equal(written, result.params)
-    spent = Ledger(folder / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove")
-    assert spent.epsilon <= 3.0
-    assert torch.equal(torch.tensor(qg.load(folder).params), result.params)
 
 
 def test_resume_refuses_another_model_and_half_a_checkpoint(

@@ -153,27 +153,3 @@ def test_fit_takes_views() -> None:
     for wrong in (0, -1, True, 1.5, "2"):
         with pytest.raises(ValueError, match="views"):
             qt.fit(model, LOSS, data, method, budget=qg.Budget(2.0, 1e-5), views=wrong)  # type: ignore[arg-type]
-
-
-def test_resume_reads_the_same_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit, though the program has drawn other numbers in between."""
-    monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: KEY)
-    method, budget = qg.DPSRM(steps=6, batch_size=20), qg.Budget(3.0, 1e-5)
-
-    class Stopped(Exception):
-        pass
-
-    def stop(progress: qt.Progress) -> None:
-        if progress.step == 3:
-            raise Stopped
-
-    settings: dict[str, Any] = {"folder": tmp_path / "run", "checkpoint_seconds": 0.0, "views": VIEWS}
-    data, model = made(60)
-    with pytest.raises(Stopped):
-        qt.fit(model, LOSS, data, method, budget=budget, n_public=60, callbacks=[stop], every=1, **settings)
-    data, model = made(60)
-    torch.manual_seed(99)
-    again = qt.resume(model, LOSS, data, method, **settings)
-    data, model = made(60)
-    whole = qt.fit(model, LOSS, data, method, budget=budget, n_public=60, views=VIEWS, folder=tmp_path / "whole")
-    assert torch.equal(again.params, whole.params)

@@ -95,19 +95,6 @@ def vae_pytorch_example() -> Privacy:
     return all_steps(loop_of(VAE(), elbo, images()))
 
 
-@script(conditional=True)
-def vae_in_a_loop_of_its_own() -> Privacy:
-    model, optimizer, loader = verbs(VAE(), images(), loss_reduction="sum")
-    for x, _ in loader:
-        optimizer.zero_grad()
-        made, mean, spread = model(x)
-        loss = F.binary_cross_entropy(made, x.view(-1, 144), reduction="sum")
-        loss = loss - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())
-        loss.backward()
-        optimizer.step()
-    return loader.privacy
-
-
 @script()
 def autoencoder_without_labels() -> Privacy:
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, 144))
@@ -140,30 +127,6 @@ def diffusion() -> Privacy:
 
 
 @script()
-def flow_of_affine_couplings() -> Privacy:
-    class Coupling(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 6))
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = x.chunk(2, 1)
-            shift, scale = self.net(a).chunk(2, 1)
-            return torch.cat([b * scale.tanh().exp() + shift, a], 1), scale.tanh().sum(1)
-
-    flow = nn.ModuleList(Coupling() for _ in range(2))
-
-    def likelihood(model: nn.ModuleList, x: Tensor) -> Tensor:
-        total = torch.zeros(len(x))
-        for layer in model:
-            x, more = layer(x)
-            total = total + more
-        return -(total - 0.5 * x.square().sum(1)).mean()
-
-    return all_steps(loop_of(flow, likelihood, TensorDataset(torch.randn(N, 6))))
-
-
-@script()
 def siamese_pairs() -> Privacy:
     encoder = nn.Sequential(nn.Flatten(), nn.Linear(144, 8))
 
@@ -173,18 +136,6 @@ def siamese_pairs() -> Privacy:
 
     data = TensorDataset(torch.rand(N, 1, 12, 12), torch.rand(N, 1, 12, 12), torch.randint(2, (N,)).float())
     return all_steps(loop_of(encoder, loss, data))
-
-
-@script(conditional=True)
-def siamese_in_a_loop_of_its_own() -> Privacy:
-    data = TensorDataset(torch.rand(N, 1, 12, 12), torch.rand(N, 1, 12, 12), torch.randint(2, (N,)).float())
-    model, optimizer, loader = verbs(nn.Sequential(nn.Flatten(), nn.Linear(144, 8)), data)
-    for one, other, same in loader:
-        optimizer.zero_grad()
-        distance = F.pairwise_distance(model(one), model(other))
-        (same * distance.square() + (1 - same) * F.relu(1 - distance).square()).mean().backward()
-        optimizer.step()
-    return loader.privacy
 
 
 @script()
@@ -225,16 +176,5 @@ def fgsm_inside_the_loss() -> Privacy:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         slope = torch.func.grad(lambda x: F.cross_entropy(model(x), y))(x)
         return F.cross_entropy(model((x + 0.1 * slope.sign()).clamp(0, 1).detach()), y)
-
-    return all_steps(loop_of(SampleConvNet(), loss, images()))
-
-
-@script()
-def mixup_with_public_images() -> Privacy:
-    public = torch.rand(5, 1, 12, 12)
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        share = 0.5 + 0.5 * torch.rand(())
-        return F.cross_entropy(model(share * x + (1 - share) * public[torch.randint(5, (1,))]), y)
 
     return all_steps(loop_of(SampleConvNet(), loss, images()))

@@ -8,13 +8,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, TensorDataset
 
-import quietgrad as qg
-import quietgrad.torch as qt
 from quietgrad.training.result import Privacy
 from tests.torch_scripts import script
-from tests.torch_scripts.vision import BATCH, CLASSES, N, all_steps, loop_of, verbs
+from tests.torch_scripts.vision import CLASSES, N, all_steps, loop_of, verbs
 
 
 def table(features: int = 6) -> TensorDataset:
@@ -95,22 +93,6 @@ def loop_batches(loader: Any) -> Any:
 
 
 @script()
-def two_inputs() -> Privacy:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.image, self.meta, self.out = nn.Linear(16, 4), nn.Linear(3, 4), nn.Linear(8, CLASSES)
-
-        def forward(self, image: Tensor, meta: Tensor) -> Any:
-            return self.out(torch.cat([self.image(image.flatten(1)), self.meta(meta)], 1).relu())
-
-    data = TensorDataset(torch.rand(N, 1, 4, 4), torch.randn(N, 3), torch.randint(CLASSES, (N,)))
-    return qt.fit(
-        Both(), nn.CrossEntropyLoss(), data, qg.DPAdam(steps=2, batch_size=BATCH), budget=qg.Budget(3.0, 1e-5)
-    ).privacy
-
-
-@script()
 def two_heads() -> Privacy:
     class Heads(nn.Module):
         def __init__(self) -> None:
@@ -150,28 +132,6 @@ def regression_with_column_targets() -> Privacy:
     return all_steps(loop_of(mlp(1), nn.HuberLoss(), data))
 
 
-@script()
-def logistic_regression_on_arrays() -> Privacy:
-    x, y = table().tensors
-    model = nn.Linear(6, CLASSES)
-    return qt.fit(
-        model, nn.CrossEntropyLoss(reduction="none"), (x, y), qg.DPSGD(steps=2, batch_size=BATCH),
-        budget=qg.Budget(3.0, 1e-5),
-    ).privacy  # fmt: skip
-
-
-@script()
-def several_records_of_each_person() -> Privacy:
-    people = [f"patient {k // 4}" for k in range(N)]
-    return all_steps(loop_of(mlp(), nn.CrossEntropyLoss(), table(), batch_size=4, person=people))
-
-
-@script()
-def training_half_of_a_split() -> Privacy:
-    half, _ = random_split(table(), [N // 2, N - N // 2])
-    return all_steps(loop_of(mlp(), nn.CrossEntropyLoss(), Subset(half, list(range(20))), batch_size=5))
-
-
 # --- losses -------------------------------------------------------------------------------------------------------
 
 
@@ -183,11 +143,6 @@ class FocalLoss(nn.Module):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         cross = F.cross_entropy(output, target, reduction="none")
         return ((1 - torch.exp(-cross)) ** self.gamma * cross).mean()
-
-
-@script()
-def focal_loss() -> Privacy:
-    return all_steps(loop_of(mlp(), FocalLoss(), table()))
 
 
 @script()
@@ -224,18 +179,6 @@ def l2_penalty_inside_the_loss() -> Privacy:
         return F.cross_entropy(model(x), y) + 1e-4 * penalty
 
     return all_steps(loop_of(mlp(), loss, table()))
-
-
-@script(conditional=True)
-def l2_penalty_in_the_loop() -> Privacy:
-    model, optimizer, loader = verbs(mlp(), table())
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss = loss + 1e-4 * sum(param.pow(2).sum() for param in model.parameters())
-        loss.backward()
-        optimizer.step()
-    return loader.privacy
 
 
 @script()

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.torch.hugging_face import DPTrainer
 from quietgrad.training.result import Privacy
@@ -82,27 +81,6 @@ def imdb_opacus_example() -> Privacy:
         optimizer.step()
         losses.append(loss.item())
     return loader.privacy
-
-
-@script()
-def imdb_of_several_lengths() -> Privacy:
-    """Without padding records are grouped by their own length."""
-    return all_steps(loop_of(SampleNet(), nn.CrossEntropyLoss(), Reviews()))
-
-
-@script()
-def imdb_lstm_padded_to_multiples() -> Privacy:
-    class LSTM(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.emb = nn.Embedding(WORDS, 6, padding_idx=0)
-            self.lstm, self.out = nn.LSTM(6, 8, batch_first=True, bidirectional=True), nn.Linear(16, 2)
-
-        def forward(self, x: Tensor) -> Any:
-            _, (h, _) = self.lstm(self.emb(x))
-            return self.out(torch.cat([h[-2], h[-1]], 1))
-
-    return all_steps(loop_of(LSTM(), nn.CrossEntropyLoss(), Reviews(), collate_fn=padded, pad=qt.Multiple(4)))
 
 
 @script()
@@ -192,32 +170,6 @@ def language_model_with_view() -> Privacy:
     return all_steps(loop_of(NextCharacter(), loss, lines()))
 
 
-@script(conditional=True)
-def language_model_in_a_loop_of_its_own() -> Privacy:
-    model, optimizer, loader = verbs(NextCharacter(), lines())
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x).view(-1, WORDS), y.reshape(-1)).backward()
-        optimizer.step()
-    return loader.privacy
-
-
-@script()
-def forecasting_with_a_gru() -> Privacy:
-    class Forecast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gru, self.out = nn.GRU(2, 8, 2, batch_first=True), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Any:
-            return self.out(self.gru(x)[0][:, -1])
-
-    return qt.fit(
-        Forecast(), nn.MSELoss(), TensorDataset(torch.randn(N, 10, 2), torch.randn(N, 3)),
-        qg.DPSGD(steps=2, batch_size=BATCH), budget=qg.Budget(3.0, 1e-5),
-    ).privacy  # fmt: skip
-
-
 # --- bags and flat texts ------------------------------------------------------------------------------------------
 
 
@@ -245,19 +197,6 @@ def flat(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
 @script()
 def flat_text_with_offsets() -> Privacy:
     return all_steps(loop_of(BagOfWords(), nn.CrossEntropyLoss(), Reviews(), collate_fn=flat))
-
-
-@script()
-def flat_text_with_offsets_in_opacus_verbs() -> Privacy:
-    loader = DataLoader(Reviews(), batch_size=BATCH, collate_fn=flat)
-    model, optimizer, loader, criterion = verbs(
-        BagOfWords(), None, data_loader=loader, criterion=nn.CrossEntropyLoss()
-    )
-    for text, offsets, label in loader:
-        optimizer.zero_grad()
-        criterion(model(text, offsets), label).backward()
-        optimizer.step()
-    return loader.privacy
 
 
 @script()
@@ -331,25 +270,6 @@ def bert_by_its_own_loss_in_opacus_verbs() -> Privacy:
     return loader.privacy
 
 
-@script(conditional=True)
-def bert_with_logits_in_opacus_verbs() -> Privacy:
-    model, optimizer, loader = verbs(bert(), None, data_loader=DataLoader(Encoded(), batch_size=BATCH), pad=16)
-    for batch in loader:
-        labels = batch.pop("labels")
-        optimizer.zero_grad()
-        F.cross_entropy(model(**batch).logits, labels).backward()
-        optimizer.step()
-    return loader.privacy
-
-
-@script()
-def bert_with_frozen_layers() -> Privacy:
-    model = bert()
-    model.bert.embeddings.requires_grad_(False)
-    model.bert.encoder.requires_grad_(False)
-    return all_steps(loop_of(model, own_loss, Encoded(), pad=16))
-
-
 @script()
 def tagging_with_ignored_tokens() -> Privacy:
     model = bert("BertForTokenClassification", num_labels=3)
@@ -396,28 +316,6 @@ def bert_by_dp_trainer(folder: Path) -> Privacy:
     made = trainer(bert(), folder, Encoded(), pad=16)
     made.train()
     return made.privacy
-
-
-@script()
-def bert_by_dp_trainer_with_validation(folder: Path) -> Privacy:
-    """The best of two checkpoints by a public validation set."""
-    arguments = {
-        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2,
-        "load_best_model_at_end": True, "label_smoothing_factor": 0.1,
-    }  # fmt: skip
-    public = [Encoded()[k] for k in range(4)]
-    collate = transformers.DefaultDataCollator()
-    made = trainer(
-        bert(), folder, Encoded(), arguments, pad=16, eval_dataset=[_padded(record) for record in public],
-        data_collator=collate,
-    )  # fmt: skip
-    made.train()
-    return made.privacy
-
-
-def _padded(record: dict[str, Any]) -> dict[str, Any]:
-    more = 16 - len(record["input_ids"])
-    return {name: F.pad(value, (0, more)) if isinstance(value, Tensor) else value for name, value in record.items()}
 
 
 @script()

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-import quietgrad.torch as qt
 from quietgrad.training.result import Privacy
 from tests.torch_scripts import script
 from tests.torch_scripts.tables import mlp, table
-from tests.torch_scripts.vision import BATCH, CLASSES, N, all_steps, loop_of, sgd, verbs
+from tests.torch_scripts.vision import CLASSES, all_steps, loop_of, sgd, verbs
 
 
 @script()
@@ -30,17 +27,6 @@ def step_scheduler() -> Privacy:
             loop.step(batch)
         scheduler.step()
     assert scheduler.get_last_lr() == [pytest.approx(0.1 / 8)]
-    return loop.privacy
-
-
-@script()
-def cosine_scheduler() -> Privacy:
-    loop = loop_of(mlp(), nn.CrossEntropyLoss(), table(), epochs=2)
-    assert loop.optimizer is not None
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, T_max=len(loop))
-    for batch in loop:
-        loop.step(batch)
-        scheduler.step()
     return loop.privacy
 
 
@@ -84,17 +70,6 @@ def plateau_scheduler_on_the_private_loss() -> Privacy:
         optimizer.step()
         scheduler.step(loss.item())
     return loader.privacy
-
-
-@script()
-def warmup_then_linear_decay() -> Privacy:
-    loop = loop_of(mlp(), nn.CrossEntropyLoss(), table(), epochs=2)
-    assert loop.optimizer is not None
-    scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda k: min((k + 1) / 3, 1.0))
-    for batch in loop:
-        loop.step(batch)
-        scheduler.step()
-    return loop.privacy
 
 
 @script()
@@ -160,19 +135,6 @@ def best_weights_within_the_loop() -> Privacy:
     return loader.privacy
 
 
-@script()
-def gradient_accumulation() -> Privacy:
-    model = mlp()
-    loop = loop_of(model, nn.CrossEntropyLoss(), table())
-    assert loop.optimizer is not None
-    for number, batch in enumerate(loop):
-        loop.backward(batch)
-        if number % 2:
-            loop.optimizer.step()
-            loop.optimizer.zero_grad()
-    return loop.privacy
-
-
 @script(conditional=True)
 def gradient_accumulation_opacus() -> Privacy:
     model, optimizer, loader = verbs(mlp(), table())
@@ -221,53 +183,6 @@ def two_optimizers() -> Privacy:
     return loop.privacy
 
 
-@script()
-def noise_and_batch_schedules() -> Privacy:
-    loop = loop_of(
-        mlp(), nn.CrossEntropyLoss(), table(), epochs=2, noise_schedule=lambda epoch: 0.9**epoch,
-        batch_schedule=lambda epoch: 12 if epoch == 0 else 16,
-    )  # fmt: skip
-    return all_steps(loop)
-
-
-@script()
-def clipping_per_layer() -> Privacy:
-    return all_steps(loop_of(mlp(), nn.CrossEntropyLoss(), table(), clipping="per_layer", max_grad_norm=[0.5] * 4))
-
-
-@script()
-def adaptive_clipping() -> Privacy:
-    settings: dict[str, Any] = {
-        "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 5.0,
-        "min_clipbound": 0.01,        "unclipped_num_std": 2.0,
-    }  # fmt: skip
-    return all_steps(loop_of(mlp(), nn.CrossEntropyLoss(), table(), clipping="adaptive", **settings))
-
-
-@script()
-def a_target_epsilon() -> Privacy:
-    model, optimizer, loader, criterion = qt.make_private_with_epsilon(
-        module=(model := mlp()), optimizer=sgd(model), data_loader=DataLoader(table(), batch_size=BATCH),
-        criterion=nn.CrossEntropyLoss(), target_epsilon=3.0, target_delta=1e-5, epochs=1, max_grad_norm=1.0,
-    )  # fmt: skip
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-    return loader.privacy
-
-
-@script(conditional=True)
-def in_pieces() -> Privacy:
-    model, optimizer, loader = verbs(mlp(), table())
-    for x, y in loader:
-        optimizer.zero_grad()
-        output = torch.cat([model(part) for part in x.split(5)]) if len(x) else model(x)
-        F.cross_entropy(output, y, reduction="sum").div(max(1, len(x))).backward()
-        optimizer.step()
-    return loader.privacy
-
-
 @script(conditional=True)
 def operations_on_rows_before_the_model() -> Privacy:
     model, optimizer, loader = verbs(nn.Linear(7, CLASSES), table())
@@ -279,25 +194,3 @@ def operations_on_rows_before_the_model() -> Privacy:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
     return loader.privacy
-
-
-@script()
-def a_saved_and_loaded_state() -> Privacy:
-    model = mlp()
-    all_steps(loop_of(model, nn.CrossEntropyLoss(), table()))
-    other = mlp()
-    other.load_state_dict(model.state_dict())
-    return all_steps(loop_of(other, nn.CrossEntropyLoss(), table()))
-
-
-@script()
-def double_precision() -> Privacy:
-    x, y = table().tensors
-    return all_steps(loop_of(mlp().double(), nn.CrossEntropyLoss(), TensorDataset(x.double(), y)))
-
-
-def refused_sampler() -> None:
-    """A sampler whose law is unknown has no price; its weights belong into the loss."""
-    sampler = WeightedRandomSampler([1.0] * N, N)
-    with pytest.raises(Exception, match="cannot be accounted for"):
-        verbs(mlp(), None, data_loader=DataLoader(table(), batch_size=BATCH, sampler=sampler))

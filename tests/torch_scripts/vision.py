@@ -69,14 +69,6 @@ def mnist_fit() -> Privacy:
 
 
 @script()
-def mnist_fit_dp_srm() -> Privacy:
-    loss = nn.CrossEntropyLoss(reduction="none")
-    return qt.fit(
-        SampleConvNet(), loss, images(), qg.DPSRM(steps=3, batch_size=BATCH), budget=qg.Budget(4.0, 1e-5)
-    ).privacy
-
-
-@script()
 def mnist_private_loop() -> Privacy:
     model = SampleConvNet()
     loop = loop_of(model, nn.CrossEntropyLoss(), images(), epochs=2)
@@ -137,22 +129,6 @@ def mnist_criterion_and_accuracy() -> Privacy:
     return loader.privacy
 
 
-@script()
-def mnist_evaluated_on_public_images() -> Privacy:
-    model = SampleConvNet()
-    loop = loop_of(model, nn.CrossEntropyLoss(), images(), epochs=2)
-    held_out = DataLoader(images(), batch_size=16)
-    for epoch in loop.epochs():
-        for batch in epoch:
-            loop.step(batch)
-        model.eval()
-        with torch.no_grad():
-            correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in held_out)
-        assert 0 <= correct <= N
-        model.train()
-    return loop.privacy
-
-
 @script(conditional=True)
 def flattened_in_the_loop() -> Privacy:
     model = nn.Sequential(nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, CLASSES))
@@ -160,19 +136,6 @@ def flattened_in_the_loop() -> Privacy:
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(private(x.view(x.shape[0], -1) / 0.5 - 1), y).backward()
-        optimizer.step()
-    return loader.privacy
-
-
-@script()
-def flattened_by_a_transform() -> Privacy:
-    model = nn.Sequential(nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    private, optimizer, loader, criterion = verbs(
-        model, images(), criterion=nn.CrossEntropyLoss(), transform=lambda batch: (batch[0].flatten(1), batch[1])
-    )
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(private(x), y).backward()
         optimizer.step()
     return loader.privacy
 
@@ -221,21 +184,6 @@ class Augmented(Dataset[Any]):
 def cifar_resnet_gn_with_augmentation() -> Privacy:
     model = resnet()
     return all_steps(loop_of(model, nn.CrossEntropyLoss(), Augmented(), views=2))
-
-
-@script()
-def cifar_resnet_fixed_by_the_validator() -> Privacy:
-    model = qt.ModuleValidator.fix(resnet(nn.BatchNorm2d))
-    assert not qt.ModuleValidator.validate(model)
-    model, optimizer, loader, criterion = verbs(
-        model, None, criterion=nn.CrossEntropyLoss(), data_loader=DataLoader(Augmented(), batch_size=BATCH)
-    )
-    with qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as pieces:
-        for x, y in pieces:
-            optimizer.zero_grad()
-            criterion(model(x), y).backward()
-            optimizer.step()
-    return loader.privacy
 
 
 @script(conditional=True)
@@ -303,16 +251,3 @@ def unet_segmentation() -> Privacy:
 
     data = TensorDataset(torch.rand(N, 1, 12, 12), torch.randint(3, (N, 12, 12)))
     return all_steps(loop_of(UNet(), nn.CrossEntropyLoss(), data))
-
-
-@script()
-def distilled_from_a_public_teacher() -> Privacy:
-    teacher, student = SampleConvNet().eval(), SampleConvNet()
-
-    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            soft = teacher(x).softmax(1)
-        out = model(x)
-        return F.cross_entropy(out, y) + F.kl_div(out.log_softmax(1), soft, reduction="batchmean")
-
-    return all_steps(loop_of(student, loss, images()))

@@ -1,9 +1,9 @@
 """quietgrad for PyTorch users: ``import quietgrad.torch as qt``.
 
-:func:`fit` trains a module with any algorithm of quietgrad. :class:`PrivateLoop` keeps your own loop and
-optimizer, and :func:`make_private` and :func:`make_private_with_epsilon` do under Opacus' names. :func:`explain`
-tells how a model is differentiated and what that costs. :func:`clipped_gradient_sum` and
-:func:`clipped_difference_sum` are the sums that all of these rest on.
+:func:`fit` trains a module with any algorithm of quietgrad. :class:`PrivateLoop` serves a custom training loop with
+any optimizer; :func:`make_private` and :func:`make_private_with_epsilon` do so under Opacus' names. :func:`explain`
+tells how a model is differentiated. :func:`clipped_gradient_sum` and :func:`clipped_difference_sum` are the sums
+that all of these rest on.
 """
 
 from __future__ import annotations

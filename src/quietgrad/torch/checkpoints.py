@@ -111,14 +111,10 @@ def epsilon_of(costs: Iterable[LoopCost], delta: float) -> float:
         return math.inf
     relations = {cost.relation for cost in known}
     if len(relations) > 1:
-        raise ValueError(
-            "get_epsilon: loops of this engine were made for different relations, which do not add up. Use one "
-            "relation for all loops on the same records."
-        )
+        raise ValueError("get_epsilon: loops of different relations do not add up. Use one relation for all.")
     if len({cost.plan.unit for cost in known}) > 1:
         raise ValueError(
-            "get_epsilon: some loops of this engine were about records and some about people, which do not add "
-            "up. Use another engine for each."
+            "get_epsilon: loops of records and some about people do not add up. Use an engine for each."
         )
     events = [event for event in (cost.event for cost in known) if event is not None]
     return account(composed(events), delta=delta, relation=relations.pop()) if events else 0.0

@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,10 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine, positive
-from quietgrad.objectives.networks.gradients import GRADIENT, Collector
-from quietgrad.objectives.networks.one_record import Pass
-from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.objectives.networks.engine import MATTERS, PerExampleEngine, positive
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, tensors_of
 from quietgrad.objectives.networks.usable import LossFunction
@@ -142,17 +138,16 @@ _ALONE = "one record at a time"
 class OperationCost:
     """An operation on parameters: how its records' gradients are made, and at what price.
 
-    ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``time`` is a share of the
-    whole, ``memory`` numbers that are written out for each record.
+    ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``parameters`` counts the
+    trained numbers, ``memory`` those that are written out for each record.
     """
 
     name: str
     kind: str
     how: str
-    why: str
-    parameters: int
-    time: float
-    memory: int
+    why: str = ""
+    parameters: int = 0
+    memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -160,8 +155,6 @@ class Explanation:
     """What :func:`explain` found; printed, it is a table."""
 
     parts: tuple[OperationCost, ...]
-    passes: float  # share of the time that the forward and backward pass themselves take
-    examples: int
 
     @property
     def fallbacks(self) -> tuple[OperationCost, ...]:
@@ -178,19 +171,20 @@ class Explanation:
             return "\n".join(f"refused: {part.why}" for part in self.refused)
         if self.parts and self.parts[0].how == _ALONE:
             return f"{_ALONE}, by plain autograd: {self.parts[0].why}"
-        rows = [("parameters", "operation", "how", "numbers", "time")]
-        rows += [(p.name, p.kind, p.how, f"{p.parameters:,}", f"{100 * p.time:.0f} %") for p in self.parts]
+        rows = [("parameters", "operation", "how", "numbers", "copied for each record")]
+        rows += [(p.name, p.kind, p.how, f"{p.parameters:,}", f"{p.memory:,}") for p in self.parts]
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        lines = [
+        return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
-        return "\n".join([*lines, f"forward and backward pass: {100 * self.passes:.0f} % of the time"])
+        )
 
 
 def explain(
     model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, *, memory_budget: float = 256e6
 ) -> Explanation:
     """Explain how per-example gradients of each parameter are computed.
+
+    The model is run on synthetic records of the same shapes: the values of ``batch`` are not looked at.
 
     Args:
         batch: (x, y), records first; x may be a tuple of tensors.
@@ -201,57 +195,29 @@ def explain(
     >>> [(part.name, part.how) for part in found.parts]
     [('0.weight, 0.bias', 'kernel'), ('2.weight, 2.bias', 'kernel')]
     """
-    group = batch_group(batch)
-    count = len(group.rows)
+    kind = type(model).__name__
     try:
         engine = PerExampleEngine(model, loss_fn, memory_budget=memory_budget)
-        engine.try_out(group.record)
+        known = engine.try_out(batch_group(batch).record)
     except (QuietgradError, ValueError) as error:
-        return Explanation((OperationCost("", type(model).__name__, "refused", str(error), 0, 0.0, 0),), 0.0, count)
-    program = engine.program_of(group.record)
-    keys = RecordSeeds.of(None, np.arange(count))
-    theta = engine.flatten(dict(model.named_parameters()))
-    done, began = None, time.perf_counter()
-    if program.alone is None:
-        done = engine.pass_of(theta, group.record, keys)
-        passes = time.perf_counter() - began
-    if not isinstance(done, Pass):
-        why = program.alone or "records answer its questions (.item(), a branch) in their own ways"
-        return Explanation(
-            (OperationCost("", type(model).__name__, _ALONE, why, engine.dim, 1.0, engine.dim),), 0.0, count
-        )
-    return _timed(engine, done, passes, count)
-
-
-@torch.no_grad()
-def _timed(engine: PerExampleEngine, done: Pass, passes: float, count: int) -> Explanation:
-    found: dict[tuple[str, str, str], list[Any]] = {}
-    slices = list(engine.slices.values())
-    sizes: Mapping[str, int] = {name: slot.stop - slot.start for name, slot in engine.slices.items()}
+        return Explanation((OperationCost("", kind, "refused", str(error)),))
+    if known.apart or not known.sites:
+        why = known.program.alone or "records answer its questions (.item(), a branch) in their own ways"
+        return Explanation((OperationCost("", kind, _ALONE, why, engine.dim, engine.dim),))
+    found: dict[tuple[str, ...], OperationCost] = {}
+    sizes = {name: slot.stop - slot.start for name, slot in engine.slices.items()}
     counted: set[str] = set()
-    whole = passes
-    for site in done.sites:
-        began = time.perf_counter()
-        collector = Collector(GRADIENT, engine.space, slices, count)
-        collector.begin([site])
-        collector.end([site])
-        (part,) = collector.gradients()
-        part.add_weighted(part.norms().isfinite().double(), torch.zeros(engine.dim, dtype=torch.float64))
-        spent = time.perf_counter() - began
-        whole += spent
-        how = "kernel" if site.kernel is not None or site.copied <= 4096 else "copied"
-        row = found.setdefault((", ".join(site.names), site.operation, how), [0, 0.0, 0])
-        row[0] += sum(sizes[name] for name in site.names if name not in counted)
-        counted |= set(site.names)
-        row[1] += spent
-        row[2] += site.copied
-    parts = []
-    for (name, kind, how), (parameters, spent, copied) in found.items():
-        why = f"{kind} has no kernel: its parameters are copied for each record" if how == "copied" else ""
-        parts.append(OperationCost(name, kind, how, why, parameters, spent / whole, copied))
+    for operation, names, copied, kernel in known.sites:
+        how = "kernel" if kernel or copied <= MATTERS else "copied"
+        why = "" if how == "kernel" else f"{operation} has no kernel: its parameters are copied for each record"
+        part = found.setdefault((*names, operation, how), OperationCost(", ".join(names), operation, how, why))
+        fresh = sum(sizes[name] for name in set(names) - counted)
+        counted |= set(names)
+        more = replace(part, parameters=part.parameters + fresh, memory=part.memory + copied)
+        found[(*names, operation, how)] = more
     missing = [name for name in engine.names if name not in counted]
     if missing:
-        names = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+        names_of = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         size = sum(sizes[name] for name in missing)
-        parts.append(OperationCost(names, "not used", "kernel", "these records do not use it", size, 0.0, 0))
-    return Explanation(tuple(parts), passes / whole, count)
+        found[()] = OperationCost(names_of, "not used", "kernel", "these records do not use it", size)
+    return Explanation(tuple(found.values()))

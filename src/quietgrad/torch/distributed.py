@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.objectives.base import Batch, ClippingRule, Query
+from quietgrad.objectives.base import Batch, ClippingRule, Query, RecordAdapter
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.objectives.networks.records import bytes_of
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.rng import fresh_key
@@ -159,13 +160,14 @@ def run_on_leader(objective: Asked, data: Any, lead: Callable[[Any, Any], Result
     return result
 
 
-def _digests(objective: Asked, examples: Any, key: bytes) -> dict[str, str]:
-    start: Any = objective.initial(examples)
-    settings = f"{objective!r} {len(examples)} {_modes(public_loss(objective).module)}"
+def _digests(objective: RecordAdapter, examples: Any, key: bytes, settings: str = "") -> dict[str, str]:
+    module = public_loss(objective).module
+    said = f"{objective!r} {len(examples)} {_modes(module)} {settings}"
+    start = (part for value in (*module.parameters(), *module.buffers()) for part in bytes_of(value))
     return {
         "the records, their order, whose they are, frozen parameters or buffers": _digest(key, examples.contents()),
-        "the parameters that training begins with": _digest(key, [start.cpu().numpy().tobytes()]),
-        "model, loss or settings": _digest(key, [settings.encode()]),
+        "the parameters or buffers that training begins with": _digest(key, start),
+        "model, loss or settings": _digest(key, [said.encode()]),
     }
 
 
@@ -297,18 +299,10 @@ class SharedCurator(CentralCurator):
 
     def open(self, plan: Plan, **options: Any) -> CentralSession:
         """The session, on every process or on none."""
-        module = public_loss(self.objective).module
 
         def digests(key: bytes) -> Mapping[str, str]:
-            start = [value.detach().cpu() for value in (*module.parameters(), *module.buffers())]
-            values = (value.reshape(-1).view(torch.uint8).numpy().data for value in start if value.numel())
-            settings = f"{module!r} {_modes(module)} {json.dumps(plan.to_json())}"
-            return {
-                "the records, their order or whose they are": _digest(key, self.records.contents()),
-                "the parameters that training begins with": _digest(key, values),
-                "model or settings": _digest(key, [settings.encode()]),
-                "seed": _digest(key, [self._key]),
-            }
+            secret = _digest(key, [self._key])
+            return {**_digests(self.objective, self.records, key, json.dumps(plan.to_json())), "seed": secret}
 
         _refuse_others(digests, "another process cannot read its data")
         return _all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")

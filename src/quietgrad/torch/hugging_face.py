@@ -58,7 +58,7 @@ class _Samples:
     """What the Trainer takes for its data loader: an epoch of samples that cannot be read."""
 
     def __init__(self, loop: PrivateLoop) -> None:
-        self._loop, self._length = loop, loop.epoch_length
+        self._loop, self._length = loop, loop.lengths[0]
         self._batches = iter(loop)
 
     def __len__(self) -> int:
@@ -75,10 +75,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         privacy: ``target_epsilon`` and ``target_delta``, or ``budget``: the noise follows from it and from the
-            steps of the training arguments; or ``noise_multiplier`` (and ``target_delta``). ``max_grad_norm`` is C,
-            the bound of one record's gradient; without it the training arguments' is. All other arguments of
-            :class:`~quietgrad.torch.PrivateLoop` may stand here: ``ledger``, ``account``, ``person``, ``clipping``,
-            ``sampling``.
+            steps of the training arguments; or ``noise_multiplier``. ``max_grad_norm`` is C; without it the
+            training arguments' is. All other arguments of :class:`~quietgrad.torch.PrivateLoop` may stand here.
         pad: pads each record by its own length (:class:`~quietgrad.torch.Padding`); with a tokenizer by its padding
             token. Records without an attention mask get one. Without ``pad`` records are grouped by their length.
         public_stop: training that ends before its last step (an early stop, a callback) costs its whole plan,

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from quietgrad.objectives.networks.usable import mixing_layers, refuse_unusable_modules
+from quietgrad.objectives.networks.usable import mixing_layers, modes_kept, refuse_unusable_modules
 
 DPLSTM = nn.LSTM  # torch's own: their gradients are clipped as they are
 DPGRU = nn.GRU
@@ -49,7 +49,8 @@ class ModuleValidator:
     @staticmethod
     def validate(module: nn.Module, *, strict: bool = False) -> list[Exception]:
         """The reasons why the module could not be made private; with ``strict`` the first is raised."""
-        errors: list[Exception] = _training_statistics(module)
+        with modes_kept(module, training=True):  # the mode that it will be trained in
+            errors: list[Exception] = list(mixing_layers(module))
         try:
             refuse_unusable_modules(module)
         except ValueError as error:
@@ -85,18 +86,6 @@ class ModuleValidator:
         fixed = cls.fix(module)
         cls.validate(fixed, strict=True)
         return fixed
-
-
-def _training_statistics(module: nn.Module) -> list[Exception]:
-    """All layers that mix examples in the mode that the module will be trained in."""
-    modes = {layer: layer.training for layer in module.modules()}
-    try:
-        if not module.training:
-            module.train()
-        return list(mixing_layers(module))
-    finally:
-        for layer, mode in modes.items():
-            layer.training = mode
 
 
 def _replacement(layer: nn.Module) -> nn.Module | None:

@@ -292,11 +292,10 @@ class PrivateLoader:
 class BatchMemoryManager:
     """Cuts each sample of a private loader into pieces of at most ``max_physical_batch_size`` records.
 
-    The loop calls the model, ``backward()``, ``optimizer.step()`` and ``zero_grad()`` for every piece. A
-    piece's clipped sum is kept and its memory let go; the step comes with the last piece of a sample, which
-    stays one secret sample and one release. Into how many pieces a sample is cut is public: one that is
-    much larger than expected has larger pieces. People are cut so if ``records_per_person`` is given; else by
-    how many records they have, and ε is conditional.
+    The loop steps on every piece. A piece's clipped sum is kept; the step comes with the last piece of a sample,
+    which stays one release. Into how many pieces a sample is cut is public: one that is much larger than expected
+    has larger pieces. People without ``records_per_person`` are cut by how many records they have, and ε is
+    conditional.
     """
 
     def __init__(self, *, data_loader: Any, max_physical_batch_size: int, optimizer: Optimizer) -> None:

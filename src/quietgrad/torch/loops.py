@@ -76,9 +76,9 @@ class TruncatedAlgorithm:
         """The first releases of the algorithm's schedule."""
         return _first(self._algorithm.schedule(n_public), self._steps)
 
-    def step(self, state: State, door: Session) -> State:
+    def step(self, state: State, session: Session) -> State:
         """The algorithm's step; the last one says that the budget ended the run."""
-        state = self._algorithm.step(state, door)
+        state = self._algorithm.step(state, session)
         if state.step >= self._steps and not state.done:
             state.done, state.stopped_by = True, "budget"
         return state
@@ -316,7 +316,7 @@ class Loop:
 
     @property
     def open_ended(self) -> bool:
-        """Whether nobody limited what it may cost."""
+        """Whether what it may cost has no limit."""
         return self.plan.budget is None or self.plan.budget.epsilon >= _NO_LIMIT
 
     @property

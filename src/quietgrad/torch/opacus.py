@@ -121,8 +121,7 @@ def make_private(
     The loop calls the model on a batch of the loader, ``backward()`` on the loss and ``optimizer.step()``, as
     ever. Batches, outputs and losses are handles: given to the private model and the private criterion as they
     are, they are run record by record, and ε holds without a condition. Whatever else the loop's own code does
-    with one is done to the plain tensor, and ε is conditional from then on: ``loader.privacy.condition`` says
-    under what.
+    with one is done to the plain tensor, and ε is conditional from then on, as ``loader.privacy.condition`` says.
 
     Args:
         module: any torch module.
@@ -130,30 +129,22 @@ def make_private(
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
             epoch becomes ⌈n / batch_size⌉ secret samples (⌊…⌋ with drop_last); any other sampler is refused. Its
             ``collate_fn`` is called with one record.
-        noise_multiplier: noise ÷ C. ``loader.privacy`` says what the steps so far cost. With ``target_epsilon`` the
-            loop stops with a :class:`~quietgrad.errors.BudgetError` before the step that would exceed it.
+        noise_multiplier: noise ÷ C. With ``target_epsilon`` the loop stops with a
+            :class:`~quietgrad.errors.BudgetError` before the step that would exceed it.
         max_grad_norm: C, the L2 bound on one record's gradient, or on a person's; one for each parameter if
             ``"per_layer"``.
         criterion: criterion(output, target), called with batches of one; returns one number.
         transform: what is done to each record before it is handed out: written as for a batch of the loader, called
             with batches of one.
-        pad: pads each record by its own length, as in :func:`quietgrad.torch.fit`.
         clipping: ``"flat"``; ``"per_layer"``: each parameter's gradient for itself; ``"adaptive"``: C follows a
             quantile of the norms, told by a noisy count that is part of every release and of its price. It needs
             ``target_unclipped_quantile``, ``clipbound_learning_rate``, ``min_clipbound``, ``max_clipbound`` and
             ``unclipped_num_std``.
         epochs: needed for a schedule or a ledger, because what is spent is reserved beforehand.
-        noise_schedule, batch_schedule: noise relative to ``noise_multiplier``, and expected sample size, of
-        epoch e.
-        sampling: ``"poisson"``; ``"random-allocation"``: every record draws one secret batch of each epoch, at
-        about
-            the same price; ``"turns"``: one batch of each epoch, accounted as if it were known.
-        poisson_sampling: ``False`` is ``sampling="turns"``, which costs much more.
-        loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls
-        it is
-            made of, which is undone here, or ``"sum"``.
-        person, combine, records_per_person: as in :func:`quietgrad.torch.fit`: the loader then draws people and
-            hands out all their records, each person's one after the other; its batch_size counts people.
+        loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
+            is made of, which is undone here, or ``"sum"``.
+        noise_schedule, batch_schedule, sampling, poisson_sampling: as in :class:`quietgrad.torch.PrivateLoop`.
+        person, combine, records_per_person, pad: as in :func:`quietgrad.torch.fit`; batch_size counts people.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
     """
     if loss_reduction not in ("mean", "sum", None):
@@ -163,7 +154,7 @@ def make_private(
     shards = Shards.of(module)
     module = module if shards is None else shards.twin
     given = checked_loader(data_loader)
-    collate = given.collate_fn if transform is None else _then(given.collate_fn, transform)
+    collate = given.collate_fn if transform is None else lambda samples: transform(given.collate_fn(samples))
     objective = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
     engine = objective.engine
     rule = clip_rule(clipping, max_grad_norm, len(engine.names), None if person is None else "person", **settings)
@@ -189,10 +180,6 @@ def make_private(
     return *made, PrivateCriterion(criterion, loop, reduction)
 
 
-def _then(collate: Callable[..., Any], transform: Callable[[Any], Any]) -> Callable[[list[Any]], Any]:
-    return lambda samples: transform(collate(samples))
-
-
 class Accountant:
     """What the loops of an engine have cost, as far as they have come, and what was loaded into them."""
 
@@ -209,7 +196,7 @@ class Accountant:
     def add(self, costs: Iterable[LoopCost]) -> None:
         """Count what states that were loaded had cost, each loop once, and keep the promises of the loops here."""
         for cost in costs:
-            if cost.used >= getattr(self._loaded.get(cost.name), "used", 0):
+            if cost.name not in self._loaded or cost.used >= self._loaded[cost.name].used:
                 self._loaded[cost.name] = cost
         for loop in self.loops:
             self.keep_promise(loop)
@@ -303,9 +290,8 @@ class PrivacyEngine:
     @property
     def condition(self) -> str | None:
         """The clause under which :meth:`get_epsilon` holds; ``None``: it holds without one."""
-        return next(
-            (cost.plan.condition for cost in self.accountant.costs if cost.plan.condition is not None), None
-        )
+        found = (cost.plan.condition for cost in self.accountant.costs)
+        return next((condition for condition in found if condition is not None), None)
 
     @staticmethod
     def is_compatible(

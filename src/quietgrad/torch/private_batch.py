@@ -2,7 +2,7 @@
 
 A handle is a tensor that can be given to the private model and the private criterion, which run it record by
 record. Whatever else is done to it is done to the plain tensor of all rows, and the loop is told first: from
-then on its ε is conditional, because nobody looks at what the loop's own code does with the rows.
+then on its ε is conditional, because nothing checks what the loop's own code does with the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.one_record import Pass, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import Args, Called, Options, applied, mapped, refilled, tensors_of
 from quietgrad.objectives.networks.vectors import Rows, UnitAssignment
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ _RAGGED = (
 
 
 class Handle(Tensor):
-    """Stands for one tensor of the records in hand, of a size that nobody is told."""
+    """Stands for one tensor of the records in hand, of a size that is not told."""
 
     _sample: Sample
     _parts: list[RecordBlock]
@@ -249,7 +249,7 @@ class Handle(Tensor):
             self._made, self._made_version, self._made_grad = made, made._version, made.requires_grad
         return self._made
 
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         """What is known without looking at records, or ``NotImplemented``."""
         like = self._parts[0].values if self._made is None else self._made
         if func in _QUESTIONS:
@@ -261,7 +261,7 @@ class Handle(Tensor):
             return self._cast(func, args, kwargs)
         return NotImplemented
 
-    def _cast(self, func: Any, args: Any, kwargs: Any) -> Handle:
+    def _cast(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Handle:
         """Each record's values in another type, or elsewhere: the handle itself if that changes nothing."""
         parts = [RecordBlock(part.rows, func(part.values, *args, **kwargs)) for part in self._parts]
         if all(new.values is old.values for new, old in zip(parts, self._parts, strict=True)):
@@ -269,7 +269,7 @@ class Handle(Tensor):
         return Handle.of(self._sample, parts)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Handle):
             answer = args[0]._answer(func, args[1:], kwargs)
@@ -279,7 +279,7 @@ class Handle(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        cls, func: Called, types: object, args: Args = (), kwargs: Options = None
     ) -> Any:
         # Where torch does not ask the method above.
         return func(*plain(args), **plain(kwargs or {}))
@@ -288,7 +288,7 @@ class Handle(Tensor):
 class LossHandle(Handle):
     """The loss of all records in hand: one number, or one of each record."""
 
-    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _answer(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         if func is _own.backward and len(self._parts[0].values.shape) == 0:
             with full_precision():
                 return func(self._parts[0].values, *plain(args), **plain(kwargs))  # 1 to each record's own loss
@@ -313,7 +313,7 @@ def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHan
         return _loss(sample, parts, lambda: whole)
     sample.loop.mean = reduction == "mean"
     losses = torch.cat([part.values for part in parts])
-    value = _applied(_Reduced, losses, sample, reduction == "mean")
+    value: Tensor = applied(_Reduced, losses, sample, reduction == "mean")
     return _loss(sample, [RecordBlock(np.arange(0), value)], lambda: value)
 
 
@@ -342,16 +342,13 @@ class _Reduced(Function):
 
 def noted(values: Tensor, call: Call) -> Tensor:
     """The values of an output; if a gradient comes back to them, the call knows."""
-    return _applied(_Noted, values, call) if values.requires_grad else values
+    made: Tensor = applied(_Noted, values, call) if values.requires_grad else values
+    return made
 
 
 def undone(values: Tensor, call: Call, *, outputs: bool) -> Tensor:
     """The outputs or inputs of a call whose loss the loop makes itself: a mean over records is undone between."""
-    return _applied(_Undone, values, call, outputs) if values.requires_grad else values
-
-
-def _applied(function: Any, *given: Any) -> Tensor:
-    made: Tensor = function.apply(*given)
+    made: Tensor = applied(_Undone, values, call, outputs) if values.requires_grad else values
     return made
 
 

@@ -257,11 +257,6 @@ class PrivateLoop(Loop):
         """The samples of the whole plan."""
         return self.total
 
-    @property
-    def epoch_length(self) -> int:
-        """The samples of the first epoch."""
-        return self.lengths[0]
-
     def __iter__(self) -> Iterator[PrivateBatch]:
         """All samples that are left."""
         if self.handed_out >= self.total:
@@ -313,11 +308,7 @@ class PrivateLoop(Loop):
         return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
 
     def close(self, *, data_dependent: bool = True) -> Privacy:
-        """End the loop before its plan does, and say what it costs; one that is kept saves its result.
-
-        The whole plan is charged, unless nothing that was seen, released numbers included, had a part in when it
-        ends (``data_dependent=False``): then it costs the samples it has had.
-        """
+        """As any loop's; one that is kept saves its result."""
         if self.paused:  # another process may have gone on, and only that one knows what it released
             raise BudgetError(self.refusal())
         if self.handed_out < self.plan.schedule.releases:
@@ -343,8 +334,7 @@ class PrivateLoop(Loop):
     def backward(self, batch: PrivateBatch) -> Tensor:
         """Add the private gradient of a sample to the parameters' ``grad``; returns it as one vector.
 
-        That is the noisy sum of the clipped gradients of its records, divided by the public size of a sample. The
-        model is run as it is: in training or evaluation mode, at the parameters that it has.
+        The model is run as it is: in training or evaluation mode, at the parameters that it has.
         """
         if not isinstance(batch, PrivateBatch) or batch._loop is not self:
             raise TypeError("loop.backward(batch): give it a batch that this loop handed out.")

@@ -25,7 +25,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Examples, RecordGroup
-from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of, with_parameters
+from quietgrad.objectives.networks.trees import Args, Called, Options, mapped, refilled, tensors_of, with_parameters
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.torch.distributed import Summed, process_count
@@ -103,7 +103,7 @@ class CustomLoop(Loop):
     def _groups(self, sample: Sample) -> list[RecordGroup]:
         if len(sample):
             groups = self._examples.read(sample.keys)
-        else:  # of somebody else's record nothing but its form is left
+        else:  # of another record nothing but its form is left
             found = self._examples.read(RecordSeeds(sample.keys.key, np.array([0])))
             groups = [RecordGroup(np.arange(0), mapped(found[0].record, lambda tensor: tensor[:0]))]
         device = self.engine.device
@@ -127,7 +127,7 @@ class CustomLoop(Loop):
             sample.calls.append(call)
             parts = [(each.rows, each.outputs) for each in call.passes]
         else:
-            parts = self._of_nobody(groups[0], call)
+            parts = self._of_empty_sample(groups[0], call)
         columns = zip(*(tensors_of(outputs) for _, outputs in parts), strict=True)
         made = [
             self._output(
@@ -156,7 +156,7 @@ class CustomLoop(Loop):
         )
 
     def _of_two(self, record: Any) -> list[torch.Size] | None:
-        """The shapes of the outputs for a made-up batch of two records like this: they tell where the batch is.
+        """The shapes of the outputs for a synthetic batch of two records like this: they tell where the batch is.
 
         Only how outputs are laid out for the loop's own code depends on it.
         """
@@ -165,18 +165,18 @@ class CustomLoop(Loop):
             self._two[known] = _tried(self.engine.module, record)
         return self._two[known]
 
-    def _of_nobody(self, group: RecordGroup, call: Call) -> list[tuple[Any, Any]]:
-        """The outputs of an empty sample: those of a made-up record, without it."""
+    def _of_empty_sample(self, group: RecordGroup, call: Call) -> list[tuple[Any, Any]]:
+        """The outputs of an empty sample: those of a synthetic record, without it."""
         record = mapped(group.record, lambda t: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device))
         keys = RecordSeeds(call.sample.keys.key, np.array([0]))
         outputs = self.engine.record([RecordGroup(np.array([0]), record)], keys)[0].outputs
         call.sample.calls.append(call)
 
-        def nobody(tensor: Tensor) -> Tensor:
+        def emptied(tensor: Tensor) -> Tensor:
             left = tensor.detach()[:0]
             return left.requires_grad_() if left.is_floating_point() else left
 
-        return [(np.arange(0), mapped(outputs, nobody))]
+        return [(np.arange(0), mapped(outputs, emptied))]
 
     # --- the step -----------------------------------------------------------------------------------------------
 
@@ -241,8 +241,8 @@ class CustomLoop(Loop):
 def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
     """Parts of a sample by secret words: by position, one record less would move all that follow.
 
-    How many there are is public: enough for pieces to be six standard deviations below ``most``. Only where nobody
-    said how many records a person has at most it follows from the sample, which a loop that counts them learns.
+    How many there are is public: enough for pieces to be six standard deviations below ``most``. Only without a
+    bound on a person's records it follows from the sample, which a loop that counts them learns.
     """
     keys, units = sample.keys, sample.units
     if units is None:
@@ -331,7 +331,7 @@ class PrivateCriterion(nn.Module):
 class _NoParameters(TorchFunctionMode):
     """Refuses parameters in a criterion: their gradients would be neither clipped nor noisy."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in tensors_of((args, kwargs))):
             raise DataError(
                 "criterion: uses trained parameters, whose gradients would be neither clipped nor noisy. Make them "

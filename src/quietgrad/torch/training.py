@@ -17,7 +17,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.base import Regularizer
 from quietgrad.objectives.networks.module import ModuleObjective, evaluating
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
-from quietgrad.objectives.networks.usable import LossFunction
+from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.torch.distributed import run_on_leader
@@ -217,20 +217,13 @@ class _Training:
 
     def train(self, lead: Callable[[Any, Any, Callback], Result]) -> Result:
         """Run ``lead(objective, examples, callback)`` and leave the parameters in the model."""
-        module = self.objective.module
-        modes = {layer: layer.training for layer in module.modules()}
-        if not module.training:
-            module.train()  # else each layer stays as it is: a BatchNorm in evaluation mode is frozen on purpose
 
         def watched(shared: Any, examples: Any) -> Result:
             with progress_bar(quiet=not self.progress) as bar:
                 return lead(shared, examples, together([self._watch, bar]))
 
-        try:
+        with modes_kept(self.objective.module, training=True):
             result = run_on_leader(*self.asked, watched)
-        finally:
-            for layer, mode in modes.items():
-                layer.training = mode
         self.objective.write_back(result.params)
         if self.scores:
             metrics = {**self.scores, "private": False, "computed_by": "evaluate, without noise"}

@@ -5,20 +5,23 @@ torch would write the wider copy out first. On accelerators, and for vectors tha
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 from torch import Tensor
 
+from quietgrad.objectives.networks.trees import applied
 
-class _Decorator(Protocol):
-    def __call__(self, function: Any) -> Any: ...
+Array = npt.NDArray[Any]
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
-
+_EXACT: Decorator = njit(cache=True, nogil=True, error_model="numpy")  # in this order alone
 # Sums in any order, as their bounds allow; numbers that are not finite stay so.
-_SUM: _Decorator = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+_SUM: Decorator = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 _STRIP = 2048  # numbers of the sum that stay in the first cache
 
 
@@ -31,39 +34,23 @@ def takes(rows: Tensor) -> bool:
 
 
 def row_squares(rows: Tensor) -> Tensor:
-    """Σ_j r_ij² in float64.
-
-    >>> row_squares(torch.tensor([[3.0, 4.0], [0.0, 1e-30]]))
-    tensor([2.5000e+01, 1.0000e-60], dtype=torch.float64)
-    """
+    """Σ_j r_ij² in float64."""
     squares = torch.empty(len(rows), dtype=torch.float64)
     _row_squares(rows.numpy(), squares.numpy())
     return squares
 
 
 def add_rows(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out_j += Σ_i w_i r_ij, all in float64.
-
-    >>> out = torch.zeros(2, dtype=torch.float64)
-    >>> add_rows(torch.eye(2), torch.tensor([2.0, 3.0], dtype=torch.float64), out)
-    >>> out
-    tensor([2., 3.], dtype=torch.float64)
-    """
+    """out_j += Σ_i w_i r_ij, all in float64."""
     _add_rows(rows.numpy(), weights.contiguous().numpy(), out.numpy())
 
 
 def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
-    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum).
-
-    >>> high, low = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    >>> add_compensated(high, low, torch.full((1,), 1e-20, dtype=torch.float64))
-    >>> high.item(), low.item()
-    (1.0, 1e-20)
-    """
+    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum)."""
     _add_compensated(high.numpy(), low.numpy(), term.numpy())
 
 
-def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Any, out: Tensor, places: Any) -> None:
+def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Tensor, places: Array) -> None:
     """out[m, places[k]] = Σ_l g_ml x_m,l+shifts[k], l < length: one channel's gradient of a filter, shift by shift.
 
     >>> out, x = torch.zeros(1, 3), torch.tensor([[1.0, 3.0, 5.0]])
@@ -80,7 +67,7 @@ def max_pool(images: Tensor, stride: tuple[int, int]) -> Tensor:
     >>> max_pool(torch.arange(16.0).view(1, 1, 4, 4), (2, 2)).flatten()
     tensor([ 5.,  7., 13., 15.])
     """
-    pooled: Tensor = _MaxPool.apply(images, stride)  # type: ignore[no-untyped-call]
+    pooled: Tensor = applied(_MaxPool, images, stride)
     return pooled
 
 
@@ -100,8 +87,8 @@ class _MaxPool(torch.autograd.Function):
         return back, None
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _max_pool(images: Any, pooled: Any, places: Any, down: int, right: int) -> None:
+@_EXACT
+def _max_pool(images: Array, pooled: Array, places: Array, down: int, right: int) -> None:
     wide = images.shape[2]
     for m in range(len(images)):
         for i in range(pooled.shape[1]):
@@ -123,15 +110,15 @@ def _max_pool(images: Any, pooled: Any, places: Any, down: int, right: int) -> N
                 places[m, i, j] = i * down * wide + at + place
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]
-def _to_places(grads: Any, places: Any, back: Any) -> None:
+@_EXACT
+def _to_places(grads: Array, places: Array, back: Array) -> None:
     for m in range(len(grads)):
         for j in range(grads.shape[1]):
             back[m, places[m, j]] += grads[m, j]
 
 
 @_SUM
-def _correlate(grads: Any, inputs: Any, length: int, shifts: Any, out: Any, places: Any) -> None:
+def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Array, places: Array) -> None:
     zero = grads.dtype.type(0)
     for m in range(grads.shape[0]):
         g = grads[m][:length]
@@ -143,8 +130,8 @@ def _correlate(grads: Any, inputs: Any, length: int, shifts: Any, out: Any, plac
             out[m, places[k]] = total
 
 
-@njit(cache=True, nogil=True, error_model="numpy")  # type: ignore[untyped-decorator]  # in this order alone
-def _add_compensated(high: Any, low: Any, term: Any) -> None:
+@_EXACT
+def _add_compensated(high: Array, low: Array, term: Array) -> None:
     for j in range(len(high)):
         total = high[j] + term[j]
         part = total - high[j]
@@ -153,7 +140,7 @@ def _add_compensated(high: Any, low: Any, term: Any) -> None:
 
 
 @_SUM
-def _row_squares(rows: Any, squares: Any) -> None:
+def _row_squares(rows: Array, squares: Array) -> None:
     for i in range(rows.shape[0]):
         total = 0.0
         for j in range(rows.shape[1]):
@@ -163,7 +150,7 @@ def _row_squares(rows: Any, squares: Any) -> None:
 
 
 @_SUM
-def _add_rows(rows: Any, weights: Any, out: Any) -> None:
+def _add_rows(rows: Array, weights: Array, out: Array) -> None:
     count, width = rows.shape
     for start in range(0, width, _STRIP):
         stop = min(start + _STRIP, width)

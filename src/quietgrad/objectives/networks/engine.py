@@ -49,6 +49,7 @@ from quietgrad.objectives.networks.vectors import GradientTerms, Rows, Stored, U
 # gradients are computed in.
 _SLACK = {torch.float32: 2e-5, torch.float64: 1e-12}
 
+MATTERS = 4096  # numbers that may be written out for each record without a word
 # Bytes that what has no kernel may take in any case: with less, a class token would cost a pass for each record.
 _LEAST = 16e6
 
@@ -286,7 +287,7 @@ class PerExampleEngine:
         collector.put_vectors(vectors[-1], vectors[0] if mix.change else None)
         return collector.gradients()
 
-    # --- loops of the user's own -----------------------------------------------------------------------------
+    # --- custom training loops ---------------------------------------------------------------------------------
 
     def record(self, calls: Sequence[RecordGroup], keys: RecordSeeds) -> list[Pass]:
         """The module's outputs at its own parameters, one record at a time; each record is ``(args, kwargs)``.
@@ -343,11 +344,12 @@ class PerExampleEngine:
 
         return mapped(record, moved)
 
-    def try_out(self, record: Any) -> None:
-        """Run model and loss on made-up records of this shape; raise if they cannot be run at all."""
+    def try_out(self, record: Any) -> ProgramProfile:
+        """Run model and loss on synthetic records of this shape; raise if they cannot be run at all."""
         known = self._known(self.on_device(record))
         if known.failed is not None:
             raise known.failed
+        return known
 
     @property
     def fallbacks(self) -> list[str]:
@@ -357,27 +359,12 @@ class PerExampleEngine:
             if known.program.alone is not None:
                 found.append(f"the model, one record at a time: {known.program.alone}")
             else:
-                large = [(names, operation) for operation, names, copied, _ in known.sites if copied > 4096]
+                large = [(names, operation) for operation, names, copied, _ in known.sites if copied > MATTERS]
                 found += [f"{', '.join(names)}: {operation} has no kernel" for names, operation in large]
         return found
 
-    def program_of(self, record: Any) -> RecordProgram:
-        """How records of this shape are run."""
-        return self._known(self.on_device(record)).program
-
-    def pass_of(self, theta: Tensor, record: Any, keys: RecordSeeds) -> Pass | None:
-        """One pass there and back, for who wants to look at its sites; ``None`` if records are run apart."""
-        program = self.program_of(record)
-        rows = np.arange(len(keys.indices))
-        done = program.together(self.loss_of, self._leaves(theta), self.on_device(record), keys, rows)
-        if not isinstance(done, Pass):
-            return None
-        if done.outputs.requires_grad:
-            torch.autograd.backward(done.outputs.sum())
-        return done
-
     def _known(self, record: Any, calls: bool = False) -> ProgramProfile:
-        """What is known of the program in the layers' present modes: found out on made-up records of this shape."""
+        """What is known of the program in the layers' present modes, found out on synthetic records."""
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
             refuse_mixing_layers(self.module)

@@ -366,23 +366,24 @@ class ProgramProfile:
         self.slices = slices
         self.sites: list[tuple[str, tuple[str, ...], int, bool]] = []  # operation, names, numbers copied, kernel
         self.copied = 0  # numbers that are written out for each record
-        self.failed: QuietgradError | None = None  # on every made-up record
+        self.apart = False  # whether each record answers the program's questions in its own way
+        self.failed: QuietgradError | None = None  # on every synthetic record
 
     def try_out(self, program: Program, params: Mapping[str, Tensor], record: Any) -> None:
-        """One pass of a few made-up records, compared with plain autograd."""
+        """One pass of a few synthetic records, compared with plain autograd."""
         runner, keys = self.program, RecordSeeds(bytes(32), np.arange(_RECORDS))
-        alone, runner.made_up = runner.alone, True
+        alone, runner.synthetic = runner.alone, True
         with preserved(), torch.no_grad():
             for numbers in ("few", "ones", "zeros"):
                 try:
-                    self._check(program, params, _made_up(record, numbers), keys)
+                    self._check(program, params, _synthetic_like(record, numbers), keys)
                 except QuietgradError as error:  # numbers that the model does not take, or its own fault
                     self.failed = self.failed or error
                     runner.alone = alone
                 else:
                     self.failed = None
                     break
-        runner.made_up = False
+        runner.synthetic = False
 
     def _check(self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds) -> None:
         """Run each record by itself if kernels and autograd differ by more than rounding.
@@ -408,6 +409,7 @@ class ProgramProfile:
         while isinstance(done, np.ndarray):  # those that go one way
             record, keys = mapped(record, itemgetter(torch.from_numpy(done))), keys.rows(done)
             done = runner.together(program, params, record, keys, np.arange(len(done)))
+        self.apart = len(keys.indices) == 1
         if not isinstance(done, Pass):
             runner.by_itself(program, params, record, keys, 0)  # raises if it cannot be run at all
             return True
@@ -459,7 +461,7 @@ def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in params.values()) else torch.float32
 
 
-def _made_up(record: Any, numbers: str) -> Any:
+def _synthetic_like(record: Any, numbers: str) -> Any:
     """A few records of the same shape: floats uniform in [0, 1), whole numbers 0 and 1, all 1, or all 0."""
     generator = torch.Generator().manual_seed(0)
 

@@ -24,7 +24,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
 from quietgrad.objectives.networks.trees import ModuleState, mapped
-from quietgrad.objectives.networks.usable import LossFunction
+from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
 
@@ -41,15 +41,10 @@ class ModuleObjective(BaseObjective):
     """F(θ) = (1/n) Σᵢ loss(module_θ(xᵢ), yᵢ) + r(θ).
 
     Args:
-        module: any torch module; it is called with one record at a time.
-        loss: loss(output, target), or loss(model, *record), of a batch of one; ``None`` if a loop calls the module.
+        module, loss: called with one record at a time; ``loss`` is ``None`` if a loop calls the module.
         regularizer: a public term r.
         micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
-        memory_budget: as in :class:`~quietgrad.objectives.networks.engine.PerExampleEngine`.
-        collate_fn: makes what model and loss take of a list with one sample.
-        pad: a public length, or a multiple; see :class:`~quietgrad.objectives.networks.records.Padding`.
-        views: how often a record is looked at in a release, each time with other random numbers; the mean of these
-            gradients is what is clipped.
+        memory_budget, collate_fn, pad, views: as in :func:`quietgrad.torch.fit`.
 
     >>> from quietgrad import Budget, DPSRM, minimize
     >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss())
@@ -98,7 +93,7 @@ class ModuleObjective(BaseObjective):
         )
 
     def prepare(self, data: Any) -> Examples:
-        """Check records, module and loss on made-up records, before anything is reserved."""
+        """Check records, module and loss on synthetic records, before anything is reserved."""
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
         examples = examples_of(data, self.engine.dim, self.collate_fn, self.pad, (*fixed, *module.buffers()))
@@ -209,16 +204,9 @@ def _rows(batch: ReleaseBatch) -> Indices:
     return np.arange(len(batch.records)) if batch.indices is None else batch.indices
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> AbstractContextManager[None]:
     """The module in evaluation mode; afterwards each layer as it was."""
-    training = [layer for layer in module.modules() if layer.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for layer in training:
-            layer.training = True
+    return modes_kept(module, training=False)
 
 
 class CompensatedSum:

@@ -69,7 +69,7 @@ def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[
         while isinstance(made, np.ndarray):
             rows = rows[made]
             made = run(rows)
-        # Before it is handed out: whoever gets it may number its rows otherwise.
+        # Before it is handed out: the receiver may number its rows otherwise.
         left = np.setdiff1d(left, rows)
         yield rows, made
 
@@ -92,7 +92,7 @@ class RecordProgram:
         self.alone: str | None = None  # why each record is run by itself
         if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
             self.alone = "a layer has a backward hook, which may change gradients"
-        self.made_up = False  # whether records are made up, so that errors may be told as they are
+        self.synthetic = False  # whether records are synthetic, so that errors may be told as they are
 
     def passes(
         self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds
@@ -197,7 +197,7 @@ class RecordProgram:
             except QuietgradError:
                 raise
             except Exception as error:
-                raise _failed(error) from (error if self.made_up else None)
+                raise _failed(error) from (error if self.synthetic else None)
             outputs = mapped(outputs, lambda tensor: tensor[None])
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:

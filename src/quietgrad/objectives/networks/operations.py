@@ -8,7 +8,7 @@ with a copy of its parameters for each record.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from quietgrad.objectives.networks.kernels import convolution_kernel, embedding_
 from quietgrad.objectives.networks.recurrent import RECURRENT_CELLS, RECURRENT_LAYERS
 from quietgrad.objectives.networks.taps import OPERATIONS, Operation, Taps
 from quietgrad.objectives.networks.trees import replaced
+
+MaybeTensor = Tensor | None
 
 
 def _linear(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -206,7 +208,7 @@ def _embedding(
 
 
 def _embedding_bag(
-    taps: Taps, input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: Any = None,
+    taps: Taps, input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None,
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Any:  # fmt: skip
@@ -234,7 +236,12 @@ def _embedding_bag(
 
 
 def _layer_norm(
-    taps: Taps, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    taps: Taps,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: MaybeTensor = None,
+    bias: MaybeTensor = None,
+    eps: float = 1e-5,
 ) -> Any:
     shape = list(normalized_shape)
     return _norm(
@@ -243,21 +250,31 @@ def _layer_norm(
 
 
 def _rms_norm(
-    taps: Taps, input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None
+    taps: Taps,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: MaybeTensor = None,
+    eps: float | None = None,
 ) -> Any:
     shape = list(normalized_shape)
     return _norm(taps, "rms_norm", input, weight, None, lambda x, w, b: F.rms_norm(x, shape, w, eps), len(shape))
 
 
 def _group_norm(
-    taps: Taps, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    taps: Taps,
+    input: Tensor,
+    num_groups: int,
+    weight: MaybeTensor = None,
+    bias: MaybeTensor = None,
+    eps: float = 1e-5,
 ) -> Any:
     return _norm(taps, "group_norm", input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
 
 
 def _instance_norm(
-    taps: Taps, input: Tensor, running_mean: Any = None, running_var: Any = None, weight: Any = None,
-    bias: Any = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+    taps: Taps, input: Tensor, running_mean: MaybeTensor = None, running_var: MaybeTensor = None,
+    weight: MaybeTensor = None, bias: MaybeTensor = None, use_input_stats: bool = True, momentum: float = 0.1,
+    eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     if running_mean is not None or not use_input_stats:
         return NotImplemented
@@ -267,8 +284,8 @@ def _instance_norm(
 
 
 def _batch_norm(
-    taps: Taps, input: Tensor, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
-    training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    taps: Taps, input: Tensor, running_mean: MaybeTensor, running_var: MaybeTensor, weight: MaybeTensor = None,
+    bias: MaybeTensor = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
 ) -> Any:  # fmt: skip
     if training or running_mean is None:
         return NotImplemented
@@ -279,7 +296,13 @@ def _batch_norm(
 
 
 def _norm(
-    taps: Taps, name: str, input: Tensor, weight: Any, bias: Any, norm: Callable[..., Tensor], last: int = 0
+    taps: Taps,
+    name: str,
+    input: Tensor,
+    weight: MaybeTensor,
+    bias: MaybeTensor,
+    norm: Callable[..., Tensor],
+    last: int = 0,
 ) -> Any:
     """A norm with a scale and a shift of the ``last`` axes, or of channels, which follow a record's images."""
     if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):

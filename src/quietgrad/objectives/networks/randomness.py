@@ -26,9 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.networks.trees import Args, Called, Options
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
 Words = npt.NDArray[np.uint64]
+Dtype = torch.dtype | None
+Device = torch.device | str | None
 
 _DRAW, _READ, _PASS, _SHARE, _RELEASE = range(5)  # blocks of a release's stream: one per purpose
 _SIGNED = 1 << 63
@@ -139,7 +142,7 @@ class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.together = together
         self.number = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
@@ -196,7 +199,7 @@ def _dropout(rng: PerRecordRNG, x: Tensor, p: float, train: bool | None) -> tupl
     return x * kept * (0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
 
 
-def _bernoulli(rng: PerRecordRNG, x: Tensor, p: Any = None) -> Tensor:
+def _bernoulli(rng: PerRecordRNG, x: Tensor, p: float | Tensor | None = None) -> Tensor:
     chance = x if p is None else p
     if isinstance(chance, Tensor):
         chance = chance.expand(x.shape)
@@ -204,7 +207,7 @@ def _bernoulli(rng: PerRecordRNG, x: Tensor, p: Any = None) -> Tensor:
 
 
 def _rrelu(
-    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: Any
+    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: object
 ) -> Tensor:
     if not training:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
@@ -213,22 +216,20 @@ def _rrelu(
     return x * slope
 
 
-def _rand(
-    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
-) -> Tensor:
-    dtype = dtype or torch.get_default_dtype()
-    return rng.uniform(size, dtype).to(device or "cpu", dtype)
+def _shaped(draw: Callable[[PerRecordRNG, Sequence[int], torch.dtype], Tensor]) -> Callable[..., Tensor]:
+    def make(
+        rng: PerRecordRNG, size: Sequence[int], dtype: Dtype = None, _: object = None, device: Device = None,
+        *rest: object,
+    ) -> Tensor:  # fmt: skip
+        dtype = dtype or torch.get_default_dtype()
+        return draw(rng, size, dtype).to(device or "cpu", dtype)
 
-
-def _randn(
-    rng: PerRecordRNG, size: Sequence[int], dtype: Any = None, layout: Any = None, device: Any = None, *_: Any
-) -> Tensor:
-    return rng.normal(size).to(device or "cpu", dtype or torch.get_default_dtype())
+    return make
 
 
 def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def like(rng: PerRecordRNG, x: Tensor, dtype: Any, layout: Any, device: Any, *_: Any) -> Tensor:
-        return make(rng, x.shape, dtype or x.dtype, layout, device or x.device)
+    def like(rng: PerRecordRNG, x: Tensor, dtype: Dtype, _: object, device: Device, *rest: object) -> Tensor:
+        return make(rng, x.shape, dtype or x.dtype, None, device or x.device)
 
     return like
 
@@ -245,16 +246,17 @@ def _exponential(rng: PerRecordRNG, x: Tensor, rate: float) -> Tensor:
     return x.copy_(-torch.log1p(-rng.uniform(x.shape, torch.float64)) / rate)
 
 
+_RAND, _RANDN = _shaped(PerRecordRNG.uniform), _shaped(lambda rng, size, _: rng.normal(size))
 # By name of the operation, with the arguments of its schema but the generator. What is not here is drawn by torch's
 # own generator, seeded for one record at a time.
 _MAKERS: dict[str, Callable[..., Any]] = {
     "native_dropout": _dropout,
     "bernoulli": _bernoulli,
     "bernoulli_": lambda rng, x, p: x.copy_(_bernoulli(rng, x, p)),
-    "rand": _rand,
-    "randn": _randn,
-    "rand_like": _alike(_rand),
-    "randn_like": _alike(_randn),
+    "rand": _RAND,
+    "randn": _RANDN,
+    "rand_like": _alike(_RAND),
+    "randn_like": _alike(_RANDN),
     "uniform_": _uniform,
     "normal_": _normal,
     "exponential_": _exponential,
@@ -262,7 +264,7 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+def _draws(func: Any, args: Args, kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     given = _arguments(func, args, kwargs)
@@ -270,14 +272,14 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return not (given.get("dropout_p") == 0.0 or given.get("dropout") == 0.0)
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _arguments(func: Any, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments by name: what equals its default does not arrive."""
     schema = func._schema.arguments
     given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
-def refuse_own_generator(name: str, given: Iterable[Any]) -> None:
+def refuse_own_generator(name: str, given: Iterable[object]) -> None:
     """Raise DataError if a draw is from a generator that is not seeded for each record."""
     if any(isinstance(value, torch.Generator) for value in given):
         raise DataError(
@@ -289,7 +291,7 @@ def refuse_own_generator(name: str, given: Iterable[Any]) -> None:
 class OwnGenerators(TorchFunctionMode):
     """Refuses draws from generators of a program's own, where no other mode sees what it draws."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         if kwargs:
             refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
         return func(*args, **(kwargs or {}))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quietgrad.objectives.networks.kernels import linear_kernel
 from quietgrad.objectives.networks.taps import Taps, TapSite
+from quietgrad.objectives.networks.trees import applied
 
 
 class _CellFunctions(NamedTuple):
@@ -33,11 +34,12 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any, cell: _CellFunctions, z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor
     ) -> tuple[Tensor, ...]:
         transposed = weight.t().contiguous()
-        states, kept, hidden = start, [], []
+        states: Sequence[Tensor] = start
+        kept, hidden = [], []
         for now in z.unbind(0):
             before = states
             product = states[0] @ transposed if bias is None else torch.addmm(bias, states[0], transposed)
-            *states, saved = cell.forward(now, product, *states)  # type: ignore[assignment]
+            *states, saved = cell.forward(now, product, *states)
             kept.append((before, saved))
             hidden.append(states[0])
         ctx.cell, ctx.kept, ctx.weight = cell, kept, weight
@@ -117,12 +119,12 @@ class _LongShort(torch.autograd.Function):
 
 
 def _lstm(z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor) -> Any:
-    return _LongShort.apply(z, u, weight, bias, *start)  # type: ignore[no-untyped-call]
+    return applied(_LongShort, z, u, weight, bias, *start)
 
 
 def _each_time(cell: _CellFunctions) -> Callable[..., Any]:
-    def run(*args: Any) -> Any:
-        return _Recurrence.apply(cell, *args)  # type: ignore[no-untyped-call]
+    def run(*args: Tensor | None) -> Any:
+        return applied(_Recurrence, cell, *args)
 
     return run
 
@@ -135,7 +137,7 @@ def _gru(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
     return fresh + keep * (h - fresh), (gates, fresh, u[:, 2 * width :])
 
 
-def _gru_back(before: Any, saved: Any, dh: Tensor) -> tuple[Any, ...]:
+def _gru_back(before: Sequence[Tensor], saved: Sequence[Tensor], dh: Tensor) -> tuple[Any, ...]:
     gates, fresh, product = saved
     reset, keep = gates.chunk(2, 1)
     by_fresh = dh * (1 - keep) * (1 - fresh * fresh)
@@ -149,7 +151,7 @@ def _tanh(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
     return new, new
 
 
-def _tanh_back(before: Any, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
+def _tanh_back(before: object, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
     slope = dh * (1 - saved * saved)
     return slope, slope, None
 
@@ -159,7 +161,7 @@ def _relu(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
     return new, new
 
 
-def _relu_back(before: Any, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
+def _relu_back(before: object, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
     slope = dh * (saved > 0)
     return slope, slope, None
 
@@ -218,8 +220,8 @@ def _layers(
 
 
 def _one_way(
-    taps: Taps, recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any,
-    start: list[Tensor], count: int,
+    taps: Taps, recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    b_hh: Tensor | None, start: list[Tensor], count: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One layer in one direction, times first; its weights are those of linear layers on sequences."""
 
@@ -253,7 +255,13 @@ def _one_way(
 
 def _cell(recurrence: Callable[..., Any]) -> Callable[..., Any]:
     def run(
-        taps: Taps, input: Tensor, hx: Any, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+        taps: Taps,
+        input: Tensor,
+        hx: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
     ) -> Any:
         h = hx if isinstance(hx, Tensor) else hx[0]
         with taps:

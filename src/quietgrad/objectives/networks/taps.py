@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quietgrad.objectives.networks.kernels import Kernel, embedding_kernel, kernel_vectors
 from quietgrad.objectives.networks.randomness import PerRecordRNG, refuse_own_generator
+from quietgrad.objectives.networks.trees import Args, Called, Options, applied
 from quietgrad.objectives.networks.vectors import LayerCall
 
 functorch = torch._C._functorch
@@ -166,7 +167,7 @@ class Taps(TorchFunctionMode):
         self.level = -1
         self.anchor = torch.zeros((), requires_grad=True)
         self.draws: PerRecordRNG | None = None  # what each record draws
-        self._params = dict(params)
+        self._params, self._slices = dict(params), {name: slices[name] for name in params}
         self._names = {id(p): name for name, p in params.items()}
         self._slots = {id(p): slices[name] for name, p in params.items()}
         self._known: dict[int, Tensor] = {id(p): p for p in params.values()}  # parameters and what is made of them
@@ -175,7 +176,7 @@ class Taps(TorchFunctionMode):
 
     # --- the mode -----------------------------------------------------------------------------------------------
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if "generator" in kwargs:
             refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
@@ -204,7 +205,7 @@ class Taps(TorchFunctionMode):
                 return result
         return self.spread(func, args, kwargs)
 
-    def _derive(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _derive(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         """An operation on parameters alone: plain autograd remembers what it is made of."""
         number = self.draws.number if self.draws is not None else 0
         result = func(*args, **kwargs)
@@ -235,11 +236,11 @@ class Taps(TorchFunctionMode):
 
     # --- records and parameters ---------------------------------------------------------------------------------
 
-    def is_shared(self, value: Any) -> bool:
+    def is_shared(self, value: object) -> bool:
         """Whether a value is a parameter, or made of parameters alone."""
         return isinstance(value, Tensor) and id(value) in self._known
 
-    def is_records(self, value: Any) -> bool:
+    def is_records(self, value: object) -> bool:
         """Whether a value has an entry for each record."""
         if not isinstance(value, Tensor) or not functorch.is_functorch_wrapped_tensor(value):
             return False
@@ -277,8 +278,7 @@ class Taps(TorchFunctionMode):
             return (self._names[id(value)],)
         slot = self._slots.get(id(value))
         if slot is not None:
-            inside = (n for i, n in self._names.items() if self._slots[i].start <= slot.start < self._slots[i].stop)
-            return tuple(inside)
+            return tuple(n for n, whole in self._slices.items() if whole.start <= slot.start < whole.stop)
         return tuple(dict.fromkeys(name for leaf in _leaves_below(value) if (name := self._names.get(id(leaf)))))
 
     # --- taps -----------------------------------------------------------------------------------------------------
@@ -292,11 +292,12 @@ class Taps(TorchFunctionMode):
         self.sites.append(site)
         if out._is_view() or (out.is_leaf and out.requires_grad):
             out = out.clone()
-        return _Tap.apply(self.anchor, out, site)  # type: ignore[no-any-return, no-untyped-call]
+        tapped: Tensor = applied(_Tap, self.anchor, out, site)
+        return tapped
 
-    def use(self, operation: str, kernel: Kernel, given: Tensor, roles: Mapping[str, Any]) -> TapSite:
+    def use(self, operation: str, kernel: Kernel, given: Tensor, roles: Mapping[str, Tensor | None]) -> TapSite:
         """The site of a kernel: ``roles`` are its parameters by role, those that are not trained left out."""
-        wanted = {role: value for role, value in roles.items() if self.is_shared(value)}
+        wanted = {role: value for role, value in roles.items() if value is not None and self.is_shared(value)}
         names = [name for value in wanted.values() for name in self.names_of(value)]
         slots = {role: self.slot(value) for role, value in wanted.items()}
         if all(slot is not None for slot in slots.values()):
@@ -310,16 +311,18 @@ class Taps(TorchFunctionMode):
 
         return self._vector_site(operation, list(wanted.values()), vectors, given)
 
-    def affine(self, operation: str, weight: Any, bias: Any, sums: Callable[[Tensor], Sequence[Tensor]]) -> TapSite:
+    def affine(
+        self, operation: str, weight: Tensor | None, bias: Tensor | None,
+        sums: Callable[[Tensor], Sequence[Tensor]],
+    ) -> TapSite:  # fmt: skip
         """The site of a scale and a shift; ``sums`` gives the records' vectors of both, (n, size)."""
+        trained = [(k, v) for k, v in enumerate((weight, bias)) if v is not None and self.is_shared(v)]
 
         def vectors(site: TapSite, grad: Tensor) -> Vectors:
-            made = zip((weight, bias), sums(grad), strict=True)
-            return [
-                part for value, each in made if self.is_shared(value) for part in self._pulled_back(value, each)
-            ]
+            made = sums(grad)
+            return [part for k, value in trained for part in self._pulled_back(value, made[k])]
 
-        return self._vector_site(operation, [v for v in (weight, bias) if self.is_shared(v)], vectors)
+        return self._vector_site(operation, [value for _, value in trained], vectors)
 
     def _vector_site(
         self, operation: str, values: list[Tensor], vectors: Callable[[TapSite, Tensor], Vectors],
@@ -334,9 +337,8 @@ class Taps(TorchFunctionMode):
             if slot is not None:
                 covers.append(slot)
             else:
-                mine = {self._names[i]: self._slots[i] for i in self._names}
-                covers += [mine[name] for name in self.names_of(value)]
-                copied += sum(mine[name].stop - mine[name].start for name in self.names_of(value))
+                covers += (made_of := [self._slices[name] for name in self.names_of(value)])
+                copied += sum(part.stop - part.start for part in made_of)
         return TapSite(operation, names, given=given, vectors=vectors, covers=covers, copied=copied)
 
     def _pulled_back(self, value: Tensor, grads: Tensor) -> Vectors:
@@ -350,13 +352,11 @@ class Taps(TorchFunctionMode):
             value, sources, grads.reshape(len(grads), *value.shape).to(value.dtype), retain_graph=True,
             allow_unused=True, is_grads_batched=True,
         )  # fmt: skip
-        slots = {name: self._slots[i] for i, name in self._names.items()}
-        return [
-            (slots[name], self._params[name].new_zeros((len(grads), self._params[name].numel())))
-            if found is None
-            else (slots[name], found.reshape(len(grads), -1))
-            for name, found in zip(names, made, strict=True)
+        parts = [
+            torch.zeros_like(p).expand(len(grads), *p.shape) if g is None else g
+            for p, g in zip(sources, made, strict=True)
         ]
+        return [(self._slices[name], part.reshape(len(grads), -1)) for name, part in zip(names, parts, strict=True)]
 
     def copy(self, value: Tensor) -> Tensor:
         """A shared value as one of each record's own."""
@@ -365,7 +365,7 @@ class Taps(TorchFunctionMode):
             site = self._copy_site(value)
             self.sites.append(site)
             with self.outside():
-                rows = _Spread.apply(self.anchor, value.detach(), self.count, site)  # type: ignore[no-untyped-call]
+                rows = applied(_Spread, self.anchor, value.detach(), self.count, site)
             found = self._copies[id(value)] = self.logical(rows)
         return found
 
@@ -382,7 +382,7 @@ class Taps(TorchFunctionMode):
             )  # fmt: skip
         return self._vector_site("copy", [value], lambda _, grad: self._pulled_back(value, grad))
 
-    def spread(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def spread(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         """An operation without a kernel: what it is given of parameters is copied for each record."""
         start = len(self.sites)
         args, kwargs = tree_map(lambda leaf: self.copy(leaf) if self.is_shared(leaf) else leaf, (args, kwargs))
@@ -398,7 +398,7 @@ class Taps(TorchFunctionMode):
 
     # --- questions ------------------------------------------------------------------------------------------------
 
-    def _ask(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _ask(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         if func in _COMPARISONS:
             if not any(isinstance(a, Tensor) and functorch.is_functorch_wrapped_tensor(a) for a in args[:2]):
                 return func(*args, **kwargs)
@@ -427,7 +427,7 @@ class Taps(TorchFunctionMode):
         raise DivergentRecords((group == int(sizes.argmax())).nonzero().flatten())
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _tensors(args: Args, kwargs: Options) -> Iterator[Tensor]:
     """Tensors among arguments, also in lists and tuples: what tree_leaves finds, for less."""
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
@@ -469,7 +469,7 @@ class Operation:
     handler: Callable[..., Any]
     always: bool = False
 
-    def run(self, taps: Taps, func: Any, args: Any, kwargs: Any) -> Any:
+    def run(self, taps: Taps, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
         try:
             result = self.handler(taps, *args, **kwargs)
         except TypeError as error:

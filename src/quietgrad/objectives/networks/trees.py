@@ -11,6 +11,11 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
+
+Called = Callable[..., Any]  # a function of torch, as a mode sees it, and what it is given
+Args = tuple[Any, ...]
+Options = dict[str, Any] | None
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -76,7 +81,8 @@ class ModuleState:
         owner = getattr(beside, "__self__", beside)  # of a bound method
         if not isinstance(owner, nn.Module | FunctionType | ModuleType | type) and hasattr(owner, "__dict__"):
             self._objects.append(owner.__dict__)
-        self.params, self.buffers = [], []
+        self.params: list[tuple[dict[str, Any], str, str]] = []
+        self.buffers: list[tuple[dict[str, Any], str]] = []
         for layer in self.layers:
             held = {key: names.get(id(param)) for key, param in layer._parameters.items()}
             self.params += [(layer._parameters, key, name) for key, name in held.items() if name is not None]
@@ -96,7 +102,7 @@ class ModuleState:
         try:
             for store, key, name in self.params:
                 if name in params:
-                    store[key] = params[name]  # type: ignore[assignment]
+                    store[key] = params[name]
             if buffers is not None:
                 for own, key in self.buffers:
                     value = own[key]
@@ -145,6 +151,12 @@ def replaced(owner: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         names.update(held)
+
+
+def applied(function: type[Function], *given: object) -> Any:
+    """What an autograd function makes of what it is given."""
+    apply: Called = function.apply
+    return apply(*given)
 
 
 def with_parameters(

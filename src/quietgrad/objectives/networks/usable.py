@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +90,22 @@ class RecordLoss:
         if len(inputs) == 1 and isinstance(inputs[0], tuple | list):
             inputs = list(inputs[0])
         return self.loss(self.module(*inputs), target)
+
+
+@contextmanager
+def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """The module in one mode; afterwards each layer as it was.
+
+    A module that is in training mode stays as it is: a layer in evaluation mode is frozen on purpose.
+    """
+    modes = {layer: layer.training for layer in module.modules()}
+    if not (training and module.training):
+        module.train(training)
+    try:
+        yield
+    finally:
+        for layer, mode in modes.items():
+            layer.training = mode
 
 
 def refuse_unusable_modules(module: nn.Module) -> None:

@@ -41,7 +41,7 @@ class SizeBucket(NamedTuple):
     blank: npt.NDArray[np.bool_] | None  # … where this is True; None: nowhere
 
     def of(self, values: Tensor, blank: bool = True) -> Tensor:
-        """The rows as (some, most, …), zero where they are nobody's.
+        """The rows as (some, most, …), zero behind a unit's last.
 
         Zero by assignment: a product with zero would keep what is not finite.
         """
