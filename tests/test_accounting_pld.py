@@ -30,19 +30,18 @@ from quietgrad.privacy.events import (
 )
 from quietgrad.privacy.loss_distribution import (
     DiscretizedPLD,
-    DominatingPair,
     FixedSizePair,
     GaussianPair,
     LaplacePair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
-    discretize_pair,
+    TailPair,
 )
 from quietgrad.privacy.pld_accountant import pld_profile
 
 ADD, REPLACE = "add-remove", "replace-one"
-PAIRS: list[DominatingPair] = [
+PAIRS: list[TailPair] = [
     GaussianPair(0.01),
     GaussianPair(3.0),
     LaplacePair(0.7),
@@ -59,8 +58,8 @@ PAIRS: list[DominatingPair] = [
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("step", [1e-2, 1e-3])
-def test_rounded_pairs_keep_both_masses_and_dominate(pair: DominatingPair, step: float) -> None:
-    grid = discretize_pair(pair, step, 1e-12)
+def test_rounded_pairs_keep_both_masses_and_dominate(pair: TailPair, step: float) -> None:
+    grid = pair.on_grid(step, 1e-12)
     assert np.all(grid.mass >= 0)
     assert grid.mass.sum() + grid.infinite == pytest.approx(1.0, abs=1e-13)
     turned = grid.reversed()

@@ -189,16 +189,6 @@ def test_a_scan_draws_the_same_records_and_a_coin_is_not_that_of_the_cohort() ->
     assert CyclicPoisson(4, 1.0).event(events.Gaussian(2.0), 8) == events.Repeated(events.Gaussian(2.0), 2)
 
 
-def test_sampling_as_json_and_in_words() -> None:
-    sampling = CyclicPoisson(8, 0.1, ADD)
-    assert qg.sampling.from_json(json.loads(json.dumps(sampling.to_json()))) == sampling
-    assert "8 cohorts" in sampling.describe()
-    assert sampling.under(REPLACE).relation is REPLACE
-    for cohorts, rate in ((1, 0.1), (4, 1.5), (4, math.nan)):
-        with pytest.raises(ValueError):
-            CyclicPoisson(cohorts, rate)
-
-
 # --- the law of the noise -------------------------------------------------------------------------------------
 
 

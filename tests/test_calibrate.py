@@ -207,18 +207,6 @@ def test_bad_input_is_one_clear_sentence(change: dict[str, Any], message: str) -
         calibrate(**MNIST | change)
 
 
-def test_batch_size_needs_a_sample() -> None:
-    with pytest.raises(ValueError, match="to have a batch size"):
-        calibrate_batch_size(
-            epsilon=1.0,
-            delta=1e-5,
-            noise_multiplier=1.0,
-            steps=1,
-            n=5,
-            sampling="full",  # type: ignore[arg-type]
-        )
-
-
 # ---- the cache ----
 
 
@@ -290,12 +278,6 @@ def test_a_directory_that_cannot_be_used_is_ignored(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Path, "replace", full_disk)
     assert calibrate(**MNIST) == pytest.approx(1.423, rel=1e-3)
     assert entries() == []  # nothing half-written stays behind
-
-
-def test_the_default_directory_is_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("QUIETGRAD_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert disk.directory() == tmp_path / ".cache" / "quietgrad"
 
 
 def test_parallel_writers_leave_one_intact_entry() -> None:

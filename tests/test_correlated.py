@@ -29,7 +29,6 @@ from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitz
 from quietgrad.privacy.mechanisms import ExponentialMechanism, GaussianNoise, StandardNormals, from_json
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.report.certificate import certify_run
 from quietgrad.sampling import CyclicCohorts, FullBatch, SinglePass
 from quietgrad.sampling.samplers import CohortSampler
 from tests.common import interrupted, objective, problem, resumed, spent_after
@@ -571,20 +570,6 @@ def test_a_plan_that_lies_about_turns_is_refused() -> None:
             Slot.from_json({**wire, "mechanism": {**wire["mechanism"], **change}})
     with pytest.raises(ValueError, match="Make it for"):
         Slot.from_json({**wire, "sampling": {**wire["sampling"], "cohorts": 4}})
-
-
-def test_words_say_one_gaussian_and_name_the_turns() -> None:
-    X, y = problem(300)
-    text = turns_plan().explain()
-    assert "one Gaussian release" in text
-    assert "at most 4 of them, at least 8 apart" in text
-    assert "adaptive, all releases on the same people" not in text
-    algorithm = qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
-    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, n_public=300)
-    certificate = certify_run(result, None)
-    assert "one Gaussian release of noise multiplier" in certificate.releases[0].noise
-    assert "at most 4 releases, at least 8 apart" in certificate.releases[0].noise
-    assert "together one Gaussian release" in certificate.composition
 
 
 @pytest.mark.parametrize(

@@ -284,10 +284,6 @@ def _mu_squared(event: Event) -> float:
     return event.noise_multiplier**-2
 
 
-def test_nothing_adds_up_to_nothing() -> None:
-    assert compose_events([]) is None
-
-
 def test_slack_of_all_entries_counts(ledger: Ledger) -> None:
     plan = Composed((Gaussian(5.0), TotalVariationSlack(1e-7)))
     for _ in range(3):

@@ -15,10 +15,9 @@ from quietgrad.cli.options import (
     Explain,
     Json,
     RelationName,
+    answer,
     budget,
     say_meaning,
-    show_json,
-    show_rows,
     usage,
     writable,
 )
@@ -69,7 +68,7 @@ def account(
         event = run(steps)
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
     say_meaning(explain, proof.epsilon, delta)
-    answer: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
+    told: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
     if plot is not None:
         from quietgrad.charts import Lines, Series
         from quietgrad.report.figures import save_chart
@@ -79,11 +78,9 @@ def account(
         title = f"ε = {proof.epsilon:.4g} after {steps} releases"
         label = f"ε at δ = {delta:g} ({proof.relation})"
         save_chart(writable(plot), Lines(title, (Series("ε", curve),), "releases", label, zero=True))
-        answer |= {"plot": str(plot), "curve": curve}
-    if as_json:
-        show_json(answer)
-        return
-    show_rows(f"ε = {proof.epsilon:.4g}", [*_proved(proof, event), *([("plot", str(plot))] if plot else [])])
+        told |= {"plot": str(plot), "curve": curve}
+    drawn = [("plot", str(plot))] if plot else []
+    answer(as_json, told, table=(f"ε = {proof.epsilon:.4g}", [*_proved(proof, event), *drawn]))
 
 
 def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
@@ -158,11 +155,9 @@ def calibrate(
         event = room.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
     answers = {**given, **sample}
-    if as_json:
-        answer = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}
-        show_json({"found": find, **answer, **proof.to_json(), "target_epsilon": promise.epsilon})
-        return
+    numbers = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}
+    told = {"found": find, **numbers, **proof.to_json(), "target_epsilon": promise.epsilon}
     value = answers[find.replace("-", "_")]
     title = f"{find.replace('-', ' ')} = {value:.6g}"
     epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})")
-    show_rows(title, [epsilon_row, *_proved(proof, event)])
+    answer(as_json, told, table=(title, [epsilon_row, *_proved(proof, event)]))

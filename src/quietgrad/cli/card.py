@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Json, say, show_json
+from quietgrad.cli.options import Json, answer
 
 app = typer.Typer(add_completion=False)
 
@@ -34,9 +34,6 @@ def card(
     from quietgrad.report.card import FILL_IN, write_cards
 
     written = write_cards(folder, output, ledger)
-    if as_json:
-        show_json({"card": [str(file) for file in written]})
-        return
-    for file in written:
-        say(f"model card: {file}")
-    say(f"Lines that begin with “{FILL_IN.strip()}” are yours to write.")
+    lines = [f"model card: {file}" for file in written]
+    yours = f"Lines that begin with “{FILL_IN.strip()}” are yours to write."
+    answer(as_json, {"card": [str(file) for file in written]}, *lines, yours)

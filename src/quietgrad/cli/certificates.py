@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quietgrad.cli.options import Explain, Json, say, say_meaning, show_json, show_rows
+from quietgrad.cli.options import Explain, Json, answer, say_meaning
 from quietgrad.sanitize import sanitize
 
 certificate_app = typer.Typer(add_completion=False)
@@ -47,14 +47,11 @@ def certificate(
     if signer is not None:
         document = signer.sign(document)
     target = document.write(output or folder / "certificate.json")
-    if as_json:
-        show_json({"certificate": str(target), "digest": document.digest, "signature": document.signature})
-        return
-    say(f"certificate: {target}")
-    if signer is None:
-        say("It is not signed: others can check that it is consistent, not who made it (--key signs it).")
-    else:
-        say(f"Signed by {signer.public}. Give others the public key by another way than the file.")
+    unsigned = "It is not signed: others can check that it is consistent, not who made it (--key signs it)."
+    signed = "Signed by {}. Give others the public key by another way than the file."
+    by = unsigned if signer is None else signed.format(signer.public)
+    told = {"certificate": str(target), "digest": document.digest, "signature": document.signature}
+    answer(as_json, told, f"certificate: {target}", by)
 
 
 verify_app = typer.Typer(add_completion=False)
@@ -94,20 +91,15 @@ def verify(
     if verdict.ok:
         claim = document.body["claim"]
         say_meaning(explain, float(claim["epsilon"]), float(claim["delta"]), claim.get("unit", "record"))
-    if as_json:
-        show_json({"file": str(file), **verdict.to_json()})
-        raise typer.Exit(0 if verdict.ok else 1)
     rows = [(finding.what, f"{_MARKS[finding.ok]:<5}{finding.words}") for finding in verdict.findings]
-    show_rows(verdict.claim, rows)
-    for title, lines in (("Shown:", verdict.shown), ("Not shown:", verdict.not_shown)):
-        if lines:
-            say(title)
-        for line in lines:
-            say(sanitize(f"  · {line}"))
+    lines = []
+    for title, words in (("Shown:", verdict.shown), ("Not shown:", verdict.not_shown)):
+        lines += [title, *(sanitize(f"  · {line}") for line in words)] if words else []
     signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
     holds = (
         "The claim holds as certified." if signed else "The claim follows from the file; the file is not signed."
     )
     by = "" if verdict.accountants == 2 else " One accountant proved it."
-    say(holds + by if verdict.ok else "The claim is NOT proved: see what says NO above.")
+    end = holds + by if verdict.ok else "The claim is NOT proved: see what says NO above."
+    answer(as_json, {"file": str(file), **verdict.to_json()}, *lines, end, table=(verdict.claim, rows))
     raise typer.Exit(0 if verdict.ok else 1)

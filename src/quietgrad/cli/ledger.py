@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quietgrad.cli.options import Json, RelationName, say, say_table, show_json, show_rows, table_row
+from quietgrad.cli.options import Json, RelationName, answer, say, say_table, show_json, table_row
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sanitize import sanitize
 
@@ -94,10 +94,7 @@ def verify(
 def head(file: File, as_json: Json = False) -> None:
     """Print a digest of the whole ledger to keep elsewhere; `verify --head` then detects a restored backup."""
     digest = _existing(file).head()
-    if as_json:
-        show_json({"file": str(file), "head": digest})
-    else:
-        say(digest)
+    answer(as_json, {"file": str(file), "head": digest}, digest)
 
 
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
@@ -169,13 +166,8 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
         {
-            "id": each.reservation.id,
-            "run": each.reservation.run,
-            "time": each.time,
-            "state": each.state,
-            "reason": each.reason,
-            "note": each.note,
-            "condition": each.reservation.condition,
+            **{name: getattr(each.reservation, name) for name in ("id", "run", "condition")},
+            **{name: getattr(each, name) for name in ("time", "state", "reason", "note")},
             "reserved": each.reservation.event.to_json(),
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
@@ -222,10 +214,9 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
 
 def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     """What the account that paid for a run has spent by now, as a row; none if its ledger does not know the run."""
-    from quietgrad.curators.account import EPOCH
     from quietgrad.errors import QuietgradError
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.privacy.ledger_state import COUNTED, canonical_account_name
+    from quietgrad.privacy.ledger_state import canonical_account_name
     from quietgrad.training.result import ledger_of
 
     privacy, path = result.privacy, ledger_of(folder)
@@ -237,8 +228,7 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         if held is None:
             return []
         account = held.reservation.account
-        paid = (each.reservation.run for each in ledger.book().of(account) if each.counts is not None)
-        runs = len({run.partition(EPOCH)[0].removesuffix(COUNTED) for run in paid})
+        runs = ledger.book().runs(account)
         spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation).epsilon
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
@@ -297,18 +287,16 @@ def list_keys(as_json: Json = False) -> None:
     from quietgrad.privacy.keys import KeyFile
 
     keys = KeyFile.waiting()
-    if as_json:
-        show_json([{**vars(key), "orphaned": key.orphaned} for key in keys])
-        return
+    told = [{**vars(key), "orphaned": key.orphaned} for key in keys]
     if not keys:
-        say(f"{KeyFile.directory()}: no keys wait here.")
+        answer(as_json, told, f"{KeyFile.directory()}: no keys wait here.")
         return
     rows = []
     for key in keys:
         state = "its folder is gone" if key.orphaned else key.folder or "its folder was not noted"
         rows.append((key.run, f"{_age(key.since):.1f} days, {state}"))
-    show_rows(f"{len(keys)} in {KeyFile.directory()}", rows)
-    say("resume or finish these runs, or destroy what has no use: `quietgrad keys destroy RUN`.")
+    advice = "resume or finish these runs, or destroy what has no use: `quietgrad keys destroy RUN`."
+    answer(as_json, told, advice, table=(f"{len(keys)} in {KeyFile.directory()}", rows))
 
 
 @keys_app.command(
@@ -337,10 +325,8 @@ def destroy(
         raise typer.BadParameter("say which: RUN, --orphaned or --older-than DAYS.")
     for run in sorted(chosen):
         KeyFile.destroy(run)
-    if as_json:
-        show_json({"destroyed": sorted(chosen)})
-    else:
-        say(f"{len(chosen)} key{'' if len(chosen) == 1 else 's'} destroyed.")
+    many = f"{len(chosen)} key{'' if len(chosen) == 1 else 's'} destroyed."
+    answer(as_json, {"destroyed": sorted(chosen)}, many)
 
 
 @keys_app.command(epilog="Example: quietgrad keys generate signer.key")
@@ -352,10 +338,8 @@ def generate(
     from quietgrad.certificates import new_key
 
     public = new_key(file)
-    if as_json:
-        show_json({"key": str(file), "public": f"{file}.pub", "public_key": public})
-    else:
-        say(f"key: {file} (keep it), public half: {file}.pub (give it away)\npublic key: {public}")
+    told = {"key": str(file), "public": f"{file}.pub", "public_key": public}
+    answer(as_json, told, f"key: {file} (keep it), public half: {file}.pub (give it away)", f"public key: {public}")
 
 
 def reminder() -> str | None:

@@ -232,6 +232,19 @@ def show_rows(title: str, rows: list[tuple[str, str]]) -> None:
         say(f"  {sanitize(name):<{width}}{sanitize(value)}")
 
 
+def answer(
+    as_json: bool, value: Any, *lines: object, table: tuple[str, list[tuple[str, str]]] | None = None
+) -> None:
+    """Print ``value`` as JSON for a program, or a table of two columns and lines for people."""
+    if as_json:
+        show_json(value)
+        return
+    if table is not None:
+        show_rows(*table)
+    for line in lines:
+        say(line)
+
+
 @contextmanager
 def working(what: str, *, quiet: bool) -> Iterator[None]:
     """Inside, a bar on a terminal shows that work goes on, if it takes more than two seconds."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import LedgerError
+from quietgrad.files import write_atomically
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
 from quietgrad.privacy.chain import ChainEntry
@@ -374,15 +375,10 @@ def _key(path: Path) -> bytes:
         if not path.exists():
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             fresh = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                os.write(fd, os.urandom(_KEY_BYTES))
-                os.fsync(fd)
-                with contextlib.suppress(FileExistsError):  # another process was first: its key counts
-                    os.link(fresh, path)
-            finally:
-                os.close(fd)
-                fresh.unlink()
+            write_atomically(fresh, os.urandom(_KEY_BYTES), private=True)
+            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
+                os.link(fresh, path)
+            fresh.unlink()
         shared = path.stat().st_mode & 0o077
         key = path.read_bytes()
     except OSError as error:

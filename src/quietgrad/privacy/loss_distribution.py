@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,67 +42,59 @@ from scipy.special import ndtr, ndtri
 Array = npt.NDArray[np.float64]
 
 
-class DominatingPair(Protocol):
-    """Two distributions by the tails of their privacy loss."""
+class DominatingPair(ABC):
+    """Two distributions P, Q by their privacy loss L = log dP/dQ."""
 
-    @property
-    def symmetric(self) -> bool:
-        """Whether the reversed pair has the same loss."""
-        ...
+    symmetric: ClassVar[bool] = False
+    """Whether the reversed pair has the same loss."""
 
-    def above(self, loss: Array) -> tuple[Array, Array]:
-        """(P{L > ℓ}, Q{L > ℓ}) at ℓ ≥ 0."""
-        ...
-
-    def below(self, loss: Array) -> tuple[Array, Array]:
-        """(Q{L < −ℓ}, P{L < −ℓ}) at ℓ ≥ 0: ``above`` of the reversed pair."""
-        ...
-
+    @abstractmethod
     def reach_above(self, tail: float) -> float:
         """A loss with P{L > loss} ≤ tail."""
-        ...
 
+    @abstractmethod
     def reach_below(self, tail: float) -> float:
         """A loss with Q{L < −loss} ≤ tail."""
-        ...
-
-
-class DiscretePair(ABC):
-    """A pair that puts its losses on a grid itself; its two orders differ."""
-
-    @property
-    def symmetric(self) -> bool:
-        """They differ."""
-        return False
 
     @abstractmethod
     def on_grid(self, step: float, tail: float) -> DiscretizedPLD:
-        """The losses of a pair that dominates, tails of at most ``tail`` cut."""
+        """The losses of a pair that dominates this one, tails of at most ``tail`` cut."""
+
+
+class TailPair(DominatingPair):
+    """A pair by the tails of its loss; it is rounded to a grid by connecting the dots."""
 
     @abstractmethod
-    def reach_above(self, tail: float) -> float:
-        """A loss with P{L > loss} ≤ tail."""
+    def above(self, loss: Array) -> tuple[Array, Array]:
+        """(P{L > ℓ}, Q{L > ℓ}) at ℓ ≥ 0."""
 
     @abstractmethod
-    def reach_below(self, tail: float) -> float:
-        """A loss with Q{L < −loss} ≤ tail."""
+    def below(self, loss: Array) -> tuple[Array, Array]:
+        """(Q{L < −ℓ}, P{L < −ℓ}) at ℓ ≥ 0: ``above`` of the reversed pair."""
+
+    def on_grid(self, step: float, tail: float) -> DiscretizedPLD:
+        up, infinite, p_up = _half(*self.above(_points(self.reach_above(tail), step)), step)
+        if self.symmetric:
+            down, infinite_reversed = up, infinite
+            p_down = float(self.above(np.zeros(1))[1][0])
+        else:
+            p_tail, q_tail = self.below(_points(self.reach_below(tail), step))
+            down, infinite_reversed, _ = _half(p_tail, q_tail, step)
+            p_down = float(q_tail[0])
+        # ``down`` holds Q-masses at −ℓ; P's are e^{−ℓ} times those. What neither half holds lies at loss 0.
+        mirrored = down * np.exp(-step * np.arange(down.size))
+        centre = up[0] + down[0] + max(0.0, 1.0 - p_up - p_down)
+        mass = np.concatenate((mirrored[:0:-1], [centre], up[1:]))
+        return DiscretizedPLD(step, -(down.size - 1), mass, infinite, infinite_reversed)
 
 
-class _Symmetric:
+class _Symmetric(TailPair):
     """A pair whose reversal has the same loss: only positive losses need describing."""
 
-    @property
-    def symmetric(self) -> bool:
-        return True
-
-    def above(self, loss: Array) -> tuple[Array, Array]:
-        raise NotImplementedError
+    symmetric: ClassVar[bool] = True
 
     def below(self, loss: Array) -> tuple[Array, Array]:
         return self.above(loss)
-
-    def reach_above(self, tail: float) -> float:
-        raise NotImplementedError
 
     def reach_below(self, tail: float) -> float:
         return self.reach_above(tail)
@@ -187,7 +179,7 @@ class FixedSizePair(_Symmetric):
 
 
 @dataclass(frozen=True)
-class PoissonPair:
+class PoissonPair(TailPair):
     """Poisson sampling under add-remove: (1−q)Q₀ + qP₀ against Q₀, the record present against absent.
 
     The reversed pair is the other order of the same neighbours; both must be composed and the worse one reported.
@@ -195,10 +187,6 @@ class PoissonPair:
 
     base: _Symmetric
     rate: float
-
-    @property
-    def symmetric(self) -> bool:
-        return False
 
     def above(self, loss: Array) -> tuple[Array, Array]:
         return _sampled_above(self.base, self.rate, loss)
@@ -326,25 +314,6 @@ class DiscretizedPLD:
         # Up to the loss of index high, δ(ε) = above − e^{ε − ℓ_high} Σ_{j ≥ high} mass_j e^{ℓ_high − ℓ_j}.
         seen = float(np.dot(mass[high:], decay[: mass.size - high]))
         return self.step * (self.first + zero + high) + math.log((float(above[high]) - delta) / seen)
-
-
-def discretize_pair(pair: DominatingPair | DiscretePair, step: float, tail: float) -> DiscretizedPLD:
-    """Round ``pair`` to the grid by connecting the dots, cutting tails of at most ``tail``."""
-    if isinstance(pair, DiscretePair):
-        return pair.on_grid(step, tail)
-    up, infinite, p_up = _half(*pair.above(_points(pair.reach_above(tail), step)), step)
-    if pair.symmetric:
-        down, infinite_reversed = up, infinite
-        p_down = float(pair.above(np.zeros(1))[1][0])
-    else:
-        p_tail, q_tail = pair.below(_points(pair.reach_below(tail), step))
-        down, infinite_reversed, _ = _half(p_tail, q_tail, step)
-        p_down = float(q_tail[0])
-    # ``down`` holds Q-masses at −ℓ; P's are e^{−ℓ} times those. What neither half holds lies at loss 0.
-    mirrored = down * np.exp(-step * np.arange(down.size))
-    centre = up[0] + down[0] + max(0.0, 1.0 - p_up - p_down)
-    mass = np.concatenate((mirrored[:0:-1], [centre], up[1:]))
-    return DiscretizedPLD(step, -(down.size - 1), mass, infinite, infinite_reversed)
 
 
 def _points(reach: float, step: float) -> Array:

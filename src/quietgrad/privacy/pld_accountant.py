@@ -56,7 +56,6 @@ from quietgrad.privacy.events import (
 from quietgrad.privacy.loss_distribution import (
     LARGEST_LOSS,
     Array,
-    DiscretePair,
     DiscretizedPLD,
     DominatingPair,
     FixedSizePair,
@@ -65,7 +64,6 @@ from quietgrad.privacy.loss_distribution import (
     PoissonPair,
     PoissonReplacePair,
     PurePair,
-    discretize_pair,
 )
 
 Releases = Mapping[Event, int]
@@ -446,7 +444,7 @@ def pld_profile(
     floor = max(_FINEST_STEP, 2 * min(reach, LARGEST_LOSS) / _MOST_POINTS)
     while True:
         step = max(step, floor) if adapt else step
-        grids = {leaf: discretize_pair(pair, step, one_tail) for leaf, pair in pairs.items()}
+        grids = {leaf: pair.on_grid(step, one_tail) for leaf, pair in pairs.items()}
         deviation = math.sqrt(math.fsum(uses[leaf] * grid.variance for leaf, grid in grids.items()))
         fine = deviation / math.sqrt(number) / _STEPS_PER_DEVIATION
         if adapt and step > max(1.5 * fine, floor):
@@ -484,7 +482,7 @@ def _name(leaves: Mapping[Event, int]) -> str:
     return f"pld-{kinds.pop()}" if len(kinds) == 1 else "pld"
 
 
-def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair | DiscretePair:
+def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:
     """Return the dominating pair of one release, or refuse with ``AccountantRefusal``; ``factor`` is Δ/C."""
     match event:
         case PoissonSampled(rate=rate, inner=inner) if relation is Relation.ADD_REMOVE:

@@ -36,7 +36,7 @@ import numba
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from quietgrad.privacy.loss_distribution import LARGEST_LOSS, Array, DiscretePair, DiscretizedPLD, GaussianPair
+from quietgrad.privacy.loss_distribution import LARGEST_LOSS, Array, DiscretizedPLD, DominatingPair, GaussianPair
 
 LEAST_MU, LARGEST_MU = 1e-4, 5.0
 _ACCURACY = 3e-3  # of ε, shared by the grids of all doublings
@@ -64,7 +64,7 @@ class SumLaw:
 
 
 @dataclass(frozen=True)
-class AllocationPair(DiscretePair):
+class AllocationPair(DominatingPair):
     """One epoch: μ = C/σ, ``steps`` is T. See the proof at the top of this module."""
 
     mu: float
