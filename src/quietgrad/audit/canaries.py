@@ -18,16 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.algorithms.base import Algorithm
 from quietgrad.audit.replicas import (
     Game,
     RecordingSession,
     as_numbers,
 )
+from quietgrad.curators.base import Session
 from quietgrad.objectives.base import (
     BaseObjective,
     Batch,
@@ -170,8 +172,23 @@ class CanaryObjective(BaseObjective):
         blocks += counts @ rows
 
 
+class PatternSession(RecordingSession):
+    """A session in gradient space: every release is the next step of the canary's pattern."""
+
+    def __init__(self, session: Session, **more: Any) -> None:
+        super().__init__(session, **more)
+        self.objective.rewind()
+
+    def heard_of(self, chosen: int) -> float:
+        return float(self.objective.loses(chosen))  # an auditor knows what its own record makes of a candidate
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+        self.objective.tick()
+        return super().release(slot, query, rho=rho)
+
+
 @dataclass(frozen=True)
-class CanaryGame:
+class CanaryGame(Game):
     """World 0 has the canary; world 1 lacks it (add-remove) or has its mirror image instead (replace-one).
 
     Args:
@@ -212,6 +229,10 @@ class CanaryGame:
     def held(self) -> int:
         """Records of one run that are really there."""
         return len(self.roles(0))
+
+    def recording(self, which: int) -> Callable[..., RecordingSession]:
+        """What moves the pattern on."""
+        return PatternSession
 
     def world(self, which: int, runs: int) -> tuple[Any, CanaryRecords]:
         """(objective, data) of ``runs`` blocks."""
@@ -270,7 +291,7 @@ class CanarySession(RecordingSession):
 
 
 @dataclass(frozen=True)
-class QueryGame:
+class QueryGame(Game):
     """Both worlds have the same small table; the session adds the canary to every sum.
 
     Args:
@@ -287,6 +308,8 @@ class QueryGame:
     only: tuple[str, ...] = ()
     every: int = 1
 
+    separable: ClassVar[bool] = False
+
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         """(objective, data), the same in both."""
         return self.objective, self.data
@@ -295,10 +318,10 @@ class QueryGame:
         """What the canary contributes, in bounds."""
         return 1.0 if which == 0 else 0.0 if self.relation is Relation.ADD_REMOVE else -1.0
 
-    def recording(self, which: int) -> Any:
+    def recording(self, which: int) -> Callable[..., RecordingSession]:
         """What makes the session of a run: it adds the canary to every sum."""
 
-        def make(session: Any, number: int) -> CanarySession:
+        def make(session: Session, number: int) -> CanarySession:
             made = CanarySession(session, number=number)
             made.pull, made.only, made.every = self.pull(which), self.only, self.every
             return made
@@ -318,20 +341,11 @@ def table_game(
     return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)
 
 
-def query_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
-    """The game for a registered algorithm that is attacked in query space, else ``None``."""
-    from quietgrad.algorithms.registry import ALGORITHMS
-
-    entry = ALGORITHMS.get(getattr(algorithm, "name", ""))
-    spaces = {example.space for example in entry.attacks} if entry is not None else set()
-    return table_game(n, relation) if spaces == {"queries"} else None
-
-
 _FAR = 1e3  # a target far beyond Huber's threshold: the residual is then constant
 
 
 @dataclass(frozen=True)
-class HuberGame:
+class HuberGame(Game):
     """Two tables of n rows that differ in one target, for methods that need a convex loss with real constants.
 
     Huber's residual is ∓threshold at targets ±1000, so the record's gradient is ±G·u at every point: the linear
@@ -359,10 +373,16 @@ class HuberGame:
         return Huber(1.0, row_bound=self.row_bound), (X, y)
 
 
-def data_game(algorithm: Any, n: int, relation: Relation) -> Game | None:
+def data_game(algorithm: Algorithm, n: int, relation: Relation) -> Game | None:
     """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``."""
-    name = getattr(algorithm, "name", "")
-    one_shot = name == "weighted-average" and algorithm.method == "one-shot"
-    if name == "output-perturbation" or one_shot:  # stability scales as 1/n: few records stand for any number
-        return HuberGame(n, dim=1 if getattr(algorithm, "mechanism", "") == "pure" else 2)
-    return query_game(algorithm, n, relation)
+    from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
+    from quietgrad.algorithms.registry import ALGORITHMS
+
+    # Stability scales as 1/n: few records stand for any number.
+    if isinstance(algorithm, OutputPerturbation):
+        return HuberGame(n, dim=1 if algorithm.mechanism == "pure" else 2)
+    if isinstance(algorithm, WeightedAverage) and algorithm.method == "one-shot":
+        return HuberGame(n)
+    entry = ALGORITHMS.get(algorithm.name)
+    spaces = set() if entry is None else {example.space for example in entry.attacks}
+    return table_game(n, relation) if spaces == {"queries"} else None

@@ -24,10 +24,10 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
 from quietgrad.algorithms.dp_srm import DPSRM
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
-from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Pattern
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Pattern, PatternSession
 from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.audit.noise_checks import check_noise
-from quietgrad.audit.replicas import BlockVector, RecordingSession, Views, walk
+from quietgrad.audit.replicas import BlockVector, Views, walk
 from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.parties import Party, matched
@@ -144,7 +144,7 @@ def _federation(
     curator = FederatedCurator(
         objective, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
     )
-    session = RecordingSession(curator.open(plan), blocks=runs)
+    session = PatternSession(curator.open(plan), blocks=runs)
     views = walk(algorithm, session, np.zeros(runs * _WIDTH).view(BlockVector))
     session.close("steps")
     # Every party of a local federation adds the whole noise to its own sum.

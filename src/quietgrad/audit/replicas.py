@@ -10,9 +10,10 @@ everything on and writes down what was released.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,8 +77,11 @@ class RecordingSession:
             raise NotSeparableError  # one draw would be shared by all runs
         return self._session.uniform(f"{label}/{self._number}")
 
+    def heard_of(self, chosen: int) -> float:
+        """What a choice tells."""
+        return float(chosen)
+
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        self._tick()
         answer = self._session.release(slot, query, rho=rho)
         if query.bound > 0.0:
             self.heard.append(as_numbers(answer).reshape(self.blocks, -1) / query.bound)
@@ -90,8 +94,7 @@ class RecordingSession:
         if self.blocks > 1:
             raise NotSeparableError
         chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
-        loses = getattr(self.objective, "loses", None)  # an auditor knows what its own record makes of a candidate
-        self.heard.append(np.array([[float(chosen if loses is None else loses(chosen))]]))
+        self.heard.append(np.array([[self.heard_of(chosen)]]))
         self.slots.append(slot)
         return chosen
 
@@ -105,11 +108,6 @@ class RecordingSession:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._session, name)
-
-    def _tick(self) -> None:
-        tick = getattr(self.objective, "tick", None)
-        if tick is not None:
-            tick()
 
 
 def as_numbers(vector: Vector) -> Floats:
@@ -177,27 +175,30 @@ class _Strided:
         return np.arange(self.block) if batch is None else batch
 
 
-class Game(Protocol):
+class Game(ABC):
     """Two neighbouring worlds that an attacker must tell apart, in as many blocks as wanted."""
 
-    @property
-    def n(self) -> int:
-        """One run's public number of records."""
-        ...
+    n: int
+    """One run's public number of records."""
+    dim: int
+    """One run's number of parameters."""
+    gaussian: bool
+    """Whether transcripts of un-sampled Gaussian releases are jointly Gaussian in both worlds."""
+    separable: ClassVar[bool] = True
+    """Whether runs may be made side by side."""
 
     @property
-    def dim(self) -> int:
-        """One run's number of parameters."""
-        ...
+    def held(self) -> int:
+        """Records of one run that are really there."""
+        return self.n
 
-    @property
-    def gaussian(self) -> bool:
-        """Whether transcripts of un-sampled Gaussian releases are jointly Gaussian in both worlds."""
-        ...
-
+    @abstractmethod
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         """(objective, data) of ``runs`` blocks of world 0 or 1."""
-        ...
+
+    def recording(self, which: int) -> Callable[..., RecordingSession]:
+        """What listens to the session of a run."""
+        return RecordingSession
 
 
 class Views(NamedTuple):
@@ -243,7 +244,7 @@ class Trial:
         """What left the session in ``runs`` runs of world ``which``, side by side where they can be."""
         white = all(slot.mechanism.white for slot in self.plan.schedule.slots)
         try:
-            if not together or not white or hasattr(self.game, "recording"):
+            if not together or not white or not self.game.separable:
                 raise NotSeparableError
             views = self.side_by_side(which, runs)
         except NotSeparableError:
@@ -257,7 +258,7 @@ class Trial:
         for done in range(0, runs, size):
             blocks = min(size, runs - done)
             holder, session = self._open(which, done, blocks=blocks)
-            recording = RecordingSession(session, blocks=blocks, uniform=uniform)
+            recording = self.game.recording(which)(session, blocks=blocks, uniform=uniform)
             parts.append(walk(self.algorithm, recording, np.asarray(holder.initial()).view(BlockVector)))
         return _joined(parts, runs, looped=False)
 
@@ -271,15 +272,13 @@ class Trial:
         slots = self.plan.schedule.slots
         # Cohorts, passes, epochs and noise over many releases are of one run.
         once = any(s.sampling.by_place or s.mechanism.together for s in slots)
-        recording = getattr(self.game, "recording", lambda which: RecordingSession)(which)
+        recording = self.game.recording(which)
         parts = []
         for number in range(runs):
             if once or number == 0:
                 holder, session = self._open(which, number, rounds=1 if once else runs)
                 rho, start = session.rho_left, np.asarray(holder.initial())
-                rewind = getattr(session.objective, "rewind", lambda: None)
             session.rho_left = rho
-            rewind()
             parts.append(walk(self.algorithm, recording(session, number=number), start))
             tick(1)
         return _joined(parts, runs, looped=True)
@@ -326,5 +325,4 @@ def spread(plan: Plan, game: Game, *, blocks: int = 1, rounds: int = 1) -> Plan:
         )
         for slot in plan.schedule.slots
     )
-    held = int(getattr(game, "held", game.n))
-    return replace(plan, schedule=replace(plan.schedule, slots=slots), n_public=blocks * held)
+    return replace(plan, schedule=replace(plan.schedule, slots=slots), n_public=blocks * game.held)

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -313,11 +312,11 @@ def _games(plan: Plan, claim: PrivacyClaim, n: int, budget: Budget) -> list[tupl
 
 
 def _given(game: Game) -> tuple[str, Pattern | None, Game]:
-    pattern = getattr(game, "pattern", None)
+    pattern = game.pattern if isinstance(game, CanaryGame) else None
     return ("neighbouring tables" if pattern is None else f"{pattern} canary"), pattern, game
 
 
-def _default_n(algorithm: Any) -> int:
+def _default_n(algorithm: Algorithm) -> int:
     return max(3, int(getattr(algorithm, "batch_size", None) or 3))
 
 
