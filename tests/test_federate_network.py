@@ -30,7 +30,7 @@ from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError
 from tests.killed import COORDINATOR, KILLED, PARTY
-from tests.talk import Talk
+from tests.talk import Talk, toml_plan
 from tests.test_federate_plan import EXAMPLE, TEXT
 
 ROOT = Path(__file__).parent.parent
@@ -114,31 +114,10 @@ def test_five_hospitals(folder: Path, start: Any, capfd: pytest.CaptureFixture[s
     assert json.loads(capfd.readouterr().out)["scores"]["accuracy"] > 0.8
 
 
-TWO = """
-[federation]
-trust = "curator"
-spare = 3
-[coordinator]
-address = "127.0.0.1:7443"
-timeout = 40
-grace = 40
-[algorithm]
-name = "dp-gd"
-steps = 300
-[objective]
-name = "logistic"
-[data]
-features = 3
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 60
-[[party]]
-name = "b"
-records = 40
-"""
+TWO = toml_plan(
+    {"a": 60, "b": 40}, 'trust = "curator"\nspare = 3', steps=300, features=3,
+    coordinator='address = "127.0.0.1:7443"\ntimeout = 40\ngrace = 40',
+)  # fmt: skip
 
 
 def two(folder: Path, text: str = TWO) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.federation.provisioning import Credentials, provision, request
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.privacy.ledger import Ledger
-from tests.talk import approval
+from tests.talk import approval, toml_plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"
 TEXT = EXAMPLE.read_text()
@@ -151,29 +151,7 @@ def test_altered_requests_are_refused(tmp_path: Path, change: str) -> None:
         provision(["a", "b", "coordinator"], tmp_path / "keys", {"a": asked})
 
 
-PLAN = """
-[federation]
-trust = "curator"
-[coordinator]
-address = "127.0.0.1:7443"
-[algorithm]
-name = "dp-gd"
-steps = 3
-[objective]
-name = "logistic"
-[data]
-features = 2
-label = "ill"
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 4
-[[party]]
-name = "b"
-records = 4
-"""
+PLAN = toml_plan({"a": 4, "b": 4}, steps=3, features=2, data='label = "ill"')
 ROWS = "age,pulse,ill\n0.1,0.2,0\n0.3,0.1,1\n0.2,0.2,1\n0.4,0.3,0\n"
 
 
