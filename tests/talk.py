@@ -22,7 +22,8 @@ def toml_plan(
     rows = [
         "[federation]", federation, "[coordinator]", coordinator, "[algorithm]", 'name = "dp-gd"',
         f"steps = {steps}", "[objective]", 'name = "logistic"', "[data]", f"features = {features}", data,
-        "[budget]", "epsilon = 1.0", f"delta = {delta}", *(f'[[party]]\nname = "{name}"\nrecords = {n}' for name, n in parties.items()),
+        "[budget]", "epsilon = 1.0", f"delta = {delta}",
+        *(f'[[party]]\nname = "{name}"\nrecords = {n}' for name, n in parties.items()),
     ]  # fmt: skip
     return "\n".join(["", *(row for row in rows if row), ""])
 
