@@ -107,7 +107,7 @@ class FederatedPlan(Plan):
             raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
         if self.masked and self.quorum <= self.colluders:
             raise ValueError(
-                f"quorum={self.quorum}: {self.colluders} of them may work with the coordinator (colluders), so masks "
+                f"quorum={self.quorum}: {self.colluders} may work with the coordinator (colluders), so masks "
                 f"would hide nobody; give a quorum of {self.colluders + 1} or more."
             )
         if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
