@@ -113,7 +113,6 @@ def test_sound_code_is_not_accused(probe: Any) -> None:
 def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full batch is summed in blocks; one that clips what it has of a person at its end is caught."""
     monkeypatch.setattr(table, "_BLOCK", 600)
-    monkeypatch.setattr(Logistic, "full_batch_only", True)  # no compiled kernel: blocks are summed
     assert {finding.verdict for finding in sensitivity()} == {"pass"}
     true = full_batch.PersonSum.add
 

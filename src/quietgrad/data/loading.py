@@ -153,7 +153,7 @@ def _with_test(
     if classes is None and facts["schema"] is None and data.class_names is not None:
         classes = tuple(int(c) for c in data.class_names)  # the test labels must use the training file's pair
     other = _read(path, format, classes=classes, n_features=data.d, **facts)
-    return check(replace(data, X_test=other.X, y_test=other.y))
+    return check(replace(data, X_test=other.X, y_test=other.y, person_test=other.person))
 
 
 def _guess(path: Path) -> Format:

@@ -21,10 +21,10 @@ from sklearn.base import BaseEstimator, clone
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
+from quietgrad.algorithms.whitened_gd import NO_ERRORS
 from quietgrad.curators.account import Account, Charge, note_pickled
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
-from quietgrad.estimators.outside import outside
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
@@ -178,17 +178,24 @@ class PrivateModel(SpendsPrivacy):
         )
 
     def _shape_for(self, whom: Whom) -> dict[str, Any]:
-        """The shape of the task; standard errors rest on a curvature that is bounded for means of records only."""
-        shape = self._shape()
-        if whom.means:
-            return shape
-        if self.inference:
+        """The shape of the task, and whether standard errors are bought: never where they could not be told.
+
+        They rest on a curvature that is bounded for means of records only.
+        """
+        if self.inference and not self._offers_inference:
+            raise ValueError(f"inference: {NO_ERRORS}, without class_weight.")
+        if self.inference and not whom.means:
             raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
-        return {**shape, "inference": False}
+        return {**self._shape(), "inference": self.inference if self._offers_inference and whom.means else False}
+
+    @property
+    def _offers_inference(self) -> bool:
+        """Whether the covariance of a Newton step is that of this model's loss."""
+        return False
 
     def _shape(self) -> dict[str, Any]:
         """What the default method is told about the task."""
-        return {"inference": False if self.inference is None else self.inference}
+        return {}
 
     def _settings(self) -> dict[str, Any]:
         """What every loss is told."""
@@ -274,9 +281,6 @@ class PrivateModel(SpendsPrivacy):
 
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
-        for kind, told in outside(session.plan.unit):
-            notes = (*notes, told)
-            warnings.warn(told, kind, stacklevel=4)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
@@ -382,7 +386,7 @@ class PrivateModel(SpendsPrivacy):
         ordinary ones do: a logistic likelihood, or errors of equal variance. A DataFrame if pandas is installed.
 
         Raises:
-            TooNoisyError: none were bought, or the noise makes them meaningless; the message says what would do.
+            TooNoisyError: the plan of the fit bought none; the message says what would do.
         """
         from sklearn.utils.validation import check_is_fitted
 
@@ -424,8 +428,8 @@ def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tupl
         notes.append(f"the ranges of {hidden} features do not stand out of the noise: a usual one was taken")
     if silent:
         notes.append(f"{silent} features are below the noise floor: each is scaled as their average")
-    if details.get("refused_inference"):
-        notes.append(f"no standard errors: {details['refused_inference']}")
+    if raised := details.get("raised_eigenvalues"):
+        notes.append(f"{raised} directions of the curvature are hidden by noise: intervals along them are wider")
     return tuple(notes), advice
 
 

@@ -86,15 +86,11 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         self._known = None if declared is None else len(declared)
         if declared is not None:
             self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
-        if self.inference and self._known != 2:
-            raise ValueError("inference: standard errors need two classes that are declared: classes=[...].")
         return X, y, declared
 
     def _shape(self) -> dict[str, Any]:
         known = getattr(self, "_known", None)
-        # Standard errors unasked only where it is public that there are two classes.
-        inference = False if self.inference is None and known != 2 else self.inference
-        return {"inference": inference, "outputs": 1 if known in (None, 2) else known}
+        return {"outputs": 1 if known in (None, 2) else known}
 
     def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
         """With a look at the labels if they are not declared."""
@@ -242,6 +238,11 @@ class PrivateLogisticRegression(_PrivateClassifier):
     >>> round(model.privacy_.epsilon, 2), model.predict_proba(X).shape
     (2.0, (3000, 2))
     """
+
+    @property
+    def _offers_inference(self) -> bool:
+        """Only where it is public that there are two classes."""
+        return getattr(self, "_known", None) == 2 and self.class_weight is None
 
     def _loss(self, classes: int, names: Any) -> Any:
         settings = self._settings()

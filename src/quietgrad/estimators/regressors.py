@@ -16,7 +16,7 @@ from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel
 from quietgrad.estimators.scans import is_scan, with_labels
 from quietgrad.estimators.validation import Whom
-from quietgrad.objectives.tables.losses import Huber, Pinball, Poisson, Squared
+from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.plans.counting import NOMINAL
 
@@ -35,10 +35,10 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         whom.check(kind, self._loss())
         looks_itself = isinstance(kind, WhitenedGD) and kind.look is not None
         scale = None
-        if not looks_itself:  # another method sees targets scaled to ±2 by public bounds
+        if not looks_itself:  # another method sees targets scaled to ±2 by public bounds, counts as they are
             if bounds is None:
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
-            scale = Frame(np.zeros(1), np.ones(1), bounds)
+            scale = Frame(np.zeros(1), np.ones(1), bounds, 1.0 if self._of_counts else None)
         data = whom.of_data(with_labels(X, y, None if scale is None else scale.targets))
         curator = self._curator(whom.asks(self._loss()), data)
         size = self._count(curator, features, whom)
@@ -76,10 +76,8 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
 
     def _shape(self) -> dict[str, Any]:
         bounds = None if self.target_bounds is None else checked_bounds("target_bounds", self.target_bounds)
-        inference = self.inference if self._offers_inference else False
-        return {"regression": True, "target_bounds": bounds, "inference": inference, "counts": self._of_counts}
+        return {"regression": True, "target_bounds": bounds, "counts": self._of_counts}
 
-    _offers_inference: ClassVar[bool] = False
     _of_counts: ClassVar[bool] = False
 
     def _loss(self) -> Any:
@@ -132,7 +130,9 @@ class PrivateLinearRegression(_PrivateRegressor):
     True
     """
 
-    _offers_inference: ClassVar[bool] = True
+    @property
+    def _offers_inference(self) -> bool:
+        return True
 
     def _loss(self) -> Any:
         return Squared(**self._settings())
@@ -193,7 +193,7 @@ class PrivatePoissonRegressor(_PrivateRegressor):
         return bounds
 
     def _loss(self) -> Any:
-        return Poisson(_LARGEST, **self._settings())
+        return PoissonDeviance(_LARGEST, **self._settings())
 
     def predict(self, X: Any) -> Any:
         """The mean count of each record, within the counts' range."""

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.scanned import Source
+from quietgrad.objectives.tables.scanned import ScanSource
 
 
 def is_scan(X: Any) -> bool:
     """Whether the records are a scan."""
-    return isinstance(X, Source)
+    return isinstance(X, ScanSource)
 
 
 def refuse_scan(X: Any, what: str) -> None:

@@ -65,13 +65,6 @@ class GroupIndex(NamedTuple):
         places = np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
         return self.order[places], starts
 
-    def visited(self) -> GroupIndex:
-        """The same with positions for everybody and read-only arrays: one compiled version serves every caller."""
-        people = np.arange(len(self.starts) - 1) if self.people is None else self.people
-        return GroupIndex(
-            _frozen(people.view()), _frozen(self.order.view()), _frozen(self.starts.view()), self.mean
-        )
-
 
 class WeightedRows(NamedTuple):
     """Rows to sum over: ``indices`` (``None``: all), and by row position what each counts (``None``: 1)."""

@@ -82,6 +82,7 @@ class Magnitudes:
         relation: what a neighbour is.
         pooled: a row gives each octave the part of its non-zero entries that falls there, whatever the feature:
             a vector of sum 1, so no longer than 1.
+        units: public numbers that the chosen features are divided by first.
 
     >>> from quietgrad.objectives.tables.table import lay_out
     >>> query = Magnitudes(np.arange(2))
@@ -95,6 +96,7 @@ class Magnitudes:
     chosen: npt.NDArray[np.int64]
     relation: Relation = Relation.ADD_REMOVE
     pooled: bool = False
+    units: Floats | None = None
 
     @property
     def bound(self) -> float:
@@ -121,6 +123,7 @@ class Magnitudes:
             sizes = np.maximum(np.bincount(rows, minlength=count), 1)
             weights = shared.of(which) * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
             groups = 0 if self.pooled else columns
+            values = values if self.units is None else values / self.units[columns]
             bins = (groups * 2 + (values < 0.0)) * OCTAVES + octave(values)
             out += np.bincount(bins, weights=weights[rows], minlength=len(out))
 

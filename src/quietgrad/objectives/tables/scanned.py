@@ -88,7 +88,7 @@ class Task(NamedTuple):
         return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
 
 
-class Parts(Protocol):
+class PartReader(Protocol):
     """Reads parts; small, frozen, and sent to wherever the data lie."""
 
     def blocks(self, task: Task) -> Iterator[Any]:
@@ -96,7 +96,7 @@ class Parts(Protocol):
         ...
 
 
-Work = Callable[[Parts, Task], Value]
+Work = Callable[[PartReader, Task], Value]
 
 
 UNCOUNTED = (
@@ -106,7 +106,7 @@ UNCOUNTED = (
 
 
 @runtime_checkable
-class Source(Protocol):
+class ScanSource(Protocol):
     """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""
 
     @property
@@ -209,7 +209,7 @@ class _Sum:
     shape: tuple[int, ...]
     key: bytes | None = field(default=None, repr=False)
 
-    def __call__(self, parts: Parts, task: Task) -> npt.NDArray[np.float64]:
+    def __call__(self, parts: PartReader, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.shape)
         # A warning about an overflow would tell that there is a record that causes it.
         with np.errstate(all="ignore"):
@@ -256,7 +256,7 @@ class Scanned(StreamedRecords):
 
     is_scanned: ClassVar[bool] = True
 
-    def __init__(self, reading: Any, source: Source, dim: int) -> None:
+    def __init__(self, reading: Any, source: ScanSource, dim: int) -> None:
         whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
             raise DataError("person: the scan was made with a person column; pass person= here too.")
@@ -367,7 +367,7 @@ class _CountLabels:
 
     key: bytes | None = field(repr=False)
 
-    def __call__(self, parts: Parts, task: Task) -> dict[Any, int]:
+    def __call__(self, parts: PartReader, task: Task) -> dict[Any, int]:
         counts: dict[Any, int] = {}
         for data in parts.blocks(task):
             rows = data.data if isinstance(data, RecordsWithIds) else data

@@ -119,11 +119,11 @@ def _names(values: Any, width: int) -> Sequence[Any]:
     """What the columns are called, or their places: an Arrow table's ``columns`` are the cells themselves."""
     if isinstance(names := getattr(values, "column_names", None), list):
         return names
-    return list(values.columns) if isinstance(values, _Frame) else range(width)
+    return list(values.columns) if isinstance(values, _DataFrame) else range(width)
 
 
 @runtime_checkable
-class _Frame(Protocol):
+class _DataFrame(Protocol):
     """A data frame of any library."""
 
     @property
@@ -193,8 +193,7 @@ _NO_FLOATS: Floats = np.zeros(0)
 class Affine:
     """The public feature transform x ↦ s∘(x−m), or x ↦ S(x−m) with a symmetric matrix S in place of s.
 
-    A matrix whitens correlated features. It is applied to sums and weights, never to the table; index batches
-    do not support it.
+    A matrix whitens correlated features. It is applied to sums and weights, never to the table.
 
     >>> Affine(shift=np.array([1.0, 0.0]), scale=np.array([2.0, 2.0])).shift
     array([1., 0.])
@@ -264,7 +263,6 @@ class Table:
         self.row_bound = row_bound
         self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
         self.frame: Any = None  # the public box these rows were moved into, if any
-        self.grams: Any = None  # inner products of the rows of people who were asked about (person_grams)
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""
@@ -301,16 +299,17 @@ class Table:
         for array in (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,):
             yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a matrix mixes the features, which only sums in blocks can follow."""
+        return self.transform is not None and self.transform.is_matrix
+
     @cached_property
     def packed(self) -> Packed:
         """What the compiled kernels read: rows, y, norms, factors, shift, scale, intercept.
 
         Read-only views throughout: one compiled version then serves every caller's arrays.
         """
-        if self.transform is not None and self.transform.is_matrix:
-            raise ValueError(
-                "a matrix transform works on the full batch only: use DPGD, or scale features one by one."
-            )
         rows = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
         shift = self.transform.shift if self.transform else _NO_FLOATS
         scale = self.transform.scale if self.transform else _NO_FLOATS
@@ -322,7 +321,7 @@ class Table:
         other = copy(self)
         for name in ("packed", "_sparse_blocks"):
             vars(other).pop(name, None)
-        other.X, other.views, other.grams = self.X[order], {}, None
+        other.X, other.views = self.X[order], {}
         other.y = None if self.y is None else self.y[order]
         other.norms = self.norms[order]
         other.factors = self.factors[order] if self.factors.size else self.factors
