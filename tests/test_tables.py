@@ -359,15 +359,6 @@ def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tm
         PrivateSearch(lines, {"regularization": [0.0]}, scoring="accuracy").fit(frame, target)
 
 
-def test_a_fit_inside_a_search_over_exact_scores_says_so() -> None:
-    from sklearn.model_selection import cross_val_score
-
-    X, y = table(1500)
-    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=5.0)
-    with pytest.warns(TooNoisyWarning, match="nothing pays for"):
-        cross_val_score(model, X, y, cv=2)
-
-
 def test_models_are_saved_as_runs_and_back(tmp_path: Path) -> None:
     X, y = table(6000)
     frame = pd.DataFrame(X * 100, columns=list("abcdef"))

@@ -20,7 +20,7 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import Logistic, Multinomial, Pinball, Poisson, Squared
+from quietgrad.objectives.tables.losses import Logistic, Multinomial, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.shapes import Feature
 from quietgrad.privacy.budget import Relation
 
@@ -36,7 +36,7 @@ CASES: list[tuple[str, LinearObjective, dict[str, Any]]] = [
     ("standard errors", Logistic(intercept=True), {"inference": True}),
     ("errors of squares", Squared(intercept=True), {"inference": True, "regression": True}),
     ("targets declared", Squared(intercept=True), {"regression": True, "target_bounds": (-3.0, 9.0)}),
-    ("counts", Poisson(1e4, intercept=True), {"regression": True, "counts": True}),
+    ("counts", PoissonDeviance(1e4, intercept=True), {"regression": True, "counts": True}),
     ("quantile", Pinball(0.9, intercept=True), {"regression": True}),
 ]
 

@@ -110,6 +110,9 @@ def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening
     dispersion = 1.0
     if squares:
         dispersion = max(2.0 * float(session.release("dispersion", asked[2])[0]) / n, 1e-12)
+    bend = np.maximum(session.regularizer.curvature(whitening.to_raw(start)), 0.0)
+    if bend.any():  # the penalty's part is public
+        curve += np.column_stack([whitening.pull_back(bend * whitening.to_raw(unit)) for unit in np.eye(size)])
     seen_bends, axes = np.linalg.eigh(curve)
     spread = curve_noise * math.sqrt(2.0 * size)
     floor = max(_CLEAR * spread, 1e-9 * float(seen_bends[-1]), 1e-300)

@@ -75,12 +75,10 @@ class Dataset:
 
     @property
     def n(self) -> int:
-        """Number of training rows."""
         return int(self.X.shape[0])
 
     @property
     def d(self) -> int:
-        """Number of features."""
         return int(self.X.shape[1])
 
     def refuse_uncounted(self, budget: Budget | None) -> None:

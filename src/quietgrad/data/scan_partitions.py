@@ -48,12 +48,10 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """Number of features."""
         return len(self.columns) if self.schema is None else self.schema.width
 
     @property
     def read(self) -> list[str]:
-        """The columns that are read."""
         return [*self.columns, *(name for name in (self.target, self.person) if name is not None)]
 
     @property
@@ -380,7 +378,6 @@ class TablePartition:
     table: Any
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[Any]:
-        """Record batches of at most ``rows`` rows, none of them copied."""
         yield from self.table.select(list(columns)).to_batches(max_chunksize=rows)
 
 

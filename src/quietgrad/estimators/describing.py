@@ -91,7 +91,6 @@ class Description:
 
     @property
     def table(self) -> Any:
-        """A row for each column."""
         try:
             import pandas
         except ImportError:
@@ -99,7 +98,6 @@ class Description:
         return pandas.DataFrame(self.rows).set_index("column")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         return {
             "n": self.n,
             "columns": self.rows,

@@ -55,12 +55,10 @@ class Parts:
         return cls(**known)
 
     def and_one(self, records: int, *, apart: bool, promised: bool) -> Parts:
-        """With one part more."""
         return Parts(self.count + 1, self.records + records, self.apart or apart, self.promised or promised)
 
     @property
     def note(self) -> str:
-        """What a statement says of them."""
         told = f"{_NOTE}{self.count} parts of {self.records} records together"
         if not self.apart:
             return f"{told}, whose costs add up"

@@ -70,7 +70,6 @@ class PrivateScore:
     """Digests of the parameters of the model that was scored, as its run may keep them."""
 
     def to_json(self) -> dict[str, Any]:
-        """The score as JSON values."""
         names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
         numbers = {n: [*map(_plain, v)] for n in names if (v := getattr(self, n)) is not None}
         return {
@@ -251,7 +250,6 @@ class _Publisher:
         return self._size.n
 
     def publish(self, places: CellPlaces, cells: int, groups: int) -> _Released:
-        """The table."""
         from quietgrad.training.minimizing import minimize
 
         assert self._size is not None

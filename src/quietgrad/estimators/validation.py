@@ -58,7 +58,6 @@ class Columns:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a statement says of them."""
         return tuple(taken_as_public(f"column {name}", f"categories={{{name!r}: [...]}}") for name in self.typed)
 
     @classmethod
@@ -253,7 +252,6 @@ class Whom(NamedTuple):
         return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
     def count(self, rows: int) -> int:
-        """n."""
         return rows if self.people is None else len(self.people)
 
     def asks(self, loss: Any) -> Any:
@@ -263,7 +261,6 @@ class Whom(NamedTuple):
         return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
 
     def of_data(self, data: Any) -> Any:
-        """Data to go with it."""
         return data if self.people is None else RecordsWithIds(data, self.people)
 
     @property
@@ -277,7 +274,6 @@ class Whom(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a statement says of it."""
         return () if self.people is None else how_people_count(self.asks(None))
 
 

@@ -56,7 +56,6 @@ class ColumnMajor:
 
     @property
     def T(self) -> ColumnMajor:
-        """The transpose."""
         return ColumnMajor(self.columns, self.first, self.last, not self._transposed)
 
     def __matmul__(self, other: Floats) -> Floats:
@@ -134,7 +133,6 @@ class RowSum:
         self._raw += block.rows.T @ residuals
 
     def result(self) -> Floats:
-        """The sum, as long as the parameters."""
         raw, records = self._raw, self._records
         if records.transform is not None:
             raw = records.transform.apply(raw - np.outer(records.transform.shift, self._shortened))
@@ -214,7 +212,6 @@ class PersonSum:
             self._total += weight * (factors @ total)
 
     def result(self) -> Floats:
-        """The sum, as long as the parameters."""
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
 
 

@@ -213,7 +213,6 @@ class LinearObjective(BaseObjective, ABC):
         )
 
     def initial(self, records: Table) -> Floats:
-        """The origin."""
         return np.zeros(records.dim)
 
     def transformed(self, shift: npt.ArrayLike, scale: npt.ArrayLike) -> Self:

@@ -69,21 +69,17 @@ class OneScoreLoss(LinearObjective):
         return 0.0 if self.number is None else float(vars(self)[self.number])
 
     def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """f of each record."""
         return np.asarray(self.value(scores[:, 0], y, self.h))
 
     def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """∂f/∂score of each record, (records, 1)."""
         return np.asarray(self.residual(scores, y[:, None], self.h))
 
     def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
-        """∂²f/∂score² times the tilt of each record, (records, 1)."""
         return np.asarray(self.curvature(scores, y[:, None], self.h) * tilts)
 
     def add_indexed(
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
-        """One compiled pass over the rows at ``indices``."""
         add, formula = _compiled(self.residual)
         add(table, indices, formula, self.h, params, previous, rule, out)
 
@@ -134,11 +130,9 @@ class Logistic(OneScoreLoss):
         return 1.0, 0.25, _CUBIC
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
-        """P(y = 1) of each record."""
         return self.residual(self.decision(data, params), np.zeros(()), 0.0)
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """0 or 1."""
         return (self.decision(data, params) > 0.0).astype(np.int64)
 
 
@@ -238,7 +232,6 @@ class Hinge(OneScoreLoss):
         return 1.0, 1.0 / self.smoothing, None
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """0 or 1."""
         return (self.decision(data, params) > 0.0).astype(np.int64)
 
 
@@ -288,7 +281,6 @@ class PoissonDeviance(OneScoreLoss):
         return super()._coded(y)
 
     def predict(self, data: Any, params: Floats) -> Floats:
-        """The mean count of each record."""
         return self.residual(self.decision(data, params), np.zeros(()), self.largest)
 
 
@@ -357,7 +349,6 @@ class Multinomial(LinearObjective):
 
     @property
     def outputs(self) -> int:
-        """K."""
         return self.classes
 
     def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
@@ -378,11 +369,9 @@ class Multinomial(LinearObjective):
         return math.sqrt(2.0), 0.5, math.sqrt(2.0) ** 3 * _CUBIC
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
-        """P(y = k) of each record and class."""
         return _softmax(self.decision(data, params))
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """The likeliest class code."""
         return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
 
 
@@ -426,7 +415,6 @@ class OneVsRestHinge(LinearObjective):
 
     @property
     def outputs(self) -> int:
-        """K."""
         return self.classes
 
     def _sides(self, y: npt.NDArray[Any]) -> Floats:
@@ -445,7 +433,6 @@ class OneVsRestHinge(LinearObjective):
         return math.sqrt(self.classes), 1.0 / self.smoothing, None
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """The class with the highest score."""
         return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
 
 

@@ -73,8 +73,18 @@ def _entries(block: Any, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, Any, 
     return rows[kept], part.indices[kept], part.data[kept], part.shape[0]
 
 
+class _UnitCounts:
+    """Counts to which a record gives a vector of length 1 at most, without negative entries."""
+
+    relation: Relation
+
+    @property
+    def bound(self) -> float:
+        return pair_bound(1.0, self.relation)
+
+
 @dataclass(frozen=True, eq=False)
-class Magnitudes:
+class Magnitudes(_UnitCounts):
     """Σ of unit-length rows' counts by feature, sign and octave; with ``pooled`` the features share one histogram.
 
     Args:
@@ -99,16 +109,10 @@ class Magnitudes:
     units: Floats | None = None
 
     @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
-    @property
     def _groups(self) -> int:
         return 1 if self.pooled else len(self.chosen)
 
     def dim(self, records: Any) -> int:
-        """Features × signs × octaves."""
         return self._groups * 2 * OCTAVES
 
     def counts(self, released: Floats) -> Floats:
@@ -116,7 +120,6 @@ class Magnitudes:
         return released.reshape(self._groups, 2, OCTAVES)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
@@ -146,15 +149,12 @@ class MeanOctaves:
 
     @property
     def bound(self) -> float:
-        """Five octaves for each feature."""
         return 5.0 * math.sqrt(len(self.chosen))
 
     def dim(self, records: Any) -> int:
-        """One number per feature."""
         return len(self.chosen)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the sum."""
         shared = rows_of(batch)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
@@ -165,7 +165,7 @@ class MeanOctaves:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(_UnitCounts):
     """Σ of unit-length rows' counts in equal bins of an interval of each chosen feature; no bin for values outside.
 
     >>> from quietgrad.objectives.tables.table import lay_out
@@ -181,17 +181,10 @@ class Pieces:
     relation: Relation = Relation.ADD_REMOVE
     pieces: int = PIECES
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """Features × bins."""
         return len(self.chosen) * self.pieces
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         starts = np.arange(len(self.chosen)) * self.pieces
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
@@ -224,15 +217,12 @@ class FeatureBins:
 
     @property
     def bound(self) -> float:
-        """√features, or less where only the distance of two records counts."""
         return pair_bound(math.sqrt(len(self.chosen)), self.relation)
 
     def dim(self, records: Any) -> int:
-        """Features × bins."""
         return len(self.chosen) * (int(self.edges.shape[1]) - 1)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         shared = _everyone(batch, self.relation)
         parts = out.reshape(len(self.chosen), -1)
         for which, block in shared.records.blocks(shared.indices):
@@ -254,7 +244,7 @@ def _pieces(
 
 
 @dataclass(frozen=True)
-class TargetMagnitudes:
+class TargetMagnitudes(_UnitCounts):
     """Counts of targets by sign and octave, zero apart: one record is one count.
 
     >>> query, out = TargetMagnitudes(), np.zeros(2 * OCTAVES + 1)
@@ -265,41 +255,27 @@ class TargetMagnitudes:
 
     relation: Relation = Relation.ADD_REMOVE
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """Signs × octaves, and zero."""
         return 2 * OCTAVES + 1
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         y, weights = _targets(_everyone(batch, self.relation))
         bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + octave(y))
         out += np.bincount(bins, weights, len(out))
 
 
 @dataclass(frozen=True)
-class TargetPieces:
+class TargetPieces(_UnitCounts):
     """Counts of targets in equal bins of [low, high]; one record is one count, or none if it lies outside."""
 
     low: float
     high: float
     relation: Relation = Relation.ADD_REMOVE
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """One count per bin."""
         return PIECES
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         y, weights = _targets(_everyone(batch, self.relation))
         bins, inside = _pieces(y, self.low, self.high)
         out += np.bincount(bins, weights=inside * weights, minlength=PIECES)
@@ -330,7 +306,6 @@ class View(ABC):
         """Targets as they are shown."""
 
     def features_of(self, records: Any) -> int:
-        """Columns of the rows that are shown."""
         return int(records.features)
 
     def of(self, records: Any) -> Any:
@@ -392,7 +367,6 @@ class Frame(View):
 
     @property
     def target_centre(self) -> float:
-        """The middle of the targets' interval."""
         return 0.0 if self.target is None or self.unit else 0.5 * (self.target[0] + self.target[1])
 
     @property
@@ -415,7 +389,6 @@ class Frame(View):
         return moved
 
     def apply(self, X: Any) -> Any:
-        """Rows in the frame's units."""
         if isinstance(X, np.ndarray):
             return (np.clip(X, self.low, self.high) - self.centre) / self.half
         moved = self.clipped(X)
@@ -423,7 +396,6 @@ class Frame(View):
         return moved
 
     def targets(self, y: Any) -> Any:
-        """Targets in the frame's units."""
         if self.target is None or y is None:
             return y
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
@@ -444,13 +416,10 @@ class Framed:
 
     @property
     def bound(self) -> float:
-        """That of the query."""
         return self.query.bound
 
     def dim(self, records: Any) -> int:
-        """That of the query."""
         return self.query.dim(_Shown(self.frame.features_of(records)))
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the query's sum."""
         self.query.sum_into(objective, batch._replace(records=self.frame.of(batch.records)), out)

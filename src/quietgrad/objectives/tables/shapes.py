@@ -73,11 +73,9 @@ class Feature:
 
     @property
     def bins(self) -> int:
-        """Bins of a numeric feature."""
         return max(len(self.cuts) - 1, 0)
 
     def edges(self) -> Floats:
-        """Bin edges."""
         return np.array(self.cuts)
 
     def line(self, column: Floats) -> Floats:
@@ -168,7 +166,6 @@ class Shapes:
 
     @property
     def columns(self) -> int:
-        """Columns of the expanded table."""
         return int(self.parts()[-1].stop)
 
     def _products(self, pair: tuple[int, int]) -> int:
@@ -206,7 +203,6 @@ class Shapes:
         return mine.ravel()
 
     def to_json(self) -> list[Any]:
-        """The map as JSON values."""
         plain = [v.item() if isinstance(v, np.generic) else v for f in self.features for v in f.values]
         values = iter(plain)
         features = [
@@ -238,13 +234,10 @@ class Expanded(View):
     frame: Frame
 
     def apply(self, X: Any) -> Any:
-        """The expanded columns."""
         return self.shapes.expand(np.asarray(X, dtype=np.float64))
 
     def targets(self, y: Any) -> Any:
-        """Targets in the frame's units."""
         return self.frame.targets(y)
 
     def features_of(self, records: Any) -> int:
-        """Columns of the shapes."""
         return self.shapes.columns

@@ -70,11 +70,9 @@ class _FeatureSum:
         return self.clip / math.sqrt(2.0) if self._is_pairwise else self.clip
 
     def dim(self, records: Any) -> int:
-        """Length of the released vector: features × pieces."""
         return int(records.features) * len(self._powers)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ clip_C(vᵢ)."""
         shared = rows_of(batch)
         records: Table = shared.records
         if self._is_pairwise and batch.indices is not None:
@@ -194,11 +192,9 @@ class SecondMomentMatrix:
         return square / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else square
 
     def dim(self, records: Any) -> int:
-        """d(d+1)/2."""
         return int(records.features * (records.features + 1) // 2)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ triangle(x̄ᵢx̄ᵢᵀ); all records only, because under replace-one the bound is about pairs."""
         shared = rows_of(batch)
         records: Table = shared.records
         if batch.indices is not None:
@@ -257,11 +253,9 @@ class RowNormHistogram:
         return np.exp2(np.arange(-40, 41) / 2.0)
 
     def dim(self, records: Any) -> int:
-        """One count per bin."""
         return len(self.edges) + 1
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
             raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
         shared = rows_of(batch)
@@ -407,15 +401,12 @@ class WhitenedGradient:
 
     @property
     def bound(self) -> float:
-        """C."""
         return self.clip
 
     def dim(self, records: Any) -> int:
-        """Number of parameters."""
         return len(self.params)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
         view, records = whitened_view(objective, batch, self.whitening.transform)
         view.add(batch._replace(records=records), (self.params,), ClippingRule.gradient(self.clip), out)
 
@@ -455,11 +446,9 @@ class WhitenedInformation:
         return pair_bound(self.clip, self.relation)
 
     def dim(self, records: Any) -> int:
-        """p(p+1)/2."""
         return len(self.params) * (len(self.params) + 1) // 2
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the packed sum; all records only, because under replace-one the bound is about pairs."""
         if batch.indices is not None:
             raise ValueError("the information matrix uses all records: plan it with FullBatch() sampling.")
         view, records = whitened_view(objective, batch, self.whitening.transform)
