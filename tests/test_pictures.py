@@ -141,7 +141,9 @@ def test_a_killed_run_goes_on_with_the_same_features(table: Path, tmp_path: Path
     process.wait()
     assert main(["resume", str(out), "--quiet"]) == 0
     result = result_of(out)
-    assert len(Ledger(out / "ledger.jsonl").book().held) == 4  # counts of the records and the held-out; run and score
+    assert (
+        len(Ledger(out / "ledger.jsonl").book().held) == 4
+    )  # counts of the records and the held-out; run and score
     assert not any("fresh noise" in note for note in result["privacy"]["notes"])
     assert result["metrics"]["test_accuracy"] > 0.9
     assert result["details"]["model"]["pictures"]["size"] == 8
