@@ -120,7 +120,7 @@ def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.Monkey
         true(self, block, residuals, before)
         if self._unfinished:
             begin = np.searchsorted(self._starts, self._at, "right") - 1
-            self._close([part[None].copy() for part in self._unfinished], self._starts[begin : begin + 2])
+            self._close([part.copy() for part in self._unfinished], self._starts[begin : begin + 2])
             self._unfinished = []
 
     monkeypatch.setattr(full_batch.PersonSum, "add", forgets)

@@ -145,15 +145,17 @@ class PersonSum:
     """Σ over people of α·clip_A(g − βg′) + γ·clip_B(g), g the mean or sum of a person's rᵢ ⊗ x̃ᵢ; block by block.
 
     Rows come person by person. What a block holds of one person is a vector of its own, so that nobody else is
-    touched by what is not finite in it; the last person of a block may go on in the next.
+    touched by what is not finite in it; the last person of a block may go on in the next. Sums of sparse rows stay
+    sparse unless a shift or a matrix fills them.
     """
 
     def __init__(self, records: Table, starts: Indices, mean: bool, rule: ClippingRule) -> None:
         self._records, self._starts, self._mean, self._rule = records, starts, mean, rule
         self._width = records.features + (records.intercept != 0.0)
         self._total = np.zeros(records.outputs * self._width)
+        self._fills = records.mixes or (records.transform is not None and bool(records.transform.shift.any()))
         self._at = 0
-        self._unfinished: list[Floats] = []
+        self._unfinished: list[Any] = []
 
     def add(self, block: Block, residuals: Floats, before: Floats | None) -> None:
         """Add the next rows with their r and, if β ≠ 0, r′: both (records, outputs)."""
@@ -168,51 +170,65 @@ class PersonSum:
             until = min(person + step, last)
             edges = np.clip(self._starts[person : until + 1], begin, end) - begin
             sums = [self._combined(block, kind, edges) for kind in kinds]
-            for total, part in zip(sums, self._unfinished, strict=False):
-                total[0] += part
+            sums[: len(self._unfinished)] = map(_continued, self._unfinished, sums)
             self._unfinished = []
             if self._starts[until] > end:
-                self._unfinished = [total[-1] for total in sums]
+                self._unfinished = [total[-1:] for total in sums]
                 until -= 1
             self._close([total[: until - person] for total in sums], self._starts[person : until + 1])
             person = until + bool(self._unfinished)
         self._at = end
 
-    def _combined(self, block: Block, residuals: Floats, edges: Indices) -> Floats:
+    def _combined(self, block: Block, residuals: Floats, edges: Indices) -> Any:
         """Σ rᵢ ⊗ x̃ᵢ over the rows between ``edges``: one row per person, (people, outputs × width)."""
         records, count = self._records, len(edges) - 1
-        out = np.empty((count, records.outputs, self._width))
         part = slice(int(edges[0]), int(edges[-1]))
         rows, places = block.rows[part], edges - edges[0]
+        columns: list[Any] = []
         for c in range(records.outputs):
             r = residuals[part, c]
             shortened = r if block.factors is None else r * block.factors[part, 0]
             raw = csr_around(shortened, np.arange(len(r)), places, (count, len(r))) @ rows
-            raw = raw if isinstance(raw, np.ndarray) else raw.toarray()
-            if records.transform is not None:
-                raw = raw - np.outer(np.add.reduceat(shortened, places[:-1]), records.transform.shift)
-                raw = records.transform.apply(raw.T).T
-            out[:, c, : records.features] = raw
+            if not isinstance(raw, np.ndarray) and not self._fills:
+                if records.transform is not None:
+                    raw.data *= records.transform.scale[raw.indices]
+            else:
+                raw = raw if isinstance(raw, np.ndarray) else raw.toarray()
+                if records.transform is not None:
+                    raw = raw - np.outer(np.add.reduceat(shortened, places[:-1]), records.transform.shift)
+                    raw = records.transform.apply(raw.T).T
+            columns.append(raw)
             if records.intercept:
-                out[:, c, -1] = records.intercept * np.add.reduceat(r, places[:-1])
-        return out.reshape(count, -1)
+                columns.append(records.intercept * np.add.reduceat(r, places[:-1])[:, None])
+        return _stacked(columns, axis=1)
 
-    def _close(self, sums: list[Floats], starts: Indices) -> None:
+    def _close(self, sums: list[Any], starts: Indices) -> None:
         """Clip and add people whose rows have all come."""
         alpha, _, first, gamma, second = self._rule.numbers
+        shares = 1.0 / np.diff(starts) if self._mean else np.ones(len(starts) - 1)
         for total, weight, clip in zip(sums, (alpha, gamma), (first, second), strict=False):
-            if self._mean:
-                total /= np.diff(starts)[:, None]
-            squares = np.einsum("ij,ij->i", total, total)
-            lengths = np.sqrt(squares * (1.0 + (32 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
-            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
+            squares = (total * total).sum(axis=1) * shares * shares
+            lengths = np.sqrt(squares * (1.0 + (40 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
+            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip) * shares
             if not (finite := np.isfinite(lengths)).all():
-                total[~finite] = 0.0
-                factors[~finite] = 0.0
+                total, factors = total[finite], factors[finite]
             self._total += weight * (factors @ total)
 
     def result(self) -> Floats:
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
+
+
+def _continued(part: Any, total: Any) -> Any:
+    """The sums of a block, the first of them with what the block before held of that person."""
+    return _stacked([total[:1] + part, total[1:]], axis=0)
+
+
+def _stacked(blocks: list[Any], axis: int) -> Any:
+    if isinstance(blocks[0], np.ndarray):
+        return np.concatenate(blocks, axis=axis)
+    from scipy import sparse
+
+    return (sparse.hstack if axis else sparse.vstack)(blocks, format="csr")
 
 
 def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: ClippingRule) -> Floats:
