@@ -179,11 +179,7 @@ class YesNo(_Bits):
 
 
 def yes_or_no(word: str) -> str:
-    """A cell of a yes/no column as one of the two.
-
-    >>> yes_or_no("TRUE"), yes_or_no("0")
-    ('yes', 'no')
-    """
+    """A cell of a yes/no column as one of the two."""
     return "yes" if word.strip().lower() in YES else "no"
 
 
@@ -265,11 +261,7 @@ class Date(_Bits):
 
 
 def to_date(text: str, format: str) -> date:
-    """The date in a cell; a time of day after it is left out.
-
-    >>> to_date("2020-02-01T10:00", "%Y-%m-%d"), to_date("1.2.2020", "%d.%m.%Y")
-    (datetime.date(2020, 2, 1), datetime.date(2020, 2, 1))
-    """
+    """The date in a cell; a time of day after it is left out."""
     return datetime.strptime(re.split(r"[T ]", text, maxsplit=1)[0], format).date()
 
 
@@ -277,11 +269,7 @@ Column: TypeAlias = "Numeric | Categorical | YesNo | Date"
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number, other than NaN.
-
-    >>> is_number("-999"), is_number("nan"), is_number("NA")
-    (True, False, False)
-    """
+    """Whether a text is a number, other than NaN."""
     try:
         return not np.isnan(float(text))
     except ValueError:

@@ -93,10 +93,11 @@ class PrivateModel(SpendsPrivacy):
 
     # --- what is given ----------------------------------------------------------------------------------------
 
-    def _validated(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
-        if options.get("y_numeric"):
+    def _validated(self, X: Any, y: Any, *, y_numeric: bool = False) -> tuple[Any, Any]:
+        if y_numeric:
             refuse_text(y, "y")
-        checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
+        kinds = [np.float64, np.float32]
+        checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=kinds, y_numeric=y_numeric)
         self._check_size(checked.shape[0])
         self._bounds = self._declared_bounds(X, checked.shape[1])
         self._is_sparse = not isinstance(checked, np.ndarray)
@@ -127,17 +128,23 @@ class PrivateModel(SpendsPrivacy):
         ) else [False] * features  # fmt: skip
         pairs: list[Bounds | None] = [(0.0, 1.0) if known else None for known in boolean]
         if isinstance(given, Mapping):
-            names = list(getattr(self, "feature_names_in_", []))
-            if unknown := sorted(str(name) for name in given if name not in names):
+            names = self._column_names(features)
+            if unknown := sorted(str(name) for name in given if str(name) not in names):
                 raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
             for name, pair in given.items():
-                pairs[names.index(name)] = checked_bounds("feature_bounds", pair)
+                pairs[names.index(str(name))] = checked_bounds("feature_bounds", pair)
         elif given is not None:
-            refuse_no_pairs(given)
+            if isinstance(given, str) or not hasattr(given, "__len__"):
+                raise ValueError(
+                    "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
+                )
             if len(given) != features:
                 raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
             pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
         return tuple(pairs) if any(pair is not None for pair in pairs) else None
+
+    def _column_names(self, features: int) -> list[str]:
+        return list(map(str, getattr(self, "feature_names_in_", [f"x{j}" for j in range(features)])))
 
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
@@ -452,14 +459,6 @@ def _by_name(name: str, n: int) -> Algorithm:
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
     made: Algorithm = kind(**settings)
     return made
-
-
-def refuse_no_pairs(bounds: Any) -> None:
-    """Raise unless ``bounds`` can be one pair per feature."""
-    if isinstance(bounds, str) or not hasattr(bounds, "__len__"):
-        raise ValueError(
-            "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
-        )
 
 
 def refuse_weights(options: dict[str, Any]) -> None:

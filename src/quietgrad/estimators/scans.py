@@ -57,11 +57,6 @@ def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[
     return partial(np.take, codes(declared, np.asarray(X.classes)))
 
 
-def as_numbers(y: Any) -> Any:
-    """Targets as float64."""
-    return np.asarray(y, dtype=np.float64)
-
-
 def predict_to(model: Any, scan: Any, path: Any) -> int:
     """Write ``model``'s predictions for all records of ``scan``, block by block."""
     if not is_scan(scan):

@@ -286,11 +286,7 @@ def _logits(model: Any, X: Any) -> Floats:
 
 
 def bin_edges(n: int) -> Floats:
-    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them.
-
-    >>> len(bin_edges(1000)), len(bin_edges(10_000))
-    (9, 19)
-    """
+    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them."""
     reach, bins = (4.0, 10) if n < _FEW else (6.0, 20)
     return np.linspace(-reach, reach, bins - 1)
 

@@ -107,7 +107,7 @@ class Columns:
         for j, name in enumerate(self.names):
             column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
             vocabulary = self.vocabularies.get(name)
-            columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
+            columns.append(_numeric(column, name) if vocabulary is None else codes_in(column, vocabulary))
         table = np.column_stack(columns).astype(np.float64)
         if not np.isfinite(table).all():
             raise DataError(NOT_FINITE)
@@ -208,7 +208,8 @@ def _numeric(column: Any, name: str) -> Any:
         ) from None
 
 
-def _codes(column: Any, vocabulary: list[Any]) -> Any:
+def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """The place of each cell in a vocabulary, as it is or as text; −1 for one that is not there."""
     place = {value: code for code, value in enumerate(vocabulary)}
     place |= {str(value): code for code, value in enumerate(vocabulary) if str(value) not in place}
     return np.array(

@@ -69,117 +69,12 @@ def _value_of(rows: Any, i: Any, p: Any) -> Any:
     return (lambda rows, i, p: rows[0][i, p]) if len(rows) == 1 else (lambda rows, i, p: rows[2][p])
 
 
-@_emits
-def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """Ask for the cache line of array[index] without waiting for it."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array_type, index_type = signature.args
-        view = context.make_array(array_type)(context, builder, arguments[0])
-        position = context.cast(builder, arguments[1], index_type, types.intp)
-        pointer = builder.bitcast(builder.gep(view.data, [position]), ir.IntType(8).as_pointer())
-        word = ir.IntType(32)
-        prefetch = builder.module.declare_intrinsic(
-            "llvm.prefetch", (), ir.FunctionType(ir.VoidType(), [pointer.type, word, word, word])
-        )
-        builder.call(prefetch, [pointer, word(0), word(3), word(1)])
-        return context.get_dummy_value()
-
-    return types.void(array, index), emit
-
-
-def _fetch_span(rows: Any, i: int) -> Any:
-    """Start loading what says where row i lies."""
-
-
-def _fetch_row(rows: Any, i: int) -> Any:
-    """Start loading row i."""
-
-
-@_means(_fetch_span)
-def _fetch_span_of(rows: Any, i: Any) -> Any:
-    return (lambda rows, i: None) if len(rows) == 1 else (lambda rows, i: _prefetch(rows[0], i))
-
-
-@_means(_fetch_row)
-def _fetch_row_of(rows: Any, i: Any) -> Any:
-    def sparse(rows: Any, i: Any) -> Any:
-        for p in range(rows[0][i], rows[0][i + 1] + 7, 8):
-            _prefetch(rows[1], p)
-            _prefetch(rows[2], p)
-
-    return (lambda rows, i: None) if len(rows) == 1 else sparse  # dense rows need no hint
-
-
 @_EXACT
 def _clipped(r: float, limit: float) -> float:
     """r brought into [−limit, limit]; zero if it is not finite."""
     if not abs(r) < math.inf:
         return 0.0
     return limit if r > limit else (-limit if r < -limit else r)
-
-
-@_SUM
-def row_squares(columns: Any) -> Any:
-    """‖xᵢ‖² of every row, from a matrix whose rows are the columns of the table; four at a time, in float64."""
-    features, count = columns.shape
-    out = np.zeros(count)
-    for start in range(0, count, 1024):
-        stop = min(start + 1024, count)
-        total = out[start:stop]
-        for j in range(0, features - 3, 4):
-            a, b = columns[j, start:stop], columns[j + 1, start:stop]
-            c, d = columns[j + 2, start:stop], columns[j + 3, start:stop]
-            for i in range(total.size):
-                p, q, r, s = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
-                total[i] += p * p + q * q + r * r + s * s
-        for j in range(features - features % 4, features):
-            a = columns[j, start:stop]
-            for i in range(total.size):
-                p = np.float64(a[i])
-                total[i] += p * p
-    return out
-
-
-@_SUM
-def column_scores(columns: Any, first: int, last: int, weights: Any) -> Any:
-    """Σⱼ wⱼxᵢⱼ of the rows from ``first`` to ``last``, from a matrix whose rows are the columns of the table."""
-    features = columns.shape[0]
-    out = np.zeros(last - first)
-    for start in range(first, last, 1024):
-        stop = min(start + 1024, last)
-        total = out[start - first : stop - first]
-        for j in range(0, features - 3, 4):
-            a, b = columns[j, start:stop], columns[j + 1, start:stop]
-            c, d = columns[j + 2, start:stop], columns[j + 3, start:stop]
-            p, q, r, s = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-            for i in range(total.size):
-                total[i] += (
-                    p * np.float64(a[i]) + q * np.float64(b[i]) + r * np.float64(c[i]) + s * np.float64(d[i])
-                )
-        for j in range(features - features % 4, features):
-            a = columns[j, start:stop]
-            p = weights[j]
-            for i in range(total.size):
-                total[i] += p * np.float64(a[i])
-    return out
-
-
-@_SUM
-def column_sums(columns: Any, first: int, last: int, factors: Any) -> Any:
-    """Σᵢ fᵢxᵢⱼ over the rows from ``first`` to ``last``, for every column."""
-    features = columns.shape[0]
-    out = np.zeros(features)
-    for start in range(first, last, 1024):
-        stop = min(start + 1024, last)
-        f = factors[start - first : stop - first]
-        for j in range(features):
-            a = columns[j, start:stop]
-            total = 0.0
-            for i in range(f.size):
-                total += f[i] * np.float64(a[i])
-            out[j] += total
-    return out
 
 
 _FORMULA = types.float64(types.float64, types.float64, types.float64)
@@ -277,11 +172,6 @@ def add_scalar(
         for i in tile:
             if i < 0 or i >= y.size:
                 raise IndexError("batch: an index lies outside the table")
-            _fetch_span(rows, i)
-            _prefetch(y, i)
-            _prefetch(norms, i)
-        for i in tile:
-            _fetch_row(rows, i)
         if beta != 0.0:
             for k in range(tile.size):
                 now[k], before[k] = _two_scores(rows, tile[k], u, v)

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
@@ -31,7 +32,6 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables import full_batch
 from quietgrad.objectives.tables.full_batch import (
-    Block,
     PersonSum,
     RowSum,
     blocks_of,
@@ -228,7 +228,7 @@ class LinearObjective(BaseObjective, ABC):
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
         if isinstance(records, Scanned):
-            records.add(rule_sum(points, rule), batch, out)
+            records.add(partial(rule_sum, tuple(points), rule), batch, out)
             return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
         if batch.indices is None or not self.compiled or records.mixes:
@@ -260,9 +260,8 @@ class LinearObjective(BaseObjective, ABC):
         in_order = len(order) == len(records) and bool((order[1:] > order[:-1]).all())
         if not in_order and len(order) and not 0 <= order.min() <= order.max() < len(records):
             raise IndexError("batch: a person's record lies outside the table")
-        for which, rows in records.blocks(None if in_order else order):
-            block = Block(which, rows, records.factors[which, None] if records.factors.size else None)
-            y = records.y[which]
+        for block in blocks_of(records, None if in_order else order):
+            y = records.y[block.which]
             residuals = self.residuals(at.scores(block), y)
             total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
         return total.result()
@@ -285,7 +284,7 @@ class LinearObjective(BaseObjective, ABC):
         ``shares`` are what rows count, by their positions.
         """
         if isinstance(batch.records, Scanned):
-            batch.records.add(hessian_sum(params, clip), batch, out)
+            batch.records.add(partial(hessian_sum, params, clip), batch, out)
             return
         full_batch.add_hessians(self, batch, params, clip, out, shares)
 
@@ -301,7 +300,7 @@ class LinearObjective(BaseObjective, ABC):
         """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
         if isinstance(records, Scanned):
             out = np.zeros(records.dim)
-            records.add(plain_sum(params), Batch(records, None), out)
+            records.add(partial(plain_sum, params), Batch(records, None), out)
             return out
         if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
             raise IndexError("batch: an index lies outside the table")
@@ -340,7 +339,7 @@ class LinearObjective(BaseObjective, ABC):
         records: Table = batch.records
         if isinstance(records, Scanned):
             out = np.zeros(1)
-            records.add(loss_sum(params, bound), batch, out)
+            records.add(partial(loss_sum, params, bound), batch, out)
             return float(out[0])
         at = lift(records, params)
         total = 0.0

@@ -36,11 +36,7 @@ _SHRINK = 1.0 / (1.0 + 1e-12)  # covers the rounding of 1/√k
 
 
 def pair_bound(length: float, relation: Relation) -> float:
-    """C of contributions without negative entries and of norm ≤ ``length``: two are at most √2·length apart.
-
-    >>> pair_bound(2.0, Relation.ADD_REMOVE), round(pair_bound(2.0, Relation.REPLACE_ONE), 4)
-    (2.0, 1.4142)
-    """
+    """C of contributions without negative entries and of norm ≤ ``length``: two are at most √2·length apart."""
     return length / math.sqrt(2.0) if relation is Relation.REPLACE_ONE else length
 
 

@@ -49,11 +49,9 @@ from quietgrad.objectives.tables.range_queries import (
 )
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
-    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
-    SecondMoments,
     WhitenedGradient,
     WhitenedInformation,
 )
@@ -184,7 +182,7 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 
 _ADDITIVE = frozenset({
     Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, PackedHessian, CellSums, FeatureMean,
-    SecondMoments, FeatureMoments, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+    MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
     WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
 })  # fmt: skip
 
@@ -389,40 +387,20 @@ def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
     return both
 
 
-# --- what a linear objective asks of scanned records ------------------------------------------------------------
+# --- what a linear objective asks of scanned records: summands, by ``partial`` of all but the last three ---------
 
 
-def rule_sum(points: Sequence[Any], rule: Any) -> Callable[[Any, Batch, Any], None]:
-    """The summand of ``objective.add`` with these points and this rule."""
-    return partial(_rule_sum, tuple(points), rule)
-
-
-def _rule_sum(points: Any, rule: Any, objective: Any, batch: Batch, out: Any) -> None:
+def rule_sum(points: Sequence[Any], rule: Any, objective: Any, batch: Batch, out: Any) -> None:
     objective.add(batch, points, rule, out)
 
 
-def plain_sum(params: Any) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ ∇fᵢ(θ), not clipped."""
-    return partial(_plain_sum, params)
-
-
-def _plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
+def plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
     out += objective._sum(batch.records, params, params, None)
 
 
-def loss_sum(params: Any, bound: float) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ min(fᵢ(θ), bound)."""
-    return partial(_loss_sum, params, bound)
-
-
-def _loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
+def loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
     out += objective.loss_sum(batch, params, bound)
 
 
-def hessian_sum(params: Any, clip: float) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ ∇²fᵢ(θ), each shortened."""
-    return partial(_hessian_sum, params, clip)
-
-
-def _hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
+def hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
     objective.add_hessians(batch, params, clip, out)

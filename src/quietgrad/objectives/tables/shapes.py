@@ -27,11 +27,7 @@ _FUNCTIONS = 3  # of each member of a pair: its line and two waves
 
 
 def usual_edges(low: float, high: float, bins: int) -> Floats:
-    """Bin edges where nothing is known but a range: equal in √|x| on both sides of zero if it holds it, else equal.
-
-    >>> usual_edges(0.0, 4.0, 4).tolist()
-    [0.0, 0.25, 1.0, 2.25, 4.0]
-    """
+    """Bin edges where only a range is known: equal in √|x| on both sides of zero if it holds zero, else equal."""
     if not low <= 0.0 <= high:
         return np.linspace(low, high, bins + 1)
     reach = max(-low, high)

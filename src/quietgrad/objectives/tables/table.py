@@ -65,8 +65,7 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
     quietgrad.errors.DataError: X: column 1 must be numbers and 2 rows are not. Encode categories, or fill ...
     """
     try:
-        array = np.asarray(values)
-        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+        cells = _cells(values)
     except (TypeError, ValueError):
         raise DataError(f"{what}: rows of different lengths. Pass one row per record, all equally long.") from None
     if cells.dtype.kind in "buif":
@@ -78,6 +77,11 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
         raise DataError(f"{what}: holds numbers that are no float64. Rescale them first.") from None
 
 
+def _cells(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    return array if array.dtype.kind in "buifc" else np.asarray(values, dtype=object)
+
+
 def refuse_text(values: Any, what: str) -> None:
     """Raise DataError as :func:`numbers_of` does if a cell is text or a list; other checks would quote it."""
     from scipy import sparse
@@ -85,11 +89,10 @@ def refuse_text(values: Any, what: str) -> None:
     if sparse.issparse(values):
         return
     try:
-        array = np.asarray(values)
-        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+        cells = _cells(values)
     except (TypeError, ValueError):
         return  # not a table at all, which is said without looking at cells
-    if array.dtype.kind == "c":  # scikit-learn would print the array
+    if cells.dtype.kind == "c":  # scikit-learn would print the array
         raise DataError(f"{what}: Complex data not supported; give real numbers.")
     if cells.dtype.kind not in "buif":
         _refuse(values, cells, _are((str, bytes, list, tuple, set, np.ndarray), cells), what)
@@ -377,14 +380,6 @@ class Table:
         squared_scale = np.ones(self.features) if scale is None else scale * scale
         shift_square = 0.0 if shift is None else float(squared_scale @ (shift * shift))
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.transform is None and not self.is_sparse and self.X.flags.fnc:  # column-major
-                # A part of a scan, read once for every release: its norms must not cost more than its sum.
-                from quietgrad.objectives.tables.kernels import row_squares
-
-                raw = row_squares(frozen(self.X.T))
-                norms[:] = np.sqrt(raw + slack * raw + least)
-                norms[np.isnan(norms)] = math.inf
-                return norms
             for which, block in self.blocks():
                 raw = _row_sums(block, squared_scale, None)
                 squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square
