@@ -201,8 +201,7 @@ def test_non_negative_bound_is_attained_and_refuses_samples() -> None:
 def test_feature_sums_equal_the_naive_ones(as_batch: bool) -> None:
     rng = np.random.default_rng(8)
     X = rng.normal(size=(9, D)) * (rng.random((9, D)) < 0.7)
-    for query, pieces in zip(FEATURES, ([X], [X**2], [X, 2.0 * X**2]), strict=True):
-        v = np.hstack(pieces)
+    for query, v in zip(FEATURES, (X, X**2), strict=True):
         expected = sum(row * min(1.0, 0.8 / np.linalg.norm(row)) for row in v)
         np.testing.assert_allclose(released(Squared(), query, X, np.zeros(9), as_batch), expected, atol=1e-10)
 

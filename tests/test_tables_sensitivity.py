@@ -141,6 +141,7 @@ def check_all(
     y = rng.choice([-1e300, -5.0, 0.0, 299.0, 1e300], count) if objective.task == "regression" else (
         rng.integers(0, highest, count)
     )  # fmt: skip
+    y = np.abs(y) if objective.log_link else y
     picked = dict(asked)  # the last of each slot: the gradient far from the start
     picked |= {f"first {slot}": query for slot, query in reversed(asked)}
     for slot, query in picked.items():

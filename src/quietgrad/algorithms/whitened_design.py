@@ -41,7 +41,7 @@ def for_table(
     regression: bool = False,
     counts: bool = False,
     sparse: bool = False,
-    inference: bool | None = None,
+    inference: bool | None = False,
     crowded: float | None = None,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.

@@ -128,7 +128,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 
 
 @dataclass(eq=False, repr=False)
-class _LinearClassifier(Classifier, PrivateLinearModel):
+class _LinearClassifier(PrivateLinearModel, Classifier):
     class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
     def _weights(self, names: Any) -> tuple[float, ...] | None:

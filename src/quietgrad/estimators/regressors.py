@@ -97,7 +97,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
 
 
 @dataclass(eq=False, repr=False)
-class _LinearRegressor(Regressor, PrivateLinearModel):
+class _LinearRegressor(PrivateLinearModel, Regressor):
     """A linear model of numbers."""
 
 
