@@ -106,8 +106,8 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
         if 2.0 * least > n:
             raise DataError(
-                f"y: at this budget one class is detected only if about {math.ceil(least)} records have it, and the "
-                "table is too small for two such classes. Pass classes=[...] if the label set is public."
+                f"y: at this budget one class is detected only if about {math.ceil(least)} records have it, and "
+                "the table is too small for two such classes. Pass classes=[...] if the label set is public."
             )
         return slot
 
