@@ -104,7 +104,8 @@ class RunSpec:
         float, Option(help="Share of ε and δ for the private score of the held-out records.")
     ] = 0.2
     exact_score: Annotated[
-        bool, Option("--exact-score", help="Score held-out records without noise. NOT private: keep it to yourself.")
+        bool,
+        Option("--exact-score", help="Score held-out records without noise. NOT private: keep it to yourself."),
     ] = False
     drop: Drop = None
     keep: Keep = None
