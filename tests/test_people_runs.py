@@ -350,7 +350,7 @@ def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> 
     before = model.coef_.copy()
     again = late.copy()
     again[np.flatnonzero(early)[0]] = True
-    with pytest.raises(DataError, match="somebody of this batch was in an earlier one"):
+    with pytest.raises(DataError, match="a person of this batch was in an earlier one"):
         model.partial_fit(X[again], y[again], person=ids[again].tolist())
     with pytest.raises(DataError, match="privacy unit cannot change"):
         model.partial_fit(X[late], y[late])

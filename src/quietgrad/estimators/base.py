@@ -326,10 +326,10 @@ class PrivateModel(SpendsPrivacy):
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
-            person: one id per record. Whoever has come before to this model in this process is refused, so parts
+            person: one id per record. A person who came to this model before, in this process, is refused, so parts
                 are of different people and do not add up; who came is not known to copies, loaded models and after
                 :meth:`fit`, whose parts add up.
-            disjoint: ``True`` promises that nobody in this call was in an earlier one, which nothing checks where
+            disjoint: ``True`` declares that no person in this call was in an earlier one; nothing checks it where
                 there are no ids; the statement says that it is a promise. ``False`` adds up whatever ids show.
         """
         X, y = scan_if_one(X, y)

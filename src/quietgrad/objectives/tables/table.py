@@ -238,7 +238,7 @@ class Table:
         intercept: the value of the virtual constant column; 0 for none.
         transform: a public shift and scale of the features.
         row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
-        rows: ``"clip"`` shortens a row that is longer than R, whoever's it is; ``"normalize"`` brings every row to
+        rows: ``"clip"`` shortens a row that is longer than R, every one alike; ``"normalize"`` brings every row to
             length R exactly.
 
     >>> from quietgrad.objectives.tables.table import lay_out
