@@ -4,7 +4,7 @@ Each round draws a setting at random, fits it on one part of the records with no
 with noise. Only the best round leaves. If the number of rounds K is geometric (Papernot & Steinke 2022), the whole
 search costs little more than one round in Rényi terms, however large K turns out; the accountant's
 ``RepeatAndSelect`` event prices it. That holds as long as K stays secret: do not publish how long a search took.
-Ordinary grid search is charged for every fit and still chooses by exact scores, which is a free release.
+Ordinary grid search is charged for every fit and still chooses by exact scores, which have no noise.
 """
 
 from __future__ import annotations
