@@ -108,7 +108,7 @@ class FederatedPlan(Plan):
         if self.masked and self.quorum <= self.colluders:
             raise ValueError(
                 f"quorum={self.quorum}: {self.colluders} may work with the coordinator (colluders), so masks "
-                f"would hide nobody; give a quorum of {self.colluders + 1} or more."
+                f"would hide no party; give a quorum of {self.colluders + 1} or more."
             )
         if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
