@@ -344,7 +344,7 @@ TOUCHED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
     "x - x.mean()": lambda x, y, out, loss: x - x.mean(),
     "(y + 1) % 2": lambda x, y, out, loss: (y + 1) % 2,
     "out / 2": lambda x, y, out, loss: out / 2,
-    "x.split(4)": lambda x, y, out, loss: x.split(4),
+    "torch.split": lambda x, y, out, loss: torch.split(x, 4),
     "torch.stack": lambda x, y, out, loss: torch.stack([x, x]),
     "print": lambda x, y, out, loss: repr(x),
     "deepcopy": lambda x, y, out, loss: copy.deepcopy(x),
