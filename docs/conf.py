@@ -66,12 +66,23 @@ def _redirects(app: Any, error: Exception | None) -> None:
         )
 
 
+def _with_switch(rules: str) -> str:
+    """Rules that follow the reader's system, made to follow the switch of the page too."""
+    light, asks, dark = rules.partition("@media (prefers-color-scheme:dark){")
+    dark = dark.removesuffix("}")
+    unless, switched = (
+        dark.replace("svg.chart", f"body{state} svg.chart")
+        for state in (':not([data-theme="light"])', '[data-theme="dark"]')
+    )
+    return f"{light}{asks}{unless}}}{switched}"
+
+
 def _exhibits(app: Any, name: str, source: list[str]) -> None:
     """Draw the papers' tables and figures where a page of reproductions says so."""
     if "<!-- exhibits:" not in source[0]:
         return
     drawing = runpy.run_path(str(HERE.parent / "reproduce" / "page.py"))
-    style = f"<style>{drawing['CHARTS']}{drawing['STYLE']}</style>"
+    style = f"<style>{_with_switch(drawing['CHARTS'])}{drawing['STYLE']}</style>"
     source[0] = drawing["EXHIBITS"].sub(
         lambda found: f"```{{raw}} html\n{style}{drawing['of_paper'](found[1])}\n```", source[0]
     )

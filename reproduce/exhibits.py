@@ -304,8 +304,8 @@ def parties() -> Iterator[Exhibit]:
         fixed = f"m = {mine[0]['m']}" + ("" if axis == "ε" else f", ε = {mine[0]['epsilon']:g}")
         yield Exhibit(
             "002", f"figure {number}", f"{what.capitalize()} against {label}, {fixed}",
-            "The paper prints no numbers. Its runs claim the ε of the axis; what is true of them is in the column "
-            "of the server. Ours prove the ε of the axis.",
+            "The paper prints no numbers. The printed runs claim the ε of the axis; the server's column has "
+            "their true ε. Ours prove the ε of the axis.",
             charts=charts,
             columns=("data", label, *(said for _, said in _LINES), "printed: server's ε", "true: proved ε"),
             rows=cells,

@@ -22,6 +22,7 @@ import numpy as np
 from quietgrad.certificates.document import PrivacyCertificate, canonical, parse
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.wire import WireError
+from tests.talk import toml_plan
 
 ALLOWED = (QuietgradError, WireError)
 LIBSVM = b"+1 1:0.5 3:1\n-1 2:2e-3 # remark\n+1\n-1 1:1 2:-1 3:4.25\n"
@@ -31,30 +32,9 @@ SCHEMA: dict[str, Any] = {
     "label": {"column": "y", "classes": ["0", "1"]},
     "columns": {"age": {"bounds": [0, 100], "fill": 40}, "sex": {"categories": ["F", "M"]}},
 }
-PLAN = b"""
-[federation]
-name = "two-clinics"
-trust = "secure"
-secure = "masks"
-[coordinator]
-address = "127.0.0.1:7443"
-[algorithm]
-name = "dp-gd"
-steps = 3
-[objective]
-name = "logistic"
-[data]
-features = 2
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 60
-[[party]]
-name = "b"
-records = 40
-"""
+PLAN = toml_plan(
+    {"a": 60, "b": 40}, 'name = "two-clinics"\ntrust = "secure"\nsecure = "masks"', steps=3, features=2
+).encode()
 WORDS = (
     b"0", b"-1", b"1", b"3000000000", b"99999999999999999999", b"4294967296", b"1e999", b"nan", b"inf", b"-0", b"",
     b":", b",", b";", b"\n", b"\r\n", b"\t", b" ", b"\0", b"#", b'"', b"'", b"[", b"{", b"]", b"}", b"[" * 3000,

@@ -14,6 +14,20 @@ from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.transport import Away, Bytes
 
 
+def toml_plan(
+    parties: Mapping[str, int], federation: str = 'trust = "curator"', *, steps: int, features: int,
+    coordinator: str = 'address = "127.0.0.1:7443"', data: str = "", delta: str = "1e-5",
+) -> str:  # fmt: skip
+    """A plan file of DP-GD on a logistic loss at ε = 1."""
+    rows = [
+        "[federation]", federation, "[coordinator]", coordinator, "[algorithm]", 'name = "dp-gd"',
+        f"steps = {steps}", "[objective]", 'name = "logistic"', "[data]", f"features = {features}", data,
+        "[budget]", "epsilon = 1.0", f"delta = {delta}",
+        *(f'[[party]]\nname = "{name}"\nrecords = {n}' for name, n in parties.items()),
+    ]  # fmt: skip
+    return "\n".join(["", *(row for row in rows if row), ""])
+
+
 def approval(text: str, keys: Path, out: Path, **settings: Any) -> Approved:
     """One member's approval of the plan in a text."""
     return Approved(text, parse_plan(text).digest, str(keys), str(out), **settings)

@@ -21,27 +21,13 @@ from quietgrad.federation.plan_file import read_plan
 
 pytest.importorskip("nvflare")
 from tests.flare import Flare
+from tests.talk import toml_plan
 
 SITES = ("site-1", "site-2", "site-3")
-PLAN = """
-[federation]
-trust = "secure"
-secure = "masks"
-spare = 2
-[coordinator]
-timeout = 10
-grace = 2
-[algorithm]
-name = "dp-gd"
-steps = 20
-[objective]
-name = "logistic"
-[data]
-features = 3
-[budget]
-epsilon = 1.0
-delta = 1e-4
-""" + "".join(f'[[party]]\nname = "{name}"\nrecords = 50\n' for name in SITES)
+PLAN = toml_plan(
+    dict.fromkeys(SITES, 50), 'trust = "secure"\nsecure = "masks"\nspare = 2', steps=20, features=3,
+    coordinator="timeout = 10\ngrace = 2", delta="1e-4",
+)  # fmt: skip
 
 QUORUM = PLAN.replace('trust = "secure"\nsecure = "masks"', 'trust = "local"\nquorum = 2')
 # Everybody is needed, and there are enough rounds that a kill comes before the last one.

@@ -17,27 +17,15 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.plan_file import read_plan
 from tests.flower import SECONDS, Flower
+from tests.talk import toml_plan
 from tests.test_federate_network import folder, start
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 NAMES = ("clinic-1", "clinic-2", "clinic-3")
-PLAN = """
-[federation]
-trust = "secure"
-secure = "masks"
-[coordinator]
-timeout = 60
-[algorithm]
-name = "dp-gd"
-steps = 2
-[objective]
-name = "logistic"
-[data]
-features = 3
-[budget]
-epsilon = 1.0
-delta = 1e-4
-""" + "".join(f'[[party]]\nname = "{name}"\nrecords = 50\n' for name in NAMES)
+PLAN = toml_plan(
+    dict.fromkeys(NAMES, 50), 'trust = "secure"\nsecure = "masks"', steps=2, features=3,
+    coordinator="timeout = 60", delta="1e-4",
+)  # fmt: skip
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,18 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
+from quietgrad.federation import deal
+from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.exchange import Exchange
+from quietgrad.federation.plan_file import read_plan
+from quietgrad.federation.simulation import assemble, simulate, train
+from quietgrad.federation.transport import Bytes, Handler
+from quietgrad.federation.transport.local_socket import Processes
+from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.secure.identity import DropoutError
+from tests.killed import COORDINATOR, KILLED, PARTY
+from tests.talk import Talk, toml_plan
 from tests.test_federate_plan import EXAMPLE, TEXT
 
 ROOT = Path(__file__).parent.parent
@@ -102,31 +114,10 @@ def test_five_hospitals(folder: Path, start: Any, capfd: pytest.CaptureFixture[s
     assert json.loads(capfd.readouterr().out)["scores"]["accuracy"] > 0.8
 
 
-TWO = """
-[federation]
-trust = "curator"
-spare = 3
-[coordinator]
-address = "127.0.0.1:7443"
-timeout = 40
-grace = 40
-[algorithm]
-name = "dp-gd"
-steps = 300
-[objective]
-name = "logistic"
-[data]
-features = 3
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 60
-[[party]]
-name = "b"
-records = 40
-"""
+TWO = toml_plan(
+    {"a": 60, "b": 40}, 'trust = "curator"\nspare = 3', steps=300, features=3,
+    coordinator='address = "127.0.0.1:7443"\ntimeout = 40\ngrace = 40',
+)  # fmt: skip
 
 
 def two(folder: Path, text: str = TWO) -> dict[str, tuple[str, ...]]:
@@ -271,3 +262,160 @@ def test_refusals_are_one_sentence(
     assert err.startswith("quietgrad federate: ")
     assert err.count("\n") == 0
     assert say in err
+
+
+__all__ = ["folder", "start"]  # fixtures of the other file
+STEPS = 3
+PLAN = TWO.replace("steps = 300", f"steps = {STEPS}")
+
+
+def killed(process: subprocess.Popen[str]) -> None:
+    code, _, err = ended(process)
+    assert code == -9, err
+
+
+def check(home: Path, model: qg.Result) -> None:
+    """What anybody ends with: the model, and one entry that is charged what the plan costs."""
+    plan = read_plan("plan.toml").plan
+    np.testing.assert_array_equal(qg.load(home).params, model.params)
+    (held,) = Ledger(home / "ledger.jsonl").book().held.values()
+    assert (held.state, held.counts) == ("closed", plan.event)
+    assert model.privacy.releases == {"gradient": STEPS}
+    assert not [path.name for path in home.iterdir() if path.suffix in (".journal", ".bin")]
+
+
+@pytest.mark.usefixtures("folder")
+def test_coordinator_killed_at_every_step_of_the_end(start: Any) -> None:
+    """Six kills of one run, each at the next window; the seventh process only hands out the model."""
+    words = two(Path(), PLAN)
+    parties = [start(*words[name]) for name in ("a", "b")]
+    for window in COORDINATOR.values():
+        killed(start(*words["server"], program=(KILLED, *window)))
+    code, _, err = ended(start(*words["server"]))
+    assert (code, "round" in err) == (0, False), err
+    assert "no party is asked again" in err
+    for party in parties:
+        assert ended(party)[0] == 0
+    model = qg.load("model")
+    for name in ("model", "a", "b"):
+        check(Path(name), model)
+
+
+@pytest.mark.usefixtures("folder")
+def test_party_killed_at_every_step_of_the_end(start: Any) -> None:
+    words = two(Path(), PLAN)
+    server, other = start(*words["server"]), start(*words["a"])
+    for window in PARTY.values():
+        killed(start(*words["b"], program=(KILLED, *window)))
+    assert [ended(process)[0] for process in (server, other)] == [0, 0]
+    again = start(*words["server"][:-1], "5")  # the coordinator hands out what it has
+    code, _, err = ended(start(*words["b"]))
+    assert (code, ended(again)[0]) == (0, 0), err
+    model = qg.load("model")
+    for name in ("model", "a", "b"):
+        check(Path(name), model)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_coordinator_whose_model_everybody_has_waits_for_nobody(
+    start: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And everybody can say where the run is."""
+    words = two(Path(), PLAN)
+    running = [start(*each) for each in words.values()]
+    outcomes = [ended(process) for process in running]
+    assert [code for code, *_ in outcomes] == [0, 0, 0], outcomes
+    for _, _, err in outcomes:
+        assert f"round {STEPS} of {STEPS} [████████████████████] ε = 1" in err
+    again = start(*words["server"][:-1], "100000")
+    code, _, err = ended(again)
+    assert (code, "no party is asked again" in err, "round" in err) == (0, True, False), err
+    for home in ("model", "a", "b"):
+        capfd.readouterr()
+        assert main(["federate", "status", home, "--json"]) == 0
+        said = json.loads(capfd.readouterr().out)
+        assert (said["rounds"], said["of"], said["words"]) == (STEPS, STEPS, "the run is complete")
+    assert main(["federate", "status", "nowhere"]) == 1
+
+
+ALGORITHM = qg.DPGD(steps=6, learning_rate=1.0)
+
+
+def people() -> Any:
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(120, 3))
+    return deal(X, (X[:, 0] > 0.0) * 1.0, 3)
+
+
+@pytest.fixture
+def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Processes, Callable[..., Any]]]:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    plan, members = assemble(
+        ALGORITHM,
+        Logistic(),
+        people(),
+        budget=None,
+        trust="secure",
+        secure="masks",
+        seed=1,
+        spare=2,
+        folder=tmp_path,
+    )
+    transport = Processes(members.makers)
+    exchange = Exchange(transport, timeout=20.0, patience=20.0)
+    curator = FederatedCurator(Logistic(), exchange, identity=members.identity, roster=members.roster, seed=1)
+    yield transport, partial(train, ALGORITHM, curator, plan, np.zeros(3))
+    transport.close()
+
+
+def test_killed_party_comes_back_and_the_model_is_right(federation: Any) -> None:
+    transport, go = federation
+
+    def strike(progress: qg.Progress) -> None:
+        if progress.step == 2:
+            os.kill(transport.process("party-2").pid, signal.SIGKILL)
+            transport.process("party-2").join()
+            transport.restart("party-2")
+
+    result = go(callback=strike)
+    expected = simulate(ALGORITHM, Logistic(), people(), budget=None, seed=1)
+    np.testing.assert_allclose(result.params, expected.params, atol=1e-9)
+    assert result.privacy.releases["gradient"] == ALGORITHM.steps  # nobody had been asked anything
+
+
+def test_killed_party_that_stays_away_is_named(federation: Any) -> None:
+    transport, go = federation
+
+    def strike(progress: qg.Progress) -> None:
+        if progress.step == 2:
+            os.kill(transport.process("party-3").pid, signal.SIGKILL)
+
+    with pytest.raises(DropoutError, match="party-3"):
+        go(callback=strike)
+
+
+def test_hung_party_is_timed_out_and_its_late_answer_is_dropped(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    transport = Processes({"quick": partial(patient, None), "slow": partial(patient, gate)})
+    talk = Talk(transport, "")
+    try:
+        replies, missing = talk.exchange({"quick": b"warm", "slow": b"warm"}, timeout=60.0)
+        assert (sorted(replies), missing) == (["quick", "slow"], [])
+        replies, missing = talk.exchange({"quick": b"one", "slow": b"one"}, timeout=2.0)
+        assert (bytes(replies["quick"]), missing) == (b"one", ["slow"])
+        gate.touch()
+        replies, missing = talk.exchange({"quick": b"two", "slow": b"two"}, timeout=60.0)
+        assert (bytes(replies["slow"]), missing) == (b"two", [])
+    finally:
+        transport.close()
+
+
+def patient(gate: Path | None) -> Handler:
+    """A party that answers once its gate is there; runs in a child process."""
+
+    def handle(data: Bytes) -> Bytes:
+        while gate is not None and bytes(data) != b"warm" and not gate.exists():
+            time.sleep(0.01)
+        return data
+
+    return handle

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from quietgrad.errors import DataError
+from quietgrad.cli import main
+from quietgrad.cli.federate_roles import cannot_listen
+from quietgrad.errors import BudgetError, DataError
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.federation.provisioning import Credentials, provision, request
+from quietgrad.federation.wire import Message, decode, encode
+from quietgrad.privacy.ledger import Ledger
+from tests.talk import approval, toml_plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"
 TEXT = EXAMPLE.read_text()
@@ -140,3 +149,137 @@ def test_altered_requests_are_refused(tmp_path: Path, change: str) -> None:
     asked.write_text(json.dumps(body))
     with pytest.raises(DataError, match="not a valid request of 'a'"):
         provision(["a", "b", "coordinator"], tmp_path / "keys", {"a": asked})
+
+
+PLAN = toml_plan({"a": 4, "b": 4}, steps=3, features=2, data='label = "ill"')
+ROWS = "age,pulse,ill\n0.1,0.2,0\n0.3,0.1,1\n0.2,0.2,1\n0.4,0.3,0\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "rows.csv").write_text(ROWS)
+    provision(["a", "b", "coordinator"], tmp_path / "keys")
+    return tmp_path
+
+
+def refusal(capfd: pytest.CaptureFixture[str], words: str, code: int = 1) -> str:
+    """The one sentence that a command ends with."""
+    capfd.readouterr()
+    assert main(["federate", *words.split()]) == code
+    err = capfd.readouterr().err.strip().splitlines()
+    assert err[-1].startswith("quietgrad federate: ")
+    assert not any("Traceback" in line for line in err)
+    return err[-1]
+
+
+def test_requests_come_by_mail_and_go_back(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        assert main(["federate", "provision", "plan.toml", "--request", name, "--out", f"{name}-keys"]) == 0
+        shutil.copy(f"{name}-keys/{name}.request.json", f"{name} (1).json")  # mail programs rename files
+    assert "comes back" in capfd.readouterr().out
+    assert "copy it from the folder" in refusal(capfd, "party plan.toml --keys a-keys --data rows.csv")
+    words = ["federate", "provision", "plan.toml", "--out", "all", "--with", "a (1).json", "--with"]
+    assert main([*words, "a-keys/a.request.json"]) == 2
+    assert "are both of 'a'" in capfd.readouterr().err
+    assert main([*words, "b (1).json"]) == 0
+    said = capfd.readouterr().out
+    assert "send back to a, b: ca.pem, cert.pem, member.json." in said
+    assert "for coordinator: hand each folder" in said
+    assert "ca.key" in said
+    prints = set()
+    for name in ("a", "b"):
+        for file in ("ca.pem", "cert.pem", "member.json"):
+            shutil.copy(f"all/{name}/{file}", f"{name}-keys/{file}")
+        assert main(["federate", "show", "plan.toml", "--keys", f"{name}-keys", "--json"]) == 0
+        prints.add(json.loads(capfd.readouterr().out)["identities"])
+    assert len(prints) == 1
+    assert main(["federate", "show", "plan.toml", "--keys", "a-keys"]) == 0
+    assert prints.pop() in capfd.readouterr().out
+    assert Credentials.read("keys/a").fingerprint != Credentials.read("a-keys").fingerprint
+
+
+def test_files_that_are_no_requests_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "no such request" in refusal(capfd, "provision plan.toml --out all --with none.json")
+    assert "not a request" in refusal(capfd, "provision plan.toml --out all --with rows.csv")
+    assert not (folder / "all").exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "say"),
+    [
+        ("0.3,0.1,1", "nan,0.1,1", "NaN"),
+        ("0.3,0.1,1", ",0.1,1", "NaN"),
+        ("ill", "sick", "no column 'ill'"),
+        ("age,pulse,ill\n0.1,0.2,0", "age,ill\n0.1,0", ""),
+    ],
+)
+def test_bad_files_are_refused_before_anybody_is_called(
+    folder: Path, capfd: pytest.CaptureFixture[str], old: str, new: str, say: str
+) -> None:
+    (folder / "rows.csv").write_text(ROWS.replace(old, new))
+    assert say in refusal(capfd, "party plan.toml --keys keys/a --data rows.csv --out run")
+    assert not (folder / "run").exists()
+
+
+def test_keys_and_options_of_somebody_else(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    say = refusal(capfd, "server plan.toml --keys keys/a --out run --wait 0")
+    assert "are the keys of 'a', not the coordinator's" in say
+    say = refusal(capfd, "party plan.toml --keys keys/coordinator --data rows.csv --out run")
+    assert "'coordinator' is no party" in say
+    assert "at least 16" in refusal(capfd, "party plan.toml --keys keys/a --data rows.csv --pin abc", 2)
+    (folder / "keys/a/cert.pem").write_bytes((folder / "keys/b/cert.pem").read_bytes())
+    assert "member.json is of 'a' and cert.pem of 'b'" in refusal(capfd, "show plan.toml --keys keys/a")
+    assert not (folder / "run").exists()
+
+
+def test_port_in_use_and_foreign_address(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        taken = socket.create_server(("127.0.0.1", 0))
+    except OSError:
+        pytest.skip("loopback sockets are not permitted here")
+    with taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        say = refusal(capfd, f"server plan.toml --keys keys/coordinator --out run --address {address}")
+    assert f"{address}: the port is in use" in say
+    assert not (folder / "run").exists()
+    assert "--address 0.0.0.0:7443" in cannot_listen("h", 7443, OSError(errno.EADDRNOTAVAIL, "no"))
+    assert "below 1024" in cannot_listen("h", 80, OSError(errno.EACCES, "no"))
+
+
+def test_party_tells_what_it_read(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "rows.csv").write_text(ROWS + "0.5,0.5,1\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = f"party plan.toml --keys keys/a --data rows.csv --out run --patience 0 --address 127.0.0.1:{port}"
+    assert main(["federate", *words.split(), "--cap-epsilon", "3"]) == 1
+    err = capfd.readouterr().err
+    assert "the cap counts what run/ledger.jsonl holds" in err
+    assert "rows.csv: 5 records (the plan says 4); columns in this order: age, pulse" in err
+    assert "the coordinator cannot be reached; calling again" in err
+
+
+def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = parse_plan(PLAN)
+    event = file.plan.party_event(0, None)
+    assert event is not None
+    Ledger("ledger.jsonl").reserve("default", event, delta=1e-5, relation="add-remove", run="earlier")
+    words = "party plan.toml --keys keys/a --data rows.csv --out run --ledger ledger.jsonl --cap-epsilon 1.2"
+    assert "Cap: ε=1.2" in refusal(capfd, words)
+    assert [entry.kind for entry in Ledger("ledger.jsonl").entries()] == ["open", "reserve"]
+    # The same party in the middle of a run has paid already and may come back.
+    data = (np.ones((4, 2)), np.array([0, 1, 0, 1]))
+
+    def ready(most: float = 1.2) -> PartyCurator:
+        text = Path("plan.toml").read_text()
+        return approval(text, Path("keys/a"), folder / "run", ledger="ledger.jsonl", cap_epsilon=most).party(data)
+
+    with pytest.raises(BudgetError, match="exceed the cap"):
+        ready()
+    assert not list((folder / "run").iterdir())
+    party = ready(3.0)
+    assert decode(party.handle(encode(Message("open", {"run": "r", "plan": file.plan.digest})))).kind == "ready"
+    party.close()
+    ready().close()

@@ -14,7 +14,7 @@ import quietgrad as qg
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.exchange import Exchange
+from quietgrad.federation.exchange import Envelope, Exchange, body
 from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
@@ -448,6 +448,28 @@ def test_a_member_that_comes_back_with_nonsense_is_named(said: Any) -> None:
     curator = FederatedCurator(Logistic(), InProcess({**federation.handlers, "party-1": lie}), seed=1)
     with pytest.raises(ProtocolError, match="party-1: says that it is ready"):
         train(algorithm, curator, plan, np.zeros(3))
+
+
+@pytest.mark.parametrize("lie", ["another question", "a stranger who opens nothing"])
+def test_a_member_cannot_keep_the_coordinator_asking(lie: str) -> None:
+    """Simulated time stands still while members answer: without a limit this would never end."""
+    plan, federation = assemble(ALGORITHM, Logistic(), people(), budget=None, trust="curator", seed=1, quorum=3)
+    transport, heard = InProcess(federation.handlers), [0]
+    honest = transport._sites["party-1"].answer
+
+    def answer(frame: Bytes) -> Bytes:
+        heard[0] += 1
+        assert heard[0] < 1000
+        kind, envelope = decode(body(frame)).kind if heard[0] > 1 else "", Envelope.of(frame)
+        if not kind:
+            return honest(frame)
+        if lie == "another question":
+            return envelope._replace(number=0).around(body(honest(frame)))
+        return envelope.around(b"" if kind == "open" else encode(Message("refused", {"code": "stranger"})))
+
+    transport._sites["party-1"].answer = answer  # type: ignore[method-assign]
+    result = train(ALGORITHM, FederatedCurator(Logistic(), transport, seed=1), plan, np.zeros(3))
+    assert any("party-1" in note for note in result.privacy.notes)
 
 
 def test_a_server_out_of_step_in_the_noise_is_named() -> None:

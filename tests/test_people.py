@@ -91,13 +91,6 @@ def reference(
     return out
 
 
-@pytest.fixture(params=["inner products", "a person at a time"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full batches by products of rows, however many there are, or never."""
-    monkeypatch.setattr(full_batch, "_MOST", 10**9 if request.param == "inner products" else 0)
-
-
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", losses())
 @pytest.mark.parametrize("combine", ["mean", "sum"])
 @pytest.mark.parametrize("layout", ["dense", "csr"])
@@ -125,7 +118,7 @@ def test_full_batches_under_a_matrix_and_in_many_blocks(
     """A person whose records lie in several blocks is combined over all of them."""
     from dataclasses import replace
 
-    from quietgrad.objectives.tables import full_batch, table
+    from quietgrad.objectives.tables import table
 
     rng = np.random.default_rng(4)
     X, ids, _ = crowd(rng)
@@ -149,33 +142,6 @@ def test_full_batches_under_a_matrix_and_in_many_blocks(
             np.testing.assert_allclose(out, expected, rtol=1e-8, atol=1e-10)
 
 
-def test_products_are_of_these_rows_seen_in_this_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made once for a table and its people, never used for others; whole people in every block."""
-    from dataclasses import replace
-
-    monkeypatch.setattr(full_batch, "_BLOCK", 8)
-    monkeypatch.setattr(full_batch, "_MOST", 10**9)
-    rng = np.random.default_rng(8)
-    X, ids, _ = crowd(rng)
-    loss = losses()["multinomial"]
-    y = targets(loss, rng, len(X))
-    asked = UserLevelObjective(loss)
-    records = asked.prepare(RecordsWithIds((X, y), ids))
-    point, rule = rng.normal(size=records.dim), ClippingRule.gradient(0.3)
-    rows: Any = records.rows
-    first = full_batch.grams_of(rows, records.people.groups(None))
-    assert first is not None
-    assert full_batch.grams_of(rows, records.people.groups(None)) is first
-    moved = UserLevelObjective(replace(loss, transform=Affine(np.ones(5), np.full(5, 2.0))))
-    seen = moved.prepare(records)
-    rows = seen.rows
-    assert full_batch.grams_of(rows, seen.people.groups(None)) is not first
-    out = np.zeros(records.dim)
-    asked.add(Batch(records, None), [point], rule, out)
-    expected = reference(loss, X, y, UnitGrouping.of(ids), [point], rule, range(len(records)))
-    np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
-
-
 def worst(rng: np.random.Generator, size: int, d: int, kind: str) -> Any:
     """All the rows of one person, as hostile as they may be."""
     if kind == "aligned":  # all at the clip in one direction
@@ -193,7 +159,6 @@ def worst(rng: np.random.Generator, size: int, d: int, kind: str) -> Any:
     return rng.normal(size=(size, d))
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("name", ["logistic", "squared", "multinomial", "bounded rows", "moved", "moved classes"])
 @pytest.mark.parametrize("layout", ["dense", "csr"])
 @pytest.mark.parametrize("combine", ["mean", "sum"])

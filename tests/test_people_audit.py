@@ -113,7 +113,6 @@ def test_sound_code_is_not_accused(probe: Any) -> None:
 def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full batch is summed in blocks; one that clips what it has of a person at its end is caught."""
     monkeypatch.setattr(table, "_BLOCK", 600)
-    monkeypatch.setattr(Logistic, "full_batch_only", True)  # no compiled kernel: blocks are summed
     assert {finding.verdict for finding in sensitivity()} == {"pass"}
     true = full_batch.PersonSum.add
 
@@ -121,7 +120,7 @@ def test_a_block_that_ends_within_a_person_is_noticed(monkeypatch: pytest.Monkey
         true(self, block, residuals, before)
         if self._unfinished:
             begin = np.searchsorted(self._starts, self._at, "right") - 1
-            self._close([part[None].copy() for part in self._unfinished], self._starts[begin : begin + 2])
+            self._close([part.copy() for part in self._unfinished], self._starts[begin : begin + 2])
             self._unfinished = []
 
     monkeypatch.setattr(full_batch.PersonSum, "add", forgets)

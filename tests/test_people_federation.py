@@ -19,6 +19,7 @@ from quietgrad.objectives.base import Batch, ClippingRule, Gradient
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
+from tests.talk import toml_plan
 
 LOSS = qg.objectives.Logistic()
 
@@ -193,29 +194,10 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
     assert Gradient(np.zeros(2), 1.0).bound == 1.0
 
 
-TWO_CLINICS = """
-[federation]
-name = "two-clinics"
-trust = "curator"
-{how}
-[algorithm]
-name = "dp-gd"
-steps = 3
-[objective]
-name = "logistic"
-[data]
-features = 2
-person = "patient"
-[budget]
-epsilon = 1.0
-delta = 1e-5
-[[party]]
-name = "a"
-records = 60
-[[party]]
-name = "b"
-records = 60
-"""
+TWO_CLINICS = toml_plan(
+    {"a": 60, "b": 60}, 'name = "two-clinics"\ntrust = "curator"\n{how}', steps=3, features=2,
+    data='person = "patient"',
+)  # fmt: skip
 
 
 def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:

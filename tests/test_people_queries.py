@@ -64,8 +64,6 @@ TABLE: dict[type, Make] = {
     second_order.Excess: lambda _: second_order.Excess(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),
     second_order.PackedHessian: lambda _: second_order.PackedHessian(POINT, 0.2, rank=1),
     whitening.FeatureMean: lambda _: whitening.FeatureMean(1.5),
-    whitening.SecondMoments: lambda r: whitening.SecondMoments(1.5, nonnegative=True, relation=r),
-    whitening.FeatureMoments: lambda r: whitening.FeatureMoments(1.5, relation=r),
     whitening.MeanSquares: lambda r: whitening.MeanSquares(1.5, relation=r),
     whitening.SecondMomentMatrix: lambda r: whitening.SecondMomentMatrix(1.5, r),
     whitening.RowNormHistogram: whitening.RowNormHistogram,

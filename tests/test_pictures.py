@@ -44,7 +44,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def arguments(table: Path, out: Path, *more: str) -> list[str]:
     test = str(table.parent / "others.npz")
-    promise = ("--epsilon", "2", "--classes", "0,1,2", "--features", "scattering")
+    promise = ("--epsilon", "2", "--classes", "0,1,2", "--features", "scattering", "--exact-score")
     return ["train", str(table), "--test", test, "--out", str(out), *promise, *more]
 
 

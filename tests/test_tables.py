@@ -30,6 +30,7 @@ from quietgrad.estimators import (
     PrivateBinner,
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivatePipeline,
     PrivatePoissonRegressor,
     PrivateQuantileRegressor,
     PrivateScaler,
@@ -40,6 +41,7 @@ from quietgrad.estimators import (
     private_score,
     to_run,
 )
+from quietgrad.estimators.pipelines import learns
 from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST
 from quietgrad.objectives.tables.windows import read_magnitudes
 
@@ -176,16 +178,14 @@ def test_steps_of_a_pipeline_that_promise_to_different_units_are_told() -> None:
     X, y = table(3000)
     ids = np.arange(3000) // 3
     last = PrivateLogisticRegression(classes=[0, 1])
-    pipe = make_pipeline(PrivateScaler(epsilon=0.5, relation="add-remove", account="told"), last)
-    with pytest.warns(
-        LedgerWarning, match="privatescaler of this pipeline promises per record, this one per person"
-    ):
-        pipe.fit(X, y, privatelogisticregression__person=ids)
-    assert any("promise nothing per person" in note for note in pipe[-1].privacy_.notes)
+    scaler = PrivateScaler(epsilon=0.5, relation="add-remove", account="told")
+    pipe = PrivatePipeline([("scale", scaler), ("model", last)])
+    with pytest.warns(LedgerWarning, match="scale of this pipeline promises per record, the last one per person"):
+        pipe.fit(X, y, model__person=ids)
+    assert any("promise nothing per person" in note for note in pipe.privacy_.notes)
     assert "counted privately" in pipe[0].privacy_.notes[0]
-    make_pipeline(PrivateScaler(feature_bounds=[(-6, 6)] * 6), last).fit(
-        X, y, privatelogisticregression__person=ids
-    )
+    declared = PrivateScaler(feature_bounds=[(-6, 6)] * 6)
+    PrivatePipeline([("scale", declared), ("model", last)]).fit(X, y, model__person=ids)
 
 
 def test_summary_covers_or_is_refused() -> None:
@@ -357,15 +357,6 @@ def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tm
     assert found.score(frame, target) > 0.5
     with pytest.raises(ValueError, match="scoring"):
         PrivateSearch(lines, {"regularization": [0.0]}, scoring="accuracy").fit(frame, target)
-
-
-def test_a_fit_inside_a_search_over_exact_scores_says_so() -> None:
-    from sklearn.model_selection import cross_val_score
-
-    X, y = table(1500)
-    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=5.0)
-    with pytest.warns(TooNoisyWarning, match="nothing pays for"):
-        cross_val_score(model, X, y, cv=2)
 
 
 def test_models_are_saved_as_runs_and_back(tmp_path: Path) -> None:
@@ -616,24 +607,26 @@ def test_pairs_are_found_and_named_by_position() -> None:
 def test_a_step_that_learns_without_privacy_is_told() -> None:
     X, y = table(2000)
     model = PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], row_bound=6.0)
-    with pytest.warns(LedgerWarning, match="standardscaler.*PrivateScaler"):
-        pipe = make_pipeline(StandardScaler(), model).fit(X, y)
-    assert any("does not cover standardscaler" in note for note in pipe[-1].privacy_.notes)
-    words = np.array(["good film", "bad film"] * 1000)
-    with pytest.warns(LedgerWarning, match="tfidfvectorizer"):
-        make_pipeline(TfidfVectorizer(), clone(model)).fit(words, y)
+    with pytest.warns(LedgerWarning, match="scale.*PrivateScaler"):
+        pipe = PrivatePipeline([("scale", StandardScaler()), ("model", model)]).fit(X, y)
+    assert any("does not cover scale" in note for note in pipe.privacy_.notes)
+    with pytest.warns(LedgerWarning, match="scale"):
+        score = private_score(make_pipeline(StandardScaler(), clone(model)).fit(X, y), X, y)
+    assert any("does not cover standardscaler" in note for note in score.notes)
+    assert learns(TfidfVectorizer())
     frame = pd.DataFrame({"a": X[:, 0], "c": np.where(y, "yes", "no")})
     mixed = ColumnTransformer([("fill", SimpleImputer(), ["a"]), ("hot", OneHotEncoder(), ["c"])])
     with pytest.warns(LedgerWarning, match="fill, hot"):
-        make_pipeline(mixed, clone(model)).fit(frame, y)
+        PrivatePipeline([("mixed", mixed), ("model", clone(model))]).fit(frame, y)
     public = ColumnTransformer(
         [
             ("fill", SimpleImputer(strategy="constant"), ["a"]),
             ("hot", OneHotEncoder(categories=[["no", "yes"]]), ["c"]),
         ]
     )
-    pipe = make_pipeline(public, FunctionTransformer(), PrivateScaler(epsilon=0.1), clone(model)).fit(frame, y)
-    assert not any("does not cover" in note for note in pipe[-1].privacy_.notes)
+    steps = [("public", public), ("same", FunctionTransformer()), ("scale", PrivateScaler(epsilon=0.1))]
+    pipe = PrivatePipeline([*steps, ("model", clone(model))]).fit(frame, y)
+    assert not any("does not cover" in note for note in pipe.privacy_.notes)
 
 
 def test_a_published_norm_is_a_declaration() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -129,9 +128,6 @@ def test_a_collate_function_sees_one_record(collate: Any, pad: Any) -> None:
 # --- random numbers ---------------------------------------------------------------------------------------------
 
 
-# --- precision --------------------------------------------------------------------------------------------------
-
-
 # --- two points -------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +181,22 @@ def by_loop(model: nn.Module, loss: Any, data: Any, **settings: Any) -> Tensor:
     return (before - vector(model)) * len(data)
 
 
+def by_verbs(model: nn.Module, loss: Any, data: Any, collate_fn: Any = None) -> Tensor:
+    """A criterion that is given is asked of one record."""
+    before = vector(model)
+    private, optimizer, loader, criterion = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), criterion=loss, seed=0,
+        data_loader=DataLoader(data, batch_size=len(data), collate_fn=collate_fn), noise_multiplier=QUIET,
+        max_grad_norm=CLIP,
+    )  # fmt: skip
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(private(x), y).backward()
+        optimizer.step()
+    assert loader.loop.condition is None
+    return (before - vector(model)) * len(data)
+
+
 def by_sum(model: nn.Module, loss: Any, data: Any) -> Tensor:
     sums, _ = qt.clipped_gradient_sum(model, loss, default_collate([data[k] for k in range(len(data))]), CLIP)
     return torch.cat([value.double().flatten() for value in sums.values()])
@@ -214,6 +226,7 @@ def without(data: Any, row: int) -> Any:
 @pytest.mark.parametrize(
     ("front", "name"),
     [(front, name) for front in (by_fit, by_loop) for name in ATTACKS]
+    + [(by_verbs, name) for name in ATTACKS if name != "number of chunks"]
     + [(by_sum, name) for name, attack in ATTACKS.items() if not attack[3]],  # a batch of tensors is padded already
 )
 def test_attacks_of_batches_come_to_nothing(front: Any, name: str) -> None:
@@ -229,74 +242,6 @@ def test_attacks_of_batches_come_to_nothing(front: Any, name: str) -> None:
 
     by = released(data) - released(without(data, FAR))
     assert float(by.norm()) <= AT_MOST * CLIP + 1e-3
-
-
-# --- loops of one's own: unconditional by identity, conditional otherwise ---------------------------------------
-
-
-def verbs(model: nn.Module, data: Any, *, criterion: Any = None, **settings: Any) -> Any:
-    known: dict[str, Any] = {"noise_multiplier": QUIET, "max_grad_norm": CLIP, "seed": 0}
-    collate = settings.pop("loader_collate", None)
-    return qt.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        data_loader=DataLoader(data, batch_size=len(data), collate_fn=collate),
-        **({} if criterion is None else {"criterion": criterion}), **(known | settings),
-    )  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:seed=0")
-@pytest.mark.parametrize("name", [name for name in ATTACKS if name != "number of chunks"])
-def test_a_criterion_that_is_given_is_asked_of_one_record(name: str) -> None:
-    model, loss, records, settings = ATTACKS[name]
-    torch.manual_seed(0)
-    made, data = model().state_dict(), records()
-
-    def released(data: Any) -> Tensor:
-        fresh = model()
-        fresh.load_state_dict(made)
-        before = vector(fresh)
-        private, optimizer, loader, criterion = verbs(
-            fresh, data, criterion=loss, loader_collate=settings.get("collate_fn")
-        )
-        for x, y in loader:
-            optimizer.zero_grad()
-            criterion(private(x), y).backward()
-            optimizer.step()
-        assert loader.loop.condition is None
-        return (before - vector(fresh)) * len(data)
-
-    by = released(data) - released(without(data, FAR))
-    assert float(by.norm()) <= AT_MOST * CLIP + 1e-3
-
-
-LOOPS: dict[str, Callable[[Any, Any, Tensor, Tensor], Any]] = {
-    "own loss": lambda model, criterion, x, y: F.cross_entropy(model(x), y).backward(),
-    "x minus its mean": lambda model, criterion, x, y: criterion(model(x - x.mean(0)), y).backward(),
-    "std().item()": lambda model, criterion, x, y: criterion(model(x / x.std().item()), y).backward(),
-    "outputs changed": lambda model, criterion, x, y: criterion(model(x) / 2, y).backward(),
-    "targets changed": lambda model, criterion, x, y: criterion(model(x), (y + 1) % CLASSES).backward(),
-    "loss scaled": lambda model, criterion, x, y: (criterion(model(x), y) / 3).backward(),
-    "scripted": lambda model, criterion, x, y: criterion(model(MIXING["a scripted mean"](x)), y).backward(),
-    "pieces": lambda model, criterion, x, y: criterion(torch.cat([model(p) for p in x.split(64)]), y).backward(),
-    "a value read": lambda model, criterion, x, y: ((v := criterion(model(x), y)).backward(), v.item()),
-    "a size read": lambda model, criterion, x, y: (len(x), criterion(model(x), y).backward()),
-    "two losses": lambda model, criterion, x, y: (criterion(model(x), y) + criterion(model(x), y)).backward(),
-}
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", LOOPS)
-def test_what_a_loop_does_itself_makes_its_epsilon_conditional(name: str) -> None:
-    private, optimizer, loader, criterion = verbs(
-        plain(), table(), criterion=nn.CrossEntropyLoss(), seed=None, noise_multiplier=1.0
-    )
-    for x, y in loader:
-        optimizer.zero_grad()
-        LOOPS[name](private, criterion, x, y)
-        optimizer.step()
-    assert loader.privacy.condition is not None
-    assert loader.privacy.condition.startswith("if ")
-    assert loader.privacy.condition in str(loader.privacy)
 
 
 @pytest.mark.parametrize("name", REMEMBERING)

@@ -422,7 +422,7 @@ def private(model: nn.Module, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("combine", "cut"), [("mean", None), ("sum", None), ("mean", 5), ("sum", 1)])
-def test_a_step_of_an_own_loop_is_the_clipped_sum_over_people(combine: str, cut: int | None) -> None:
+def test_a_step_of_a_custom_loop_is_the_clipped_sum_over_people(combine: str, cut: int | None) -> None:
     """In one call of the model or in pieces that cut through people, whose gradient is then clipped as one."""
     x, y, ids = visits()
     model = perceptron().double()

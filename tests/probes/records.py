@@ -55,11 +55,9 @@ from quietgrad.objectives.tables.range_queries import (
 )
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
-    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
-    SecondMoments,
     WhitenedGradient,
     WhitenedInformation,
     Whitening,
@@ -349,8 +347,6 @@ def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iter
     points = [scale * rng.standard_normal(_D + 1) for scale in (0.0, 3.0)]
     within: list[Query] = [
         FeatureMean(1.5),
-        SecondMoments(1.5),
-        FeatureMoments(1.5),
         SecondMomentMatrix(1.5, relation),
         MeanSquares(1.2, relation=relation),
         RowNormHistogram(relation),

@@ -55,7 +55,8 @@ class Look:
         features: public (low, high) of each feature, ``None`` where it must be found; ``None`` for all of them.
         target: public (low, high) of the targets.
         ranges: how each feature is given a limit: by a histogram of its own (``"each"``); by one ``"pooled"``
-            histogram for all; or by that and each feature's ``"means"`` of octaves.
+            histogram for all; or by that and each feature's ``"means"`` of octaves. ``"relative"`` narrows wide
+            declared ranges all alike, by one histogram of values in units of their limits.
         range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
         closer: how often the offsets are looked at, each time within what was found before: a date of a few years
             among seconds since 1970 is found in three looks.
@@ -71,7 +72,7 @@ class Look:
 
     features: tuple[Bounds | None, ...] | None = None
     target: Bounds | None = None
-    ranges: Literal["each", "means", "pooled"] = "each"
+    ranges: Literal["each", "means", "pooled", "relative"] = "each"
     range_share: float = 0.0
     offset_share: float = 0.0
     octave_share: float = 0.0
@@ -83,8 +84,8 @@ class Look:
     counts: bool = False
 
     def __post_init__(self) -> None:
-        if self.ranges not in ("each", "means", "pooled"):
-            raise ValueError(f"ranges={self.ranges!r}: must be 'each', 'means' or 'pooled'.")
+        if self.ranges not in ("each", "means", "pooled", "relative"):
+            raise ValueError(f"ranges={self.ranges!r}: must be 'each', 'means', 'pooled' or 'relative'.")
         for name in ("range_share", "offset_share", "octave_share", "target_share"):
             check_range(name, getattr(self, name), 0.0, 0.5)
         if isinstance(self.closer, bool) or self.closer not in (1, 2, 3):
@@ -206,7 +207,8 @@ def _found_ranges(
 
     ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
     """
-    query = Magnitudes(unknown, relation, pooled=look.ranges != "each")
+    reached = np.maximum(-low[unknown], high[unknown]) if look.ranges == "relative" else None
+    query = Magnitudes(unknown, relation, pooled=look.ranges != "each", units=reached)
     counts = query.counts(session.release("ranges", query))
     noise = noise_of(session, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
@@ -214,6 +216,10 @@ def _found_ranges(
     n = None if look.ranges != "each" else session.expected_batch("ranges")
     found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=regression)
     reach, hidden = found.reach, int((~found.seen).sum())
+    if reached is not None:
+        narrower = reached * (min(float(reach[0]), 1.0) if found.seen[0] else 1.0)
+        low[unknown], high[unknown] = np.maximum(low[unknown], -narrower), np.minimum(high[unknown], narrower)
+        return low, high, 0
     if look.ranges == "each":
         out |= {"pilot_at": unknown, "pilot": counts, "pilot_noise": noise}
     if look.refine:  # what does not stand out keeps its declared range

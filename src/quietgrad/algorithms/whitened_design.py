@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from quietgrad.algorithms.base import check_range
 from quietgrad.algorithms.range_estimation import Bounds, Look
-from quietgrad.algorithms.whitened_gd import CROWDED, WhitenedGD
+from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS, WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
+_RELATIVE = 0.05  # share of one histogram that narrows all declared ranges alike
 _CHEAP = 0.02  # share at which wide declared ranges are looked into as well
 _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard errors unasked
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
@@ -40,7 +41,7 @@ def for_table(
     regression: bool = False,
     counts: bool = False,
     sparse: bool = False,
-    inference: bool | None = None,
+    inference: bool | None = False,
     crowded: float | None = None,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
@@ -73,6 +74,7 @@ def for_table(
         regression=regression,
         counts=counts,
         sparse=sparse,
+        whole=bool(inference),
     )
     full = not is_crowded(n, features, budget, regression, crowded)
     norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
@@ -82,8 +84,7 @@ def for_table(
     moment_share = 0.12 if full else 0.04
     several = 1.0 if outputs < 8 else min(outputs / 4.0, 2.0)  # of many classes, residuals begin near 1
     wanted = HORIZON * n * mu / (features + 1.0) / math.sqrt(max(outputs, 2) / 2.0)
-    if inference:
-        full, look = True, replace(look, whole=True, refine=False)
+    full = full or bool(inference)
     return WhitenedGD(
         steps=64 if outputs >= 8 and wanted > 16.0 * outputs else 32,
         row_bound=ball,
@@ -115,7 +116,7 @@ def is_crowded(
 
 def _check_inference(n: int, features: int, outputs: int, tightness: float) -> None:
     if outputs > 1:
-        raise ValueError("inference: standard errors are offered for two classes and for least squares only.")
+        raise ValueError(f"inference: {NO_ERRORS}.")
     if tightness > CROWDED:
         more = math.ceil(n * tightness / CROWDED / 100) * 100
         raise ValueError(
@@ -135,6 +136,7 @@ def look_for(
     regression: bool = False,
     counts: bool = False,
     sparse: bool = False,
+    whole: bool = False,
 ) -> Look:
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
 
@@ -148,12 +150,17 @@ def look_for(
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
-    known = Look(declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, counts=counts)
-    wide = len(known.looked_at(features)) if row_bound is None else 0
+    known = Look(
+        declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, whole=whole, counts=counts
+    )
+    wide = len(known.looked_at(features)) if row_bound is None and not whole else 0
     known = replace(known, refine=False)
     unknown = len(known.looked_at(features))
     if not unknown and (not wide or looked_share(n, wide, mu) > _CHEAP):
-        return known
+        # Ranges that are all declared ten times too wide are worse than none: one histogram of all of them tells.
+        seen = 2.0 * math.sqrt(2.0 / _RELATIVE) / mu <= 0.2 * n
+        relative = wide and not sparse and seen
+        return replace(known, refine=True, ranges="relative", range_share=_RELATIVE) if relative else known
     if looked_share(n, max(wide, unknown), mu) <= _CHEAP:
         known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
     needed = looked_share(n, unknown, mu)

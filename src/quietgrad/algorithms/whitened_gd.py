@@ -14,7 +14,10 @@ To first order θ₁ − θ* = −Ĥ⁻¹(g(θ*) + N_g) + Ĥ⁻¹N_H(θ₀ − �
     Ĥ⁻¹ (φĤ/n + σ_g²I + ½σ_H²(‖δ‖²I + δδᵀ)) Ĥ⁻¹,
 
 φ the dispersion: 1 for a likelihood, the residual variance for least squares (Avella-Medina, Bradshaw, Loh 2023;
-Wang, Kifer, Lee 2019). It is offered only where the noise of Ĥ is a small part of its least eigenvalue.
+Wang, Kifer, Lee 2019). Whether the step is bought is decided from public numbers. Eigenvalues of Ĥ that turn out
+below three times the spectral norm s of its noise are raised to 3s, which shortens the step there. Their part of
+the covariance is that of the least eigenvalue v the noise allows (Ĥ's less s, at least s/4), and holds the error
+(1/v − 1/3s)ĝ of the shorter step besides: intervals are wider, and there always are some.
 """
 
 from __future__ import annotations
@@ -53,8 +56,7 @@ from quietgrad.vectors import Vector, copy
 __all__ = ["Bounds", "Look", "WhitenedGD"]
 
 
-MOST_NOISE = 1.0 / 3.0
-"""Of the curvature's least eigenvalue: a noisier inverse tells nothing."""
+_CLEAR = 3.0  # spectral norms of its noise: an eigenvalue of the curvature below is raised to it
 CROWDED = 0.012
 """p^1.5/(nμ) beyond which no step is bought: its curvature would be refused."""
 _SHARES = {"score": 0.45, "information": 0.5, "dispersion": 0.05}
@@ -72,11 +74,14 @@ def newton_shares(inference: float, regression: bool) -> dict[str, float]:
 
 @dataclass(frozen=True, eq=False)
 class NewtonStep:
-    """What a Newton step found, in whitened coordinates; ``refused`` says why its errors would mean nothing."""
+    """What a Newton step found, in whitened coordinates; ``raised`` counts eigenvalues that noise hid."""
 
     params: Floats
     covariance: Floats
-    refused: str = ""
+    raised: int
+
+
+NO_ERRORS = "standard errors are offered for least squares and for logistic regression of two declared classes"
 
 
 def has_errors(objective: Any) -> bool:
@@ -103,22 +108,27 @@ def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening
     slope_noise = noise_of(session, "score", gradient.bound) / n
     curve_noise = noise_of(session, "information", information.bound) / n
     dispersion = 1.0
-    if squares:  # asked before anything is refused: how many releases a run makes must not follow from the data
+    if squares:
         dispersion = max(2.0 * float(session.release("dispersion", asked[2])[0]) / n, 1e-12)
-    least = float(np.linalg.eigvalsh(curve)[0])
+    bend = np.maximum(session.regularizer.curvature(whitening.to_raw(start)), 0.0)
+    if bend.any():  # the penalty's part is public
+        curve += np.column_stack([whitening.pull_back(bend * whitening.to_raw(unit)) for unit in np.eye(size)])
+    seen_bends, axes = np.linalg.eigh(curve)
     spread = curve_noise * math.sqrt(2.0 * size)
-    if least <= 0.0 or spread > MOST_NOISE * least:
-        return NewtonStep(
-            start, np.zeros((size, size)), "the noise on the curvature is not small beside its eigenvalues"
-        )
-    inverse = np.linalg.inv(curve)
-    step = -inverse @ slope
+    floor = max(_CLEAR * spread, 1e-9 * float(seen_bends[-1]), 1e-300)
+    hidden = seen_bends < floor
+    bends = np.where(hidden, floor, seen_bends)
+    least = np.where(hidden, np.maximum(seen_bends - spread, floor / (4.0 * _CLEAR)), seen_bends)
+    along = axes.T @ slope
+    step = -axes @ (along / bends)
     middle = (
-        dispersion * curve / n
+        dispersion * (axes * bends) @ axes.T / n
         + (slope_noise**2 + 0.5 * curve_noise**2 * float(step @ step)) * np.eye(size)
         + 0.5 * curve_noise**2 * np.outer(step, step)
     )
-    return NewtonStep(start + step, inverse @ middle @ inverse)
+    inverse = (axes / least) @ axes.T
+    shortened = axes * (along * (1.0 / least - 1.0 / bends)) ** 2
+    return NewtonStep(start + step, inverse @ middle @ inverse + shortened @ axes.T, int(hidden.sum()))
 
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
@@ -126,7 +136,6 @@ _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs
 _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
 _ABOUNDS = 8.0
 _WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
-_TYPICAL_LEAST = 0.7  # of the mean curvature: the least, where large scores bend less
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
@@ -336,29 +345,11 @@ class WhitenedGD(Algorithm):
         return (matrix * variance) @ matrix.T
 
     def _infer(self, state: State, session: Session, whitening: Whitening) -> None:
-        """Take the Newton step; its covariance is kept for raw parameters, or why there is none."""
+        """Take the Newton step; its covariance is kept for raw parameters."""
         extra = state.extra
         relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
-        if not has_errors(session.objective):
-            extra["refused_inference"] = "they are offered for two classes and for least squares only"
-            return
-        if self._drowned(state, session, whitening, relation):
-            # Decided before the curvature is bought: its part of the budget trains.
-            extra["refused_inference"] = (
-                "the curvature is expected to drown in its noise, so the fit had the budget"
-            )
-            for slot in newton_shares(self.inference_share, isinstance(session.objective, Squared)):
-                query = WhitenedGradient(extra["mean_inner"], extra["clip"], whitening)
-                gradient = session.release(slot, self._seen(query, state)) / session.expected_batch(slot)
-                gradient += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(extra["mean_inner"])))
-                rate = 1.0 / _pace_of(session.objective)
-                step = _tempered(gradient, rate, extra["mean_inner"], session, whitening)
-                extra["mean_inner"] = extra["mean_inner"] - rate * step
-            return
         found = newton_step(session, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
-        extra["refused_inference"] = found.refused
-        if found.refused:
-            return
+        extra["raised_eigenvalues"] = found.raised
         extra["mean_inner"] = found.params
         size = len(found.params)
         # Raw parameters are an affine map of whitened ones; its matrix, column by column.
@@ -367,27 +358,10 @@ class WhitenedGD(Algorithm):
         matrix = np.column_stack(columns)
         extra["covariance"] = matrix @ found.covariance @ matrix.T
 
-    def _drowned(self, state: State, session: Session, whitening: Whitening, relation: Relation) -> bool:
-        """Whether the curvature's noise would exceed a third of its least eigenvalue, as what was released tells.
-
-        The moments give the scores' mean and deviation, and so the mean curvature if they are about normal.
-        """
-        scale, shift, inner = whitening.transform.scale, whitening.transform.shift, state.extra["mean_inner"]
-        rows = scale @ (state.extra["second"] - np.outer(shift, shift)) @ scale
-        weights = inner[:-1] if whitening.column else inner
-        centre = inner[-1] * whitening.column if whitening.column else 0.0
-        points, parts = np.polynomial.hermite_e.hermegauss(15)
-        scores = centre + math.sqrt(max(float(weights @ rows @ weights), 0.0)) * points
-        bend = float(parts @ session.objective.curvature(scores, 0.0, session.objective.h) / parts.sum())
-        least = _TYPICAL_LEAST * bend * max(float(np.linalg.eigvalsh(rows)[0]), 0.0)
-        bound = (2.5 if isinstance(session.objective, Squared) else 0.625) * whitening.radius**2
-        query = WhitenedInformation(inner, bound, whitening, relation)
-        noise = noise_of(session, "information", query.bound) / session.expected_batch("information")
-        spread = noise * math.sqrt(2.0 * len(inner))  # it lowers the least eigenvalue that is seen by as much
-        return spread > MOST_NOISE * (least - spread)
-
     def _measure(self, state: State, session: Session) -> None:
         """Release what the table looks like and keep what follows from it."""
+        if self.inference_share and not has_errors(session.objective):
+            raise ValueError(f"inference_share: {NO_ERRORS}.")
         plan, extra = session.plan, state.extra
         relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
         features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)

@@ -102,7 +102,7 @@ def provision(
                 f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request"
             )
         made = [keys.request(request, out)]
-        advice = f"send {made[0]} to whoever provisions; what comes back goes into {out}. All else in it is secret."
+        advice = f"send {made[0]} to the organiser; the answer goes into {out}. All else in it is secret."
     else:
         sent: dict[str, Path] = {}
         for path in requests or ():
@@ -145,12 +145,12 @@ def show(
     say(file.plan.explain())
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threat_rows(file.plan))
-    say(f"digest of this plan, the same at everybody: {file.digest}")
+    say(f"digest of this plan, the same at all members: {file.digest}")
     say(f"to compare by telephone: {approved.readable_digest(file.digest)}")
     if credentials is not None:
         rows = [(name, key.hex()) for name, key in credentials.publics.items()]
         show_rows("identities", rows)
-        say(f"digest of these identities, the same at everybody: {credentials.fingerprint}")
+        say(f"digest of these identities, the same at all members: {credentials.fingerprint}")
 
 
 @app.command(epilog="Example: quietgrad federate revoke hospital-2 --keys keys/coordinator --reason 'keys stolen'")
@@ -173,7 +173,7 @@ def revoke(
         show_json(known)
     else:
         show_rows(f"revoked for {credentials.name}", list(known.items()))
-        say("tell the other members: each revokes for itself. To readmit somebody, provision again.")
+        say("tell the other members: each revokes for itself. To readmit a member, provision again.")
 
 
 @app.command(

@@ -93,7 +93,7 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
             f"made here, secret keys included, for {', '.join(own)}: "
             "hand each folder to its member over a safe channel, and remove it here."
         )
-    lines.append(f"remove {out / 'authority' / 'ca.key'} too: whoever has it can make certificates of any member.")
+    lines.append(f"remove {out / 'authority' / 'ca.key'} too: its holder can make certificates of any member.")
     return "\n".join(lines)
 
 
@@ -221,7 +221,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
     where = f"{file.host}:{transport.port}"
     tell(f"plan {approved.readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
     if over:
-        tell(f"{out} holds the finished run of this plan: its model is handed out, and nobody is asked anything")
+        tell(f"{out} holds the finished run of this plan: its model is handed out, and no party is asked again")
     elif (out / AGGREGATES).exists():
         tell(f"continuing the interrupted run in {out}")
     if file.budget is None:
@@ -230,7 +230,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
         result = mine.coordinate(transport, tell, wait=wait, patience=patience)
     finally:
         transport.close()
-    tell(f"digest of the model, the same at everybody: {approved.readable_digest(approved.model_digest(out))}")
+    tell(f"digest of the model, the same at all members: {approved.readable_digest(approved.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result

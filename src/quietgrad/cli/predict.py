@@ -118,7 +118,7 @@ def predict(
 
 
 @dataclass(frozen=True)
-class _Records:
+class _ModelInput:
     """Records as a run's model takes them; ``y`` is ``None`` without labels, ``ids`` stand beside predictions."""
 
     X: Any
@@ -130,7 +130,7 @@ class _Records:
 
 def records_for(
     folder: Path, data: str, facts: dict[str, Any], person: str | None = None, keep: str | None = None
-) -> _Records:
+) -> _ModelInput:
     """A file or a registered set, with ids from the columns named or those the run was told, if they are there."""
     from quietgrad.data import load
     from quietgrad.errors import DataError
@@ -147,7 +147,7 @@ def records_for(
             raise DataError(f"{data}: is no file with a column of people's ids.")
         loaded = load(data)
         X, y = (loaded.X, loaded.y) if loaded.X_test is None else (loaded.X_test, loaded.y_test)
-        found = _Records(X, y, loaded.person)
+        found = _ModelInput(X, y, loaded.person)
     else:
         found, given = _from_file(folder, data, facts, person, keep)
         known = facts.get("feature_names")
@@ -175,7 +175,7 @@ def scan_for(folder: Path, data: str, facts: dict[str, Any]) -> Any:
 
 def _from_file(
     folder: Path, data: str, facts: dict[str, Any], person: str | None, keep: str | None
-) -> tuple[_Records, Any]:
+) -> tuple[_ModelInput, Any]:
     """The records of a file, with their labels if it has a label column; and the names of the features."""
     from quietgrad.data import load
     from quietgrad.data.schema import read_schema
@@ -204,7 +204,7 @@ def _from_file(
         reading |= {"labelled": False} | ({} if "schema" in reading else {"label": label})
     loaded = load(data, **reading)
     y = None if label is not None else loaded.y
-    return _Records(loaded.X, y, loaded.person, loaded.ids, str(keep)), loaded.feature_names
+    return _ModelInput(loaded.X, y, loaded.person, loaded.ids, str(keep)), loaded.feature_names
 
 
 def _header(data: str, reading: dict[str, Any]) -> list[str]:

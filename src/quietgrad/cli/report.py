@@ -149,7 +149,10 @@ def frontier(
     row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
     n_public: Annotated[
-        int | None, typer.Option(help="Public number of records; else they are counted roughly, for you alone.")
+        int | None,
+        typer.Option(
+            help="Public number of records, rough is enough: says beforehand how uncertain points will be."
+        ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before privacy budget is spent.")] = False,
     force: Annotated[
@@ -226,19 +229,32 @@ def _ask(
     from quietgrad.privacy.budget import Budget, Relation
 
     assert table.X_test is not None
-    rough = float(f"{table.X_test.shape[0]:.0e}")  # one digit: the owner of the file is told no more of n
-    held = rough if n_public is None else n_public / 5
+    if n_public is not None:
+        held: float | None = n_public / 5
+    else:  # under add-remove the number of records is a secret, of which nothing may be told unpaid
+        held = float(table.X_test.shape[0]) if Relation.parse(relation) is Relation.REPLACE_ONE else None
     promise = Budget(score_epsilon, delta, Relation.parse(relation))
-    error = expected_error(held, promise, classes=0 if table.classes is None else len(table.classes))
+    classes = 0 if table.classes is None else len(table.classes)
     cost = (
         f"{len(levels)} fits of together at most ε = {math.fsum(levels):g}, and {len(levels)} scores of "
-        f"ε = {score_epsilon:g} each; every point will be uncertain by about ± {error:.1g}"
+        f"ε = {score_epsilon:g} each"
     )
-    if error > _WIDEST and not force:
-        raise BudgetError(
-            f"this would cost {cost}, more than ± {_WIDEST:g}. Raise --score-epsilon, give more held-out records, "
-            "or pass --force. Nothing was spent."
-        )
+    if held is None:
+        few, many = (expected_error(n, promise, classes=classes) for n in (1_000, 10_000))
+        cost += f"; a point will be uncertain by about ± {few:.1g} if 1 000 are held out, ± {many:.1g} if 10 000"
+        if not force:
+            raise BudgetError(
+                f"this would cost {cost}. Under add-remove the number of records is not public: state about how "
+                "many there are with --n-public, or pass --force. Nothing was spent."
+            )
+    else:
+        error = expected_error(held, promise, classes=classes)
+        cost += f"; every point will be uncertain by about ± {error:.1g}"
+        if error > _WIDEST and not force:
+            raise BudgetError(
+                f"this would cost {cost}, more than ± {_WIDEST:g}. Raise --score-epsilon, give more held-out "
+                "records, or pass --force. Nothing was spent."
+            )
     if yes:
         return
     if not sys.stdin.isatty():

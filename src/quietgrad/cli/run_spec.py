@@ -103,6 +103,10 @@ class RunSpec:
     score_share: Annotated[
         float, Option(help="Share of ε and δ for the private score of the held-out records.")
     ] = 0.2
+    exact_score: Annotated[
+        bool,
+        Option("--exact-score", help="Score held-out records without noise. NOT private: keep it to yourself."),
+    ] = False
     drop: Drop = None
     keep: Keep = None
     delimiter: Delimiter = None
@@ -136,7 +140,9 @@ class RunSpec:
     ] = None
     row_bound: RowBound = None
     rows: Annotated[str, Option(help="Rows above the bound: clip them; or normalize all.")] = "clip"
-    test: Annotated[str | None, Option(help="Held-out records in a file of the same kind.")] = None
+    test: Annotated[
+        str | None, Option(help="Held-out records in a file of the same kind; their score is private, too.")
+    ] = None
     schema: SchemaFile = None
     label: Label = None
     classes: Classes = None
@@ -300,13 +306,19 @@ class RunSpec:
         if self.holdout is not None and (self.test is not None or self.landscape is not None):
             raise ValueError("--holdout splits the records of one file; leave --test and --landscape out.")
 
+    @property
+    def scores_privately(self) -> bool:
+        """Whether records are held out, by ``--holdout`` or ``--test``, whose score is released with noise."""
+        held_out = self.holdout is not None or self.test is not None
+        return held_out and not self.exact_score and not self.non_private
+
     def budget(self) -> Budget | None:
         """The guarantee of the training: all of ε and δ but the score's share; ``None`` if it is not private."""
-        return self._share(1.0 if self.holdout is None else 1.0 - self.score_share)
+        return self._share(1.0 - self.score_share if self.scores_privately else 1.0)
 
     def score_budget(self) -> Budget | None:
         """The guarantee of the private score of held-out records, which the same account pays."""
-        return None if self.holdout is None else self._share(self.score_share)
+        return self._share(self.score_share) if self.scores_privately else None
 
     def _share(self, share: float) -> Budget | None:
         if not 0.0 < self.score_share < 1.0:

@@ -152,26 +152,31 @@ def expected_error(n: float, budget: Budget, *, classes: int) -> float:
     return math.hypot(groups * noise * math.sqrt(bins) / n, 0.5 / math.sqrt(n))
 
 
-def held_out_score(spec: RunSpec, out: Path, data: Dataset, model: Any, n: float) -> PrivateScore | str:
+def held_out_score(spec: RunSpec, out: Path, data: Any, model: Any, n: float) -> PrivateScore | str:
     """A private score of the run's held-out records, paid by its account; or why none was released."""
     from quietgrad.estimators.scoring import private_score
 
     promise = spec.score_budget()
     assert promise is not None
-    expected = n * (spec.holdout or 0.2) / (1.0 - (spec.holdout or 0.2))
     classes = 0 if data.classes is None else len(data.classes)
-    error = expected_error(expected, promise, classes=classes)
-    if error > TOO_NOISY:
-        return (
-            f"not released: at this n and ε = {promise.epsilon:.3g} its error would be about ± {error:.1g}; hold "
-            "out more, or give the score more of ε (--score-share). This share of ε was not spent"
-        )
-    y = data.y_test
-    assert y is not None
-    labels = y if classes == 0 else np.asarray(model.classes_)[y.astype(int)]
+    if spec.holdout is not None:  # how many a --test file holds is a secret until the score counts them
+        error = expected_error(n * spec.holdout / (1.0 - spec.holdout), promise, classes=classes)
+        if error > TOO_NOISY:
+            return (
+                f"not released: at this n and ε = {promise.epsilon:.3g} its error would be about ± {error:.1g}; "
+                "hold out more, or give the score more of ε (--score-share). This share of ε was not spent"
+            )
+    if not classes and data.label_bounds is None and not np.isfinite(model.target_range_).all():
+        return "not released: its error needs public bounds of the target; declare them in a schema"
+    labels = data.y_test
+    if classes and labels is None:  # a scan codes its own
+        model.classes_ = np.asarray(data.X_test.classes)
+    elif classes:
+        labels = np.asarray(model.classes_)[labels.astype(int)]
     return private_score(
         model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
         ledger=spec.ledger_in(out), account=spec.account, cap=spec.cap(), person=data.person_test,
+        target_bounds=data.label_bounds,
     )  # fmt: skip
 
 
@@ -219,16 +224,22 @@ TRAINING = "private training records, without noise"
 
 
 def plain_scores(
-    objective: Any, params: npt.NDArray[np.float64], data: Dataset, *, train: bool, frame: Frame | None = None
+    objective: Any,
+    params: npt.NDArray[np.float64],
+    data: Dataset,
+    *,
+    test: bool,
+    train: bool,
+    frame: Frame | None = None,
 ) -> dict[str, Any]:
-    """Scores on the held-out part, if there is one, and on the training part if ``train`` says so.
+    """Scores without noise on the held-out part, if there is one and ``test`` says so, and likewise for ``train``.
 
     ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
     ``"computed_on"`` says whose records each was computed on.
     """
     metrics: dict[str, Any] = {}
     where: dict[str, str] = {}
-    if data.X_test is not None:
+    if test and data.X_test is not None:
         scores = _scores_on(objective, params, (data.X_test, data.y_test), data.task, frame)
         metrics |= {f"test_{name}": value for name, value in scores.items()}
         where |= {f"test_{name}": HELD_OUT for name in scores}

@@ -154,7 +154,7 @@ def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result
     result = replace(result, details=details)
     result.save(out)
     score = None
-    if spec.holdout is not None and not spec.non_private:
+    if spec.scores_privately:
         model = from_run(out)
         model.__dict__.pop("feature_names_in_", None)
         score = held_out_score(spec, out, data, model, result.n_public)
@@ -198,7 +198,8 @@ def finish(
         metrics=plain_scores(
             objective or objective_from(facts),
             result.params,
-            data if spec.holdout is None or spec.non_private else replace(data, X_test=None, y_test=None),
+            data,
+            test=not spec.scores_privately,
             train=spec.evaluate_train,
             frame=Frame.told(details),
         ),

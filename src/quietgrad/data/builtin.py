@@ -38,11 +38,7 @@ _A9A_EDGES: Mapping[str, tuple[float, ...]] = {
 
 
 def adult_rows(content: bytes) -> bytes:
-    """The rows alone: the header line that some copies carry, and UCI's trailing dot on test labels, removed.
-
-    >>> adult_rows(b"age,workclass\\n39, Private, <=50K.\\n")
-    b'39, Private, <=50K\\n'
-    """
+    """The rows alone: the header line that some copies carry, and UCI's trailing dot on test labels, removed."""
     lines = content.replace(b"\r\n", b"\n").split(b"\n")
     if lines and (lines[0].startswith(b"age") or lines[0].startswith(b"|")):
         lines = lines[1:]

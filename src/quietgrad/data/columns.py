@@ -80,7 +80,6 @@ class Numeric:
         return (None if self.bounds is None else (0.0, 1.0), *_FLAG[: self.indicator])
 
     def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
         return (column, f"{column} missing")[: self.width]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
@@ -114,7 +113,6 @@ class _Bits:
 
     @property
     def ranges(self) -> tuple[tuple[float, float] | None, ...]:
-        """The public range of each feature."""
         return _FLAG * self.width
 
 
@@ -140,16 +138,13 @@ class Categorical(_Bits):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        """How many features the column becomes."""
         return len(self.categories) - self.drop_first + self.indicator
 
     def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
         words = (f"{column}={c}" for c in self.categories[int(self.drop_first) :])
         return (*words, *((f"{column} missing",) if self.indicator else ()))
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        """The column as 0/1 features, one row each."""
         index = {c: i for i, c in enumerate(self.categories)}
         count = len(self.categories)
         if self.indicator:
@@ -172,26 +167,19 @@ class YesNo(_Bits):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        """How many features the column becomes."""
         return 1 + self.indicator
 
     def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
         return (column, f"{column} missing")[: self.width]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        """The column as 0/1 features, one row each."""
         said = [str(v).strip() for v in values]
         bits = [[word.lower() in YES, word in missing or word == "None"][: self.width] for word in said]
         return np.array(bits, dtype=np.float64).reshape(len(said), self.width)
 
 
 def yes_or_no(word: str) -> str:
-    """A cell of a yes/no column as one of the two.
-
-    >>> yes_or_no("TRUE"), yes_or_no("0")
-    ('yes', 'no')
-    """
+    """A cell of a yes/no column as one of the two."""
     return "yes" if word.strip().lower() in YES else "no"
 
 
@@ -220,22 +208,18 @@ class Date(_Bits):
 
     @property
     def width(self) -> int:  # type: ignore[override]
-        """How many features the column becomes."""
         return sum({"days": 1, "month": 12, "weekday": 7}[part] for part in self.parts) + self.indicator
 
     @property
     def reach(self) -> float | None:
-        """The most that a row's features of this column add to ‖x‖²; ``None`` without bounds."""
         return None if "days" in self.parts and self.bounds is None else float(len(self.parts))
 
     @property
     def ranges(self) -> tuple[tuple[float, float] | None, ...]:
-        """The public range of each feature."""
         days = () if "days" not in self.parts else (None,) if self.bounds is None else _FLAG
         return (*days, *_FLAG * (self.width - len(days)))
 
     def names(self, column: str) -> tuple[str, ...]:
-        """Feature names."""
         found: list[str] = []
         for part, names in (
             ("days", [f"{column} days"]),
@@ -277,11 +261,7 @@ class Date(_Bits):
 
 
 def to_date(text: str, format: str) -> date:
-    """The date in a cell; a time of day after it is left out.
-
-    >>> to_date("2020-02-01T10:00", "%Y-%m-%d"), to_date("1.2.2020", "%d.%m.%Y")
-    (datetime.date(2020, 2, 1), datetime.date(2020, 2, 1))
-    """
+    """The date in a cell; a time of day after it is left out."""
     return datetime.strptime(re.split(r"[T ]", text, maxsplit=1)[0], format).date()
 
 
@@ -289,11 +269,7 @@ Column: TypeAlias = "Numeric | Categorical | YesNo | Date"
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number, other than NaN.
-
-    >>> is_number("-999"), is_number("nan"), is_number("NA")
-    (True, False, False)
-    """
+    """Whether a text is a number, other than NaN."""
     try:
         return not np.isnan(float(text))
     except ValueError:

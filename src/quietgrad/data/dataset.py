@@ -75,12 +75,10 @@ class Dataset:
 
     @property
     def n(self) -> int:
-        """Number of training rows."""
         return int(self.X.shape[0])
 
     @property
     def d(self) -> int:
-        """Number of features."""
         return int(self.X.shape[1])
 
     def refuse_uncounted(self, budget: Budget | None) -> None:
@@ -248,11 +246,7 @@ def normalized(data: Dataset, bound: float = 1.0) -> Dataset:
 
 
 def public_order(n: int, seed: int = SPLIT_SEED) -> npt.NDArray[np.int64]:
-    """A fixed shuffle of 0…n−1 that depends on n and a public seed only, on every numpy version alike.
-
-    >>> sorted(public_order(5).tolist())
-    [0, 1, 2, 3, 4]
-    """
+    """A fixed shuffle of 0…n−1 that depends on n and a public seed only, on every numpy version alike."""
     # Raw words of a bit generator are stable by numpy's policy; Generator.permutation is not.
     words = np.random.PCG64(seed).random_raw(n)
     return np.argsort(words, kind="stable").astype(np.int64)
@@ -279,11 +273,7 @@ def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
 
 
 def split_even(n: int, m: int, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
-    """Deal n rows to m parties whose sizes differ by at most one; shuffled if a seed is given.
-
-    >>> [part.tolist() for part in split_even(5, 2)]
-    [[0, 1, 2], [3, 4]]
-    """
+    """Deal n rows to m parties whose sizes differ by at most one; shuffled if a seed is given."""
     _check_parties(n, m)
     return [part.astype(np.int64) for part in np.array_split(_order(n, seed), m)]
 
@@ -311,11 +301,7 @@ def uneven_sizes(n: int, m: int, u: float) -> list[int]:
 
 
 def split_uneven(n: int, m: int, u: float, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
-    """Deal n rows to m parties of `uneven_sizes(n, m, u)`; shuffled if a seed is given.
-
-    >>> [len(part) for part in split_uneven(70, 3, 4)]
-    [40, 20, 10]
-    """
+    """Deal n rows to m parties of `uneven_sizes(n, m, u)`; shuffled if a seed is given."""
     ends = np.cumsum(uneven_sizes(n, m, u))[:-1]
     return [part.astype(np.int64) for part in np.split(_order(n, seed), ends)]
 

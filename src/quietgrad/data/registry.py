@@ -78,7 +78,6 @@ class DatasetSpec:
     class_names: tuple[str, ...] | None = None
 
     def build(self, contents: Contents) -> Dataset:
-        """The data set from its files' verified contents."""
         return BUILDERS[self.builder](self, contents)
 
     @classmethod
@@ -133,11 +132,7 @@ def search_dirs() -> tuple[Path, ...]:
 
 
 def find(name: str) -> dict[str, Path] | None:
-    """Paths of a registered set's files, or None if one is missing; plain, .gz, .bz2 and .xz copies count.
-
-    >>> find("digits")
-    {}
-    """
+    """Paths of a registered set's files, or None if one is missing; plain, .gz, .bz2 and .xz copies count."""
     paths: dict[str, Path] = {}
     for file in entry(name).files:
         candidates = (d / (file.name + suffix) for d in search_dirs() for suffix in ("", ".gz", ".bz2", ".xz"))
@@ -163,9 +158,6 @@ def fetch(name: str) -> dict[str, Path]:
 
     Nothing is downloaded if they are found. Else each source is asked in turn; a file enters the cache only
     after its checksum was verified.
-
-    >>> fetch("digits")
-    {}
     """
     wanted = entry(name)
     found = locate(name)

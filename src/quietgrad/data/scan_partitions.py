@@ -48,12 +48,10 @@ class RowLayout:
 
     @property
     def width(self) -> int:
-        """Number of features."""
         return len(self.columns) if self.schema is None else self.schema.width
 
     @property
     def read(self) -> list[str]:
-        """The columns that are read."""
         return [*self.columns, *(name for name in (self.target, self.person) if name is not None)]
 
     @property
@@ -77,8 +75,7 @@ class RowLayout:
             if wanted is None and not plain:
                 raise DataError(
                     f"{where}: column {column!r} is {sanitize(kind, most=40)}, not a number. Declare it in a "
-                    f"schema, "
-                    "with bounds or categories."
+                    "schema, with bounds or categories."
                 )
             if isinstance(wanted, Numeric) and not (plain or pa.types.is_decimal(kind) or words):
                 raise DataError(
@@ -140,7 +137,8 @@ class RowLayout:
             return _numbers(values, target, self.schema)
         if classes is None and (number or pa.types.is_boolean(values.type)):
             return np.asarray(values.to_numpy(zero_copy_only=False))
-        words, codes = _words(values)
+        held = coded(values)
+        words, codes = held.words, held.codes
         if classes is None:
             if not all(isinstance(word, str) for word in words):
                 raise DataError(f"{self.name}: the target {target!r} is neither numbers nor words.")
@@ -157,16 +155,11 @@ def _numbers(values: Any, column: str, schema: Schema | None) -> Array:
     from quietgrad.data.columns import to_numbers
 
     if hasattr(values.type, "value_type") or str(values.type) in ("string", "large_string"):
-        words, codes = _words(values)
+        held = coded(values)
+        words, codes = held.words, held.codes
         decimal, thousands = (".", "") if schema is None else schema.label_format
         return to_numbers(column, words, decimal=decimal, thousands=thousands)[codes]
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
-
-
-def _words(values: Any) -> tuple[list[Any], Array]:
-    """The different values of a column that occur, and the code of each row's among them; a gap is ``None``."""
-    found = coded(values)
-    return found.words, found.codes
 
 
 def _encode(kind: Column, column: str, values: Any, missing: Sequence[str]) -> Array:
@@ -179,10 +172,10 @@ def _encode(kind: Column, column: str, values: Any, missing: Sequence[str]) -> A
         if pa.types.is_boolean(values.type):
             values = values.cast(pa.uint8())
         return kind.encode(column, np.asarray(values.to_numpy(zero_copy_only=False), np.float64), missing)
-    words, codes = _words(values)
-    if not words:
+    held = coded(values)
+    if not held.words:
         return np.zeros((0, kind.width))
-    return kind.encode(column, words, missing)[codes]
+    return kind.encode(column, held.words, missing)[held.codes]
 
 
 _PAGE = 1 << 20  # bytes that a page of a column usually has at most
@@ -236,8 +229,7 @@ class FilePartition:
             self.check()
             raise DataError(
                 f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short, or a column holds "
-                f"what "
-                "the schema does not say."
+                "what the schema does not say."
             ) from None
         self.check()
 
@@ -264,8 +256,7 @@ class FilePartition:
         if now is None or now[:parts] != before[:parts]:
             raise ChangedError(
                 f"{sanitize(self.path)}: the file changed since the scan was made. Nothing is released from a "
-                f"table "
-                "that changes under a run: let it rest, scan it again, and resume or start again."
+                "table that changes under a run: let it rest, scan it again, and resume or start again."
             )
 
 
@@ -352,7 +343,7 @@ def _csv(unit: FilePartition, columns: list[str], rows: int) -> Iterator[Any]:
     )
     first = dialect.header
     with _text_stream(unit.path, unit.filesystem) as stream:
-        for block in line_blocks(stream, quoted=True):
+        for block in line_blocks(stream):
             lines = block.partition(b"\n")[2] if first else block
             first = False
             yield from read_block(lines, dialect.names, parse, convert).to_batches(max_chunksize=rows)
@@ -380,17 +371,11 @@ class TablePartition:
     table: Any
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[Any]:
-        """Record batches of at most ``rows`` rows, none of them copied."""
         yield from self.table.select(list(columns)).to_batches(max_chunksize=rows)
 
 
 def arrow_table(frame: Any) -> Any:
-    """A frame of any library as an Arrow table: polars, pandas, or one already.
-
-    >>> import pyarrow as pa
-    >>> arrow_table(pa.table({"a": [1, 2]})).num_rows
-    2
-    """
+    """A frame of any library as an Arrow table: polars, pandas, or one already."""
     import pyarrow as pa
 
     if isinstance(frame, pa.Table):

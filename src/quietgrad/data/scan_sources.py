@@ -58,8 +58,7 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
     if not packed.isdisjoint(names):
         raise DataError(
             f"{sanitize(', '.join(sources))}: a file lies there packed and unpacked, so each person in it would "
-            f"count "
-            "twice. Name the files that are meant, or remove one of the two."
+            "count twice. Name the files that are meant, or remove one of the two."
         )
     if not names:
         raise DataError(f"{sanitize(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
@@ -80,11 +79,7 @@ def _local(source: str) -> Iterator[str]:
 
 
 def _told(parts: Sequence[str]) -> bool:
-    """Whether a path inside a folder is of its table: engines and editors leave copies of records beside it.
-
-    >>> _told(("year=2020", "part-0.parquet")), _told(("_temporary", "0", "part-0.parquet"))
-    (True, False)
-    """
+    """Whether a path inside a folder is of its table: engines and editors leave copies of records beside it."""
     return not any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
 
 
@@ -315,8 +310,7 @@ def _check_alike(paths: Sequence[str], system: Any, kind: str, header: Any, layo
             if other.field(column).type != header.field(column).type:
                 raise DataError(
                     f"{sanitize(path)}: column {column!r} is {other.field(column).type}, in {sanitize(paths[0])} "
-                    f"it is "
-                    f"{header.field(column).type}. Write all files alike, or declare a schema."
+                    f"it is {header.field(column).type}. Write all files alike, or declare a schema."
                 )
 
 

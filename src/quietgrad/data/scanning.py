@@ -81,17 +81,14 @@ class Scan:
 
     @property
     def name(self) -> str:
-        """What was scanned."""
         return self.layout.name
 
     @property
     def features(self) -> int:
-        """Number of features."""
         return self.layout.width if self.names is None else len(self.names)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the features."""
         schema = self.layout.schema
         if self.names is not None:
             return self.names
@@ -104,12 +101,10 @@ class Scan:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether rows with a gap are left out."""
         return self.layout.may_drop
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Records and features."""
         return len(self), self.features
 
     @property
@@ -289,7 +284,6 @@ class Scan:
         return replace(self, begun=self._seen.digests is not None)
 
     def labelled(self, labels: Callable[[Array], Array]) -> Scan:
-        """The same records with ``labels(y)`` for y."""
         return self.with_rows(partial(_labelled, labels))
 
     def label_pair(self) -> tuple[int, int] | None:

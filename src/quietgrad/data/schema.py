@@ -71,7 +71,6 @@ class Schema:
 
     @property
     def width(self) -> int:
-        """Number of features d."""
         return sum(c.width for c in self.columns.values())
 
     @property
@@ -92,7 +91,6 @@ class Schema:
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the d features."""
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
 
     def label_word(self, word: str) -> str:
@@ -102,7 +100,6 @@ class Schema:
         return written_plainly(word, *self.label_format) if self.classes is None else word
 
     def without(self, drop: Sequence[str]) -> Schema:
-        """The schema with some feature columns left out."""
         from dataclasses import replace
 
         if unknown := [name for name in drop if name not in (*self.columns, *self.ids)]:

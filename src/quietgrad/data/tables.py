@@ -18,10 +18,8 @@ import numpy.typing as npt
 from quietgrad import files
 from quietgrad.data.arrow_csv import (
     DictionaryColumn,
-    NotPlainError,
     by_word,
     coded,
-    quick_chunks,
     unique_small_ints,
 )
 from quietgrad.data.columns import NotNumericError, to_numbers
@@ -75,13 +73,7 @@ def parse_csv(
         if schema is None and header and all(_is_number(h) for h in header):
             raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
         # Ids are taken as they are written: 007 is not 7.
-        apart = _Apart(person, keep, tuple(drop), labelled)
-        quick = None if apart != _Apart() else quick_chunks(content, header, delimiter, schema, label)
-        if quick is not None:
-            try:
-                return _assemble(quick, header, schema, label, task, classes, name, apart)
-            except NotPlainError:
-                pass  # what the quick reader cannot take, the strict one reads or refuses, saying why
+        apart = _ColumnRoles(person, keep, tuple(drop), labelled)
         chunks = _column_chunks(rows, header, name)
         return _assemble(chunks, header, schema, label, task, classes, name, apart)
     except csv.Error as error:
@@ -177,7 +169,7 @@ def read_parquet(
         rows = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
         chunks = (_parquet_columns(batch, header) for batch in table.iter_batches(batch_size=rows))
         return _assemble(
-            chunks, header, schema, label, task, classes, name, _Apart(person, keep, tuple(drop), labelled)
+            chunks, header, schema, label, task, classes, name, _ColumnRoles(person, keep, tuple(drop), labelled)
         )
     except QuietgradError:
         raise
@@ -234,7 +226,7 @@ def _column_chunks(rows: Iterator[list[str]], header: list[str], name: str) -> I
 
 
 @dataclass(frozen=True)
-class _Apart:
+class _ColumnRoles:
     """Columns that are no features: of people's ids, of ids to keep, and those to leave out."""
 
     person: str | None = None
@@ -255,7 +247,7 @@ def _assemble(
     task: Task | None,
     classes: Sequence[object] | None,
     name: str,
-    apart: _Apart,
+    apart: _ColumnRoles,
 ) -> Dataset:
     known, person = set(header), apart.person
     if len(known) != len(header):

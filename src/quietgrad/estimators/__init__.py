@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
     from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
     from quietgrad.estimators.describing import Description, describe
+    from quietgrad.estimators.pipelines import PrivatePipeline
     from quietgrad.estimators.regressors import (
         PrivateHuberRegressor,
         PrivateLinearRegression,
@@ -39,6 +40,7 @@ _HOMES = {
     "PrivateLinearRegression": "estimators.regressors",
     "PrivatePoissonRegressor": "estimators.regressors",
     "PrivateQuantileRegressor": "estimators.regressors",
+    "PrivatePipeline": "estimators.pipelines",
     "PrivateScaler": "estimators.transformers",
     "PrivateScore": "estimators.scoring",
     "PublicOneHot": "estimators.transformers",
@@ -59,6 +61,7 @@ __all__ = [
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
+    "PrivatePipeline",
     "PrivatePoissonRegressor",
     "PrivateQuantileRegressor",
     "PrivateSVC",

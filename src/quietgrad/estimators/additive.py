@@ -8,44 +8,28 @@ found privately first; then lines, shapes and pairs are fitted in turn, all with
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
-from quietgrad.algorithms.additive_gd import for_shapes
-from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
+from quietgrad.algorithms.additive_gd import AdditiveGD, for_shapes
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.range_estimation import Bounds
 from quietgrad.curators.central import CentralSession
 from quietgrad.errors import DataError
-from quietgrad.estimators.base import (
-    PrivateModel,
-    noted,
-    refuse_no_pairs,
-)
-from quietgrad.estimators.classifiers import (
-    PrivateLogisticRegression,
-    codes_of,
-    declared_classes,
-    public_labels,
-    typed_labels,
-)
-from quietgrad.estimators.classifiers import two_or_more as _two_or_more
-from quietgrad.estimators.regressors import PrivateLinearRegression
-from quietgrad.estimators.scans import as_numbers, coder, is_scan, with_labels
-from quietgrad.estimators.validation import Columns, Whom, check_labels, read_table, say, without
-from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
+from quietgrad.estimators.base import PrivateModel, noted
+from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
+from quietgrad.estimators.regressors import Regressor
+from quietgrad.estimators.validation import Columns, Whom, read_table, without
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.objectives.tables.shapes import Feature, Shapes
 from quietgrad.objectives.tables.table import refuse_text
-from quietgrad.plans.counting import NOMINAL
-from quietgrad.plans.schedule import Slot
-from quietgrad.training import plan as make_plan
-from quietgrad.training.minimizing import settle_failed_run
 
+_ROWS = Whom()
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
 
 
@@ -58,11 +42,9 @@ class _Additive(PrivateModel):
     pairs: Sequence[tuple[Any, Any]] | str | None = field(default=None, kw_only=True)
 
     _columns: Columns = field(init=False)
-    _public: tuple[Bounds, ...] | None = field(init=False)
     _indicators: frozenset[str] = field(init=False)
 
-    def _rows(self, X: Any) -> Any:
-        check_is_fitted(self)
+    def _features(self, X: Any) -> Any:
         X = without(X, getattr(self, "person_column_", None))
         return self.shapes_.expand(read_table(self, X, self.categories, reset=False))
 
@@ -78,29 +60,16 @@ class _Additive(PrivateModel):
         finest = 32 if 31 * len(numeric) <= _FINEST else 16
         return 4 if signal < 300 else 8 if signal < 3000 else 16 if signal < 15_000 else finest
 
-    def _given(self) -> tuple[Bounds | None, ...]:
+    def _column_names(self, features: int) -> list[str]:
+        return self._columns.names
+
+    def _declared_bounds(self, X: Any, features: int) -> tuple[Bounds | None, ...]:
         """Public ranges: declared ones, and a dummy one for categories, whose codes are no quantities."""
-        names, bounds = self._columns.names, self.feature_bounds
-        if bounds is None and self._public is not None:
-            return self._public
-        given: dict[str, Any] = {}
-        if isinstance(bounds, Mapping):
-            if unknown := sorted(str(name) for name in bounds if str(name) not in names):
-                raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
-            given = {str(name): pair for name, pair in bounds.items()}
-        elif bounds is not None:
-            refuse_no_pairs(bounds)
-            if len(bounds) != len(names):
-                raise ValueError(f"feature_bounds: has {len(bounds)} pairs, X has {len(names)} features.")
-            given = dict(zip(names, bounds, strict=True))
-        pairs: list[Bounds | None] = []
-        for name in names:
-            if name in self._columns.vocabularies:
-                pairs.append((0.0, 1.0))
-            else:
-                pair = given.get(name)
-                pairs.append(None if pair is None else checked_bounds("feature_bounds", pair))
-        return tuple(pairs)
+        found = super()._declared_bounds(None, features) or (None,) * features
+        words = self._columns.vocabularies
+        return tuple(
+            (0.0, 1.0) if name in words else pair for name, pair in zip(self._columns.names, found, strict=True)
+        )
 
     def _pairs(self) -> tuple[tuple[int, int], ...] | None:
         """Positions of the pairs; ``None`` to look for them."""
@@ -133,51 +102,22 @@ class _Additive(PrivateModel):
             for name in self._columns.names
         )
 
-    def _fit_shapes(
-        self,
-        Z: Any,
-        y: Any,
-        *,
-        whom: Whom,
-        find: Callable[[int], tuple[Slot, ...]] | None,
-        classes: int,
-        start: Any,
-    ) -> None:
-        """Count, plan everything, look at the labels, fit.
-
-        ``find(n)`` is the look at the labels, if they are not known; ``start(session)`` gives the loss and the
-        targets after it.
-        """
-        budget, given, pairs = self._budget(), self._given(), self._pairs()
-        self._bins(NOMINAL)  # settings are checked before anything is reserved
-        data = with_labels(Z, y, None) if find is not None or not is_scan(Z) else Z.labelled(y)
-        curator = self._curator(whom.asks(Squared() if find is None else LabelSet()), whom.of_data(data))
-        size = self._count(curator, Z.shape[1], whom)
-        n = size.n
-        labels = () if find is None else find(n)
-        self._check_signal(n)
-        method = for_shapes(
-            n, self._drafts(), budget=budget, bins=self._bins(n), bounds=given, pairs=pairs,
-            outputs=classes if classes > 2 else 1, **self._look_shape(),
+    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> AdditiveGD:
+        return for_shapes(
+            n, self._drafts(), budget=self._budget(), bins=self._bins(n),
+            bounds=(None,) * features if self._bounds is None else self._bounds, pairs=self._pairs(),
+            **self._shape(),
         )  # fmt: skip
-        plan = make_plan(method, n=size, budget=budget, looks=labels, unit=whom.unit)
-        session = self._open(curator, plan)
-        try:
-            loss, targets, notes = start(session)
-            data = Z.known().labelled(targets) if is_scan(Z) else (Z, np.asarray(targets, dtype=np.float64))
-            session.reread(whom.asks(loss), whom.of_data(data))
-        except Exception as error:
-            settle_failed_run(session, error)
-            raise
-        if any(pair is None for pair in given):
+
+    def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
+        if self._bounds is None or None in self._bounds:
             notes = (*notes, "ranges of undeclared features were found privately")
-        weights, bias = self._train(session, method, (*whom.notes, *notes, *self._columns.notes))
-        details = self.result_.details
-        self.shapes_ = Shapes.from_json(details["shape_map"])
-        if pairs is None:
-            found = ", ".join(f"{a} × {b}" for a, b in self.pairs_) or "none"
-            self.privacy_ = noted(self.privacy_, (f"pairs that act together were looked for privately: {found}",))
-        self._keep(weights, bias)
+        found = super()._train(session, method, (*notes, *self._columns.notes))
+        self.shapes_ = Shapes.from_json(self.result_.details["shape_map"])
+        if self.pairs == "auto":
+            pairs = ", ".join(f"{a} × {b}" for a, b in self.pairs_) or "none"
+            self.privacy_ = noted(self.privacy_, (f"pairs that act together were looked for privately: {pairs}",))
+        return found
 
     @property
     def pairs_(self) -> list[tuple[str, str]]:
@@ -185,35 +125,25 @@ class _Additive(PrivateModel):
         names = self._columns.names
         return [(names[a], names[b]) for a, b in self.shapes_.pairs]
 
-    def _check_signal(self, n: int) -> None:
-        """Raise if ``n`` records are too few to find what is not declared."""
-        return
+    def _scanned(self, X: Any) -> Any:
+        if self.categories is not None:
+            raise DataError("categories: of a scan they are declared in its schema.")
+        self._columns = Columns([str(name) for name in X.feature_names], named=True)
+        self._indicators = X.indicators
+        return super()._scanned(X)
 
-    def _look_shape(self) -> dict[str, Any]:
-        return {}
-
-    def _keep(self, weights: Any, bias: Any) -> None:
-        self.coef_, self.intercept_ = np.ascontiguousarray(weights.T), bias
-
-    def _check_inputs(self, X: Any, y: Any, *, numeric: bool) -> tuple[Any, Any]:
-        """Numbers and codes of the rows, and the targets; nothing is planned before they are right."""
-        self._public, self._indicators = None, frozenset[str]()
-        if is_scan(X):
-            if self.categories is not None:
-                raise DataError("categories: of a scan they are declared in its schema.")
-            self._columns = Columns([str(name) for name in X.feature_names], named=True)
-            self._public, self._indicators = X.bounds, X.indicators
-            return self._scanned(X), None
+    def _validated(self, X: Any, y: Any, *, y_numeric: bool = False) -> tuple[Any, Any]:
+        """Numbers and codes of the rows, and the targets."""
+        self._indicators = frozenset()
         if y is None:
             raise ValueError("y: this estimator requires y to be passed, but the target y is None.")
         Z = read_table(self, X, self.categories, reset=True)
-        if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
-            raise DataError("y: Complex data not supported; give labels or real numbers.")
-        if numeric:
+        if y_numeric:
             refuse_text(y, "y")
-        y = _check_y(y, y_numeric=numeric, estimator=self)
+        y = _check_y(y, y_numeric=y_numeric, estimator=self)
         check_consistent_length(Z, y)
         self._check_size(len(Z))
+        self._bounds = self._declared_bounds(None, Z.shape[1])
         return Z, y
 
     @property
@@ -287,7 +217,7 @@ class _Additive(PrivateModel):
 
 
 @dataclass(eq=False, repr=False)
-class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[misc]
+class PrivateAdditiveClassifier(Classifier, _Additive):
     """A private additive classifier: the score is a constant plus one smooth function of each feature.
 
     Args:
@@ -318,54 +248,15 @@ class PrivateAdditiveClassifier(ClassifierMixin, _Additive):  # type: ignore[mis
     (True, 16)
     """
 
-    classes: Sequence[Any] | None = field(default=None, kw_only=True)
+    def _loss(self, classes: int, names: Any) -> Any:
+        return Logistic(intercept=True) if classes == 2 else Multinomial(classes, intercept=True)
 
-    _look = PrivateLogisticRegression._look
-
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
-        typed = typed_labels(self.classes, y)
-        if is_scan(X):
-            public = self.classes if self.classes is not None else X.classes
-        else:
-            public = self.classes if self.classes is not None else public_labels(y)
-        Z, y = self._check_inputs(X, y, numeric=False)
-        if not is_scan(Z):
-            check_labels(y)
-        say(typed)
-        declared = None if public is None else declared_classes(public, () if is_scan(Z) else y)
-        whom = whose(len(Z))
-
-        def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
-            notes = typed
-            if declared is None:
-                self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
-                _two_or_more(self.classes_)
-                notes = (f"{len(self.classes_)} classes were found privately; rarer labels count as the first",)
-            else:
-                self.classes_ = declared
-            k = len(self.classes_)
-            loss = Logistic(intercept=True) if k == 2 else Multinomial(k, intercept=True)
-            codes = coder(Z, self.classes_, codes_of)
-            return loss, codes if is_scan(Z) else codes(y), notes
-
-        known = 2 if declared is None else len(declared)
-        data: Any = y if declared is None else coder(Z, declared, codes_of)
-        data = data(y) if declared is not None and not is_scan(Z) else data
-        find = None if declared is not None else lambda n: (self._look(n),)
-        self._fit_shapes(Z, data, whom=whom, find=find, classes=known, start=start)
-
-    def decision_function(self, X: Any) -> Any:
-        """Scores: one per record for two classes, else one per record and class."""
-        scores = self._rows(X) @ self.coef_.T + self.intercept_
-        return scores.ravel() if scores.shape[1] == 1 else scores
-
-    predict = PrivateLogisticRegression.predict
     predict_proba = PrivateLogisticRegression.predict_proba
     predict_log_proba = PrivateLogisticRegression.predict_log_proba
 
 
 @dataclass(eq=False, repr=False)
-class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
+class PrivateAdditiveRegressor(Regressor, _Additive):
     """A private additive regressor: the prediction is a constant plus one smooth function of each feature.
 
     Args:
@@ -379,35 +270,10 @@ class PrivateAdditiveRegressor(RegressorMixin, _Additive):  # type: ignore[misc]
     True
     """
 
-    target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
+    def _loss(self) -> Any:
+        return Squared(intercept=True)
 
-    _target_bounds = PrivateLinearRegression._target_bounds
-
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
-        Z, y = self._check_inputs(X, y, numeric=True)
-        y = as_numbers if is_scan(Z) else np.asarray(y, dtype=np.float64)
-        whom = whose(len(Z))
-        self._bounds_of_targets = self._target_bounds()
-
-        def start(session: CentralSession) -> tuple[Any, Any, tuple[str, ...]]:
-            found = ("the range of the targets was found privately",) if self._bounds_of_targets is None else ()
-            return Squared(intercept=True), y, found
-
-        self._fit_shapes(Z, y, whom=whom, find=None, classes=2, start=start)
-
-    def _check_signal(self, n: int) -> None:
-        self._target_bounds(n)
-
-    def _look_shape(self) -> dict[str, Any]:
-        return {"regression": True, "target_bounds": self._bounds_of_targets}
-
-    def _keep(self, weights: Any, bias: Any) -> None:
-        low, high = self.result_.details["target_range"]
-        frame = Frame(np.zeros(1), np.ones(1), (float(low), float(high)))
-        super()._keep(weights * frame.target_scale, bias * frame.target_scale + frame.target_centre)
-        self.target_range_ = (float(low), float(high))
-
-    def predict(self, X: Any) -> Any:
-        """The predicted target of each record, within the targets' range."""
-        scores = (self._rows(X) @ self.coef_.T + self.intercept_).ravel()
-        return np.clip(scores, *self.target_range_)
+    def _keep(self, weights: Any, bias: Any, scale: Frame | None) -> None:
+        frame = Frame(np.zeros(1), np.ones(1), self.target_range_)
+        self.coef_ = np.ascontiguousarray(weights.T) * frame.target_scale
+        self.intercept_ = bias * frame.target_scale + frame.target_centre

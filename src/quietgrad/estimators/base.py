@@ -21,10 +21,10 @@ from sklearn.base import BaseEstimator, clone
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
+from quietgrad.algorithms.whitened_gd import NO_ERRORS
 from quietgrad.curators.account import Account, Charge, note_pickled
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning
-from quietgrad.estimators.outside import outside
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
@@ -93,10 +93,11 @@ class PrivateModel(SpendsPrivacy):
 
     # --- what is given ----------------------------------------------------------------------------------------
 
-    def _validated(self, X: Any, y: Any, **options: Any) -> tuple[Any, Any]:
-        if options.get("y_numeric"):
+    def _validated(self, X: Any, y: Any, *, y_numeric: bool = False) -> tuple[Any, Any]:
+        if y_numeric:
             refuse_text(y, "y")
-        checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=[np.float64, np.float32], **options)
+        kinds = [np.float64, np.float32]
+        checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=kinds, y_numeric=y_numeric)
         self._check_size(checked.shape[0])
         self._bounds = self._declared_bounds(X, checked.shape[1])
         self._is_sparse = not isinstance(checked, np.ndarray)
@@ -127,17 +128,23 @@ class PrivateModel(SpendsPrivacy):
         ) else [False] * features  # fmt: skip
         pairs: list[Bounds | None] = [(0.0, 1.0) if known else None for known in boolean]
         if isinstance(given, Mapping):
-            names = list(getattr(self, "feature_names_in_", []))
-            if unknown := sorted(str(name) for name in given if name not in names):
+            names = self._column_names(features)
+            if unknown := sorted(str(name) for name in given if str(name) not in names):
                 raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
             for name, pair in given.items():
-                pairs[names.index(name)] = checked_bounds("feature_bounds", pair)
+                pairs[names.index(str(name))] = checked_bounds("feature_bounds", pair)
         elif given is not None:
-            refuse_no_pairs(given)
+            if isinstance(given, str) or not hasattr(given, "__len__"):
+                raise ValueError(
+                    "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
+                )
             if len(given) != features:
                 raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
             pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
         return tuple(pairs) if any(pair is not None for pair in pairs) else None
+
+    def _column_names(self, features: int) -> list[str]:
+        return list(map(str, getattr(self, "feature_names_in_", [f"x{j}" for j in range(features)])))
 
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
@@ -178,17 +185,24 @@ class PrivateModel(SpendsPrivacy):
         )
 
     def _shape_for(self, whom: Whom) -> dict[str, Any]:
-        """The shape of the task; standard errors rest on a curvature that is bounded for means of records only."""
-        shape = self._shape()
-        if whom.means:
-            return shape
-        if self.inference:
+        """The shape of the task, and whether standard errors are bought: never where they could not be told.
+
+        They rest on a curvature that is bounded for means of records only.
+        """
+        if self.inference and not self._offers_inference:
+            raise ValueError(f"inference: {NO_ERRORS}, without class_weight.")
+        if self.inference and not whom.means:
             raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
-        return {**shape, "inference": False}
+        return {**self._shape(), "inference": self.inference if self._offers_inference and whom.means else False}
+
+    @property
+    def _offers_inference(self) -> bool:
+        """Whether the covariance of a Newton step is that of this model's loss."""
+        return False
 
     def _shape(self) -> dict[str, Any]:
         """What the default method is told about the task."""
-        return {"inference": False if self.inference is None else self.inference}
+        return {}
 
     def _settings(self) -> dict[str, Any]:
         """What every loss is told."""
@@ -274,9 +288,6 @@ class PrivateModel(SpendsPrivacy):
 
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
-        for kind, told in outside(session.plan.unit):
-            notes = (*notes, told)
-            warnings.warn(told, kind, stacklevel=4)
         try:
             result = run(method, session, session.initial(), account=self.account, notes=notes)
         except Exception as error:
@@ -315,10 +326,10 @@ class PrivateModel(SpendsPrivacy):
 
         Args:
             classes: the label set, at the first call, where it is not a setting already.
-            person: one id per record. Whoever has come before to this model in this process is refused, so parts
+            person: one id per record. A person who came to this model before, in this process, is refused, so parts
                 are of different people and do not add up; who came is not known to copies, loaded models and after
                 :meth:`fit`, whose parts add up.
-            disjoint: ``True`` promises that nobody in this call was in an earlier one, which nothing checks where
+            disjoint: ``True`` declares that no person in this call was in an earlier one; nothing checks it where
                 there are no ids; the statement says that it is a promise. ``False`` adds up whatever ids show.
         """
         X, y = scan_if_one(X, y)
@@ -382,7 +393,7 @@ class PrivateModel(SpendsPrivacy):
         ordinary ones do: a logistic likelihood, or errors of equal variance. A DataFrame if pandas is installed.
 
         Raises:
-            TooNoisyError: none were bought, or the noise makes them meaningless; the message says what would do.
+            TooNoisyError: the plan of the fit bought none; the message says what would do.
         """
         from sklearn.utils.validation import check_is_fitted
 
@@ -424,8 +435,8 @@ def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tupl
         notes.append(f"the ranges of {hidden} features do not stand out of the noise: a usual one was taken")
     if silent:
         notes.append(f"{silent} features are below the noise floor: each is scaled as their average")
-    if details.get("refused_inference"):
-        notes.append(f"no standard errors: {details['refused_inference']}")
+    if raised := details.get("raised_eigenvalues"):
+        notes.append(f"{raised} directions of the curvature are hidden by noise: intervals along them are wider")
     return tuple(notes), advice
 
 
@@ -448,14 +459,6 @@ def _by_name(name: str, n: int) -> Algorithm:
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
     made: Algorithm = kind(**settings)
     return made
-
-
-def refuse_no_pairs(bounds: Any) -> None:
-    """Raise unless ``bounds`` can be one pair per feature."""
-    if isinstance(bounds, str) or not hasattr(bounds, "__len__"):
-        raise ValueError(
-            "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
-        )
 
 
 def refuse_weights(options: dict[str, Any]) -> None:

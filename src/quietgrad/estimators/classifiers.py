@@ -14,7 +14,7 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.estimators.base import PrivateLinearModel, look_noise
+from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, look_noise
 from quietgrad.estimators.scans import coder, is_scan, with_labels
 from quietgrad.estimators.validation import Whom, check_labels, say, taken_as_public
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
@@ -31,9 +31,10 @@ _FEW = 300  # nμ below which a look at the labels takes more of the budget
 
 
 @dataclass(eq=False, repr=False)
-class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[misc]
+class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
+    """What linear and additive classifiers share."""
+
     classes: Sequence[Any] | None = field(default=None, kw_only=True)
-    class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
     def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
         typed = typed_labels(self.classes, y)
@@ -66,9 +67,8 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
             except Exception as error:
                 settle_failed_run(session, error)
                 raise
-        weights, bias = self._train(session, method, notes)
+        weights, self.intercept_ = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
-        self.intercept_ = bias
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
@@ -86,15 +86,11 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         self._known = None if declared is None else len(declared)
         if declared is not None:
             self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
-        if self.inference and self._known != 2:
-            raise ValueError("inference: standard errors need two classes that are declared: classes=[...].")
         return X, y, declared
 
     def _shape(self) -> dict[str, Any]:
         known = getattr(self, "_known", None)
-        # Standard errors unasked only where it is public that there are two classes.
-        inference = False if self.inference is None and known != 2 else self.inference
-        return {"inference": inference, "outputs": 1 if known in (None, 2) else known}
+        return {"outputs": 1 if known in (None, 2) else known}
 
     def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
         """With a look at the labels if they are not declared."""
@@ -110,13 +106,30 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
         if 2.0 * least > n:
             raise DataError(
-                f"y: at this budget a label is detected only if about {math.ceil(least)} records have it, and the "
-                "table is too small for two such labels. Pass classes=[...] if the label set is public."
+                f"y: at this budget one class is detected only if about {math.ceil(least)} records have it, and "
+                "the table is too small for two such classes. Pass classes=[...] if the label set is public."
             )
         return slot
 
     def _loss(self, classes: int, names: Any) -> Any:
         raise NotImplementedError
+
+    def decision_function(self, X: Any) -> Any:
+        """Scores: one per record for two classes, else one per record and class."""
+        check_is_fitted(self)
+        scores = self._features(X) @ self.coef_.T + self.intercept_
+        return scores.ravel() if scores.shape[1] == 1 else scores
+
+    def predict(self, X: Any) -> Any:
+        """The likelier or likeliest class of each record."""
+        scores = self.decision_function(X)
+        codes = (scores > 0.0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
+        return self.classes_[codes]
+
+
+@dataclass(eq=False, repr=False)
+class _LinearClassifier(PrivateLinearModel, Classifier):
+    class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
     def _weights(self, names: Any) -> tuple[float, ...] | None:
         """class_weight by code; the clip bounds a weighted record like any other."""
@@ -130,18 +143,6 @@ class _PrivateClassifier(ClassifierMixin, PrivateLinearModel):  # type: ignore[m
         if not all(isinstance(w, numbers.Real) and math.isfinite(w) and float(w) > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
         return tuple(float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist())
-
-    def decision_function(self, X: Any) -> Any:
-        """Scores: one per record for two classes, else one per record and class."""
-        check_is_fitted(self)
-        scores = self._features(X) @ self.coef_.T + self.intercept_
-        return scores.ravel() if scores.shape[1] == 1 else scores
-
-    def predict(self, X: Any) -> Any:
-        """The likelier or likeliest class of each record."""
-        scores = self.decision_function(X)
-        codes = (scores > 0.0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
-        return self.classes_[codes]
 
 
 def public_labels(y: Any) -> Any:
@@ -196,7 +197,7 @@ def declared_classes(classes: Sequence[Any], y: Any) -> Any:
 
 
 @dataclass(eq=False, repr=False)
-class PrivateLogisticRegression(_PrivateClassifier):
+class PrivateLogisticRegression(_LinearClassifier):
     """Differentially private logistic regression, binary or multinomial.
 
     One fit costs (ε, δ), whatever it estimates besides the model: label set, feature ranges, standard errors.
@@ -243,6 +244,11 @@ class PrivateLogisticRegression(_PrivateClassifier):
     (2.0, (3000, 2))
     """
 
+    @property
+    def _offers_inference(self) -> bool:
+        """Only where it is public that there are two classes."""
+        return getattr(self, "_known", None) == 2 and self.class_weight is None
+
     def _loss(self, classes: int, names: Any) -> Any:
         settings = self._settings()
         loss = Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
@@ -262,7 +268,7 @@ class PrivateLogisticRegression(_PrivateClassifier):
 
 
 @dataclass(eq=False, repr=False)
-class PrivateSVC(_PrivateClassifier):
+class PrivateSVC(_LinearClassifier):
     """A private linear support vector machine: the hinge with its corner rounded; one against the rest for more
     than two classes.
 

@@ -25,7 +25,7 @@ from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.validation import Whom, named, taken_as_public
+from quietgrad.estimators.validation import Whom, codes_in, named, taken_as_public
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
@@ -91,7 +91,6 @@ class Description:
 
     @property
     def table(self) -> Any:
-        """A row for each column."""
         try:
             import pandas
         except ImportError:
@@ -99,7 +98,6 @@ class Description:
         return pandas.DataFrame(self.rows).set_index("column")
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values."""
         return {
             "n": self.n,
             "columns": self.rows,
@@ -388,7 +386,7 @@ def _read(frame: Any, schema: Any) -> tuple[list[_Column], Floats, tuple[str, ..
             continue
         column = _column(name, said)
         columns.append(column)
-        numbers.append(_codes(column, cells) if column.values else _numbers(column, cells))
+        numbers.append(codes_in(cells, column.values) if column.values else _numbers(column, cells))
     if not columns:
         raise DataError("there are no columns to describe: declare their kinds in a schema.")
     notes = tuple(taken_as_public(f"column {name}", "a schema with its categories") for name in typed)
@@ -441,13 +439,6 @@ def _column(name: str, said: Mapping[str, Any]) -> _Column:
         bounds = [_days(np.asarray([each]))[0] if isinstance(each, str) else each for each in bounds]
     pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
     return _Column(name, kind, pair, values, gaps=said.get("missing") is not None)
-
-
-def _codes(column: _Column, cells: Any) -> Floats:
-    places = {value: code for code, value in enumerate(column.values)}
-    places |= {str(value): code for code, value in enumerate(column.values) if str(value) not in places}
-    raw = np.asarray(cells, dtype=object)
-    return np.array([places.get(v, places.get(str(v), -1)) if v == v else -1 for v in raw], dtype=np.float64)
 
 
 def _numbers(column: _Column, cells: Any) -> Floats:

@@ -22,15 +22,9 @@ from quietgrad.privacy.budget import PrivacyUnit, Relation
 from quietgrad.privacy.events import Composed, Event, Parallel
 from quietgrad.training.result import SEEDED, Privacy, Result
 
-_met: WeakKeyDictionary[Any, tuple[SeenIds, Result]] = (
-    WeakKeyDictionary()
-)  # beside a model, because it is published
-_KEPT = (
-    "composition",
-    "feature_range",
-    "target_range",
-    "model",
-)  # of the last part's details: what all parts share
+# Beside a model, because a model is published.
+_met: WeakKeyDictionary[Any, tuple[SeenIds, Result]] = WeakKeyDictionary()
+_KEPT = ("composition", "feature_range", "target_range", "model")  # details that all parts share
 _NOTE = "fitted in "
 
 
@@ -55,12 +49,10 @@ class Parts:
         return cls(**known)
 
     def and_one(self, records: int, *, apart: bool, promised: bool) -> Parts:
-        """With one part more."""
         return Parts(self.count + 1, self.records + records, self.apart or apart, self.promised or promised)
 
     @property
     def note(self) -> str:
-        """What a statement says of them."""
         told = f"{_NOTE}{self.count} parts of {self.records} records together"
         if not self.apart:
             return f"{told}, whose costs add up"

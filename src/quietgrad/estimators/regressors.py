@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils.validation import check_is_fitted
 
+from quietgrad.algorithms.additive_gd import AdditiveGD
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
-from quietgrad.estimators.base import PrivateLinearModel
+from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.scans import is_scan, with_labels
 from quietgrad.estimators.validation import Whom
-from quietgrad.objectives.tables.losses import Huber, Pinball, Poisson, Squared
+from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.plans.counting import NOMINAL
 
@@ -25,7 +26,9 @@ _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a
 
 
 @dataclass(eq=False, repr=False)
-class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[misc]
+class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
+    """What linear and additive regressors share."""
+
     target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
     def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
@@ -33,12 +36,12 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         whom, features = whose(X.shape[0]), X.shape[1]
         kind = self._method(NOMINAL, features, whom)
         whom.check(kind, self._loss())
-        looks_itself = isinstance(kind, WhitenedGD) and kind.look is not None
+        looks_itself = isinstance(kind, WhitenedGD | AdditiveGD) and kind.look is not None
         scale = None
-        if not looks_itself:  # another method sees targets scaled to ±2 by public bounds
+        if not looks_itself:  # another method sees targets scaled to ±2 by public bounds, counts as they are
             if bounds is None:
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
-            scale = Frame(np.zeros(1), np.ones(1), bounds)
+            scale = self._target_frame(bounds)
         data = whom.of_data(with_labels(X, y, None if scale is None else scale.targets))
         curator = self._curator(whom.asks(self._loss()), data)
         size = self._count(curator, features, whom)
@@ -47,13 +50,18 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
         session = self._open(curator, self._plan(size, features, whom=whom))
         found = ("the range of the targets was found privately",) if bounds is None else ()
         weights, bias = self._train(session, method, (*whom.notes, *found))
-        self.coef_, self.intercept_ = weights[:, 0], float(bias[0])
-        if scale is not None:
-            self.coef_ = self.coef_ * scale.target_scale
-            self.intercept_ = self.intercept_ * scale.target_scale + scale.target_centre
         limits = self.result_.details.get("target_range") or bounds
         assert limits is not None
         self.target_range_ = (float(limits[0]), float(limits[1]))
+        self._keep(weights, bias, scale)
+
+    def _keep(self, weights: Any, bias: Any, scale: Frame | None) -> None:
+        """Keep the coefficients, of targets that ``scale`` scaled, for targets as they are."""
+        unit, centre = (1.0, 0.0) if scale is None else (scale.target_scale, scale.target_centre)
+        self.coef_, self.intercept_ = weights[:, 0] * unit, float(bias[0]) * unit + centre
+
+    def _target_frame(self, bounds: Bounds) -> Frame:
+        return Frame(np.zeros(1), np.ones(1), bounds)
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
@@ -76,11 +84,7 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
 
     def _shape(self) -> dict[str, Any]:
         bounds = None if self.target_bounds is None else checked_bounds("target_bounds", self.target_bounds)
-        inference = self.inference if self._offers_inference else False
-        return {"regression": True, "target_bounds": bounds, "inference": inference, "counts": self._of_counts}
-
-    _offers_inference: ClassVar[bool] = False
-    _of_counts: ClassVar[bool] = False
+        return {"regression": True, "target_bounds": bounds}
 
     def _loss(self) -> Any:
         raise NotImplementedError
@@ -88,11 +92,17 @@ class _PrivateRegressor(RegressorMixin, PrivateLinearModel):  # type: ignore[mis
     def predict(self, X: Any) -> Any:
         """The predicted target of each record, within the targets' range."""
         check_is_fitted(self)
-        return np.clip(self._features(X) @ self.coef_ + self.intercept_, *self.target_range_)
+        scores = self._features(X) @ np.atleast_2d(self.coef_).T + self.intercept_
+        return np.clip(scores.ravel(), *self.target_range_)
 
 
 @dataclass(eq=False, repr=False)
-class PrivateHuberRegressor(_PrivateRegressor):
+class _LinearRegressor(PrivateLinearModel, Regressor):
+    """A linear model of numbers."""
+
+
+@dataclass(eq=False, repr=False)
+class PrivateHuberRegressor(_LinearRegressor):
     """Differentially private linear regression with the Huber loss.
 
     Args:
@@ -116,7 +126,7 @@ class PrivateHuberRegressor(_PrivateRegressor):
 
 
 @dataclass(eq=False, repr=False)
-class PrivateLinearRegression(_PrivateRegressor):
+class PrivateLinearRegression(_LinearRegressor):
     """Differentially private least squares; residual gradients are clipped, so outliers weigh less.
 
     Args:
@@ -132,14 +142,16 @@ class PrivateLinearRegression(_PrivateRegressor):
     True
     """
 
-    _offers_inference: ClassVar[bool] = True
+    @property
+    def _offers_inference(self) -> bool:
+        return True
 
     def _loss(self) -> Any:
         return Squared(**self._settings())
 
 
 @dataclass(eq=False, repr=False)
-class PrivateQuantileRegressor(_PrivateRegressor):
+class PrivateQuantileRegressor(_LinearRegressor):
     """Differentially private linear regression of a quantile: the pinball loss, its corner rounded a little.
 
     Args:
@@ -166,7 +178,7 @@ class PrivateQuantileRegressor(_PrivateRegressor):
 
 
 @dataclass(eq=False, repr=False)
-class PrivatePoissonRegressor(_PrivateRegressor):
+class PrivatePoissonRegressor(_LinearRegressor):
     """Differentially private Poisson regression of counts: the mean is exp(score).
 
     Args:
@@ -184,7 +196,11 @@ class PrivatePoissonRegressor(_PrivateRegressor):
     (True, True)
     """
 
-    _of_counts: ClassVar[bool] = True
+    def _shape(self) -> dict[str, Any]:
+        return {**super()._shape(), "counts": True}
+
+    def _target_frame(self, bounds: Bounds) -> Frame:
+        return Frame(np.zeros(1), np.ones(1), bounds, 1.0)
 
     def _target_bounds(self, n: int | None = None) -> Bounds | None:
         bounds = super()._target_bounds(n)
@@ -193,7 +209,7 @@ class PrivatePoissonRegressor(_PrivateRegressor):
         return bounds
 
     def _loss(self) -> Any:
-        return Poisson(_LARGEST, **self._settings())
+        return PoissonDeviance(_LARGEST, **self._settings())
 
     def predict(self, X: Any) -> Any:
         """The mean count of each record, within the counts' range."""

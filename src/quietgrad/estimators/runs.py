@@ -185,11 +185,7 @@ def _values(classes: Any) -> list[Any]:
 
 
 def _labels(texts: list[str]) -> list[Any]:
-    """Classes of a file as they were before they were written down: all of one kind whose letters these are.
-
-    >>> _labels(["0", "1"]), _labels(["01", "1"]), _labels(["False", "True"]), _labels(["0.5", "1.0"])
-    ([0, 1], ['01', '1'], [False, True], [0.5, 1.0])
-    """
+    """Classes of a file as they were before they were written down: all of one kind whose letters these are."""
     if set(texts) <= {"True", "False"}:
         return [text == "True" for text in texts]
     for kind in (int, float):

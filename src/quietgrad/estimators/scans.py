@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.scanned import Source
+from quietgrad.objectives.tables.scanned import ScanSource
 
 
 def is_scan(X: Any) -> bool:
     """Whether the records are a scan."""
-    return isinstance(X, Source)
+    return isinstance(X, ScanSource)
 
 
 def refuse_scan(X: Any, what: str) -> None:
@@ -55,11 +55,6 @@ def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[
     if not is_scan(X) or X.classes is None:
         return partial(codes, declared)
     return partial(np.take, codes(declared, np.asarray(X.classes)))
-
-
-def as_numbers(y: Any) -> Any:
-    """Targets as float64."""
-    return np.asarray(y, dtype=np.float64)
 
 
 def predict_to(model: Any, scan: Any, path: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.pipeline import Pipeline
 
 from quietgrad.algorithms.range_estimation import Tabulate
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, LedgerWarning
+from quietgrad.estimators.pipelines import learning_steps
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
 from quietgrad.estimators.validation import Whom, named, row_by_row
@@ -67,7 +70,6 @@ class PrivateScore:
     """Digests of the parameters of the model that was scored, as its run may keep them."""
 
     def to_json(self) -> dict[str, Any]:
-        """The score as JSON values."""
         names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
         numbers = {n: [*map(_plain, v)] for n in names if (v := getattr(self, n)) is not None}
         return {
@@ -93,6 +95,10 @@ class PrivateScore:
         names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
         parts = [f"{n} {v[0]:.4g} ± {v[1]:.2g}" for n in names if (v := getattr(self, n)) is not None]
         return f"{', '.join(parts)} ({self.privacy})"
+
+
+def _number(value: Any, error: Any) -> Number:
+    return float(value), float(error)
 
 
 def _plain(value: float) -> float | None:
@@ -163,7 +169,10 @@ def private_score(
         score = _binary(model, classes, door) if binary else _multiclass(model, classes, door)
     else:
         score = _regression(model, target_bounds, door)
-    return replace(score, of=_known_by(model))
+    uncovered = tuple(learning_steps(model)) if isinstance(model, Pipeline) else ()
+    for told in uncovered:
+        warnings.warn(told, LedgerWarning, stacklevel=2)
+    return replace(score, of=_known_by(model), notes=(*score.notes, *uncovered))
 
 
 def _known_by(model: Any) -> tuple[str, ...]:
@@ -213,7 +222,7 @@ class _Released:
     privacy: Privacy
 
 
-Places = Callable[[Any, Any], tuple[Any, Any]]
+CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class _Publisher:
@@ -231,7 +240,7 @@ class _Publisher:
         self._declared = declared if budget.relation is Relation.ADD_REMOVE else None
         self._size: PublicCount | None = None
 
-    def count(self, places: Places) -> int:
+    def count(self, places: CellPlaces) -> int:
         """About how many people there are; after ``places`` has shown that the model can be asked about them."""
         whom = self._whom
         data = whom.of_data(self._held.with_rows(places))
@@ -240,8 +249,7 @@ class _Publisher:
         self._account = curator.account
         return self._size.n
 
-    def publish(self, places: Places, cells: int, groups: int) -> _Released:
-        """The table."""
+    def publish(self, places: CellPlaces, cells: int, groups: int) -> _Released:
         from quietgrad.training.minimizing import minimize
 
         assert self._size is not None
@@ -278,11 +286,7 @@ def _logits(model: Any, X: Any) -> Floats:
 
 
 def bin_edges(n: int) -> Floats:
-    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them.
-
-    >>> len(bin_edges(1000)), len(bin_edges(10_000))
-    (9, 19)
-    """
+    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them."""
     reach, bins = (4.0, 10) if n < _FEW else (6.0, 20)
     return np.linspace(-reach, reach, bins - 1)
 
@@ -318,9 +322,9 @@ def _binary(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
     notes = [] if model_has_chances(model) else ["the model gives scores, not probabilities: no log loss"]
     return PrivateScore(
         released.privacy,
-        accuracy=(min(max(value[0], 0.0), 1.0), error[0]),
-        auc=None if math.isnan(value[1]) else (value[1], error[1]),
-        log_loss=(value[2], error[2]) if model_has_chances(model) else None,
+        accuracy=_number(min(max(value[0], 0.0), 1.0), error[0]),
+        auc=None if math.isnan(value[1]) else _number(value[1], error[1]),
+        log_loss=_number(value[2], error[2]) if model_has_chances(model) else None,
         calibration=_calibration(table, probability, released),
         confusion=confusion,
         confusion_error=released.noise * math.sqrt(bins / 2) / total,
@@ -414,8 +418,8 @@ def _multiclass(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
     table = released.counts[: k * k].reshape(k, k)
     return PrivateScore(
         released.privacy,
-        accuracy=(min(max(value[0], 0.0), 1.0), error[0]),
-        log_loss=(value[1], error[1]) if chances else None,
+        accuracy=_number(min(max(value[0], 0.0), 1.0), error[0]),
+        log_loss=_number(value[1], error[1]) if chances else None,
         confusion=table / _total(released, table),
         confusion_error=released.noise / _total(released, table),
         classes=classes,
@@ -466,7 +470,7 @@ def _regression(model: Any, bounds: tuple[float, float] | None, door: _Publisher
         fresh.append(released.counts + released.noise * noise + moved)
     draws = np.array([read(counts) for counts in fresh])
     value, errors = read(released.counts), draws.std(axis=0)
-    r2, rmse, mae = ((float(v), float(e)) for v, e in zip(value, errors, strict=True))
+    r2, rmse, mae = map(_number, value, errors)
     # R² divides by the targets' variance: where noise may have made that out of nothing, no number is one.
     if min(spread(counts) for counts in [released.counts, *fresh]) < 0.25 * max(spread(released.counts), 1e-12):
         hidden = "the variance of the targets does not stand out of the noise, so R² cannot be told"

@@ -4,7 +4,7 @@ Each round draws a setting at random, fits it on one part of the records with no
 with noise. Only the best round leaves. If the number of rounds K is geometric (Papernot & Steinke 2022), the whole
 search costs little more than one round in Rényi terms, however large K turns out; the accountant's
 ``RepeatAndSelect`` event prices it. That holds as long as K stays secret: do not publish how long a search took.
-Ordinary grid search is charged for every fit and still chooses by exact scores, which is a release nobody pays for.
+Ordinary grid search is charged for every fit and still chooses by exact scores, which have no noise.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _has(name: str) -> Any:
 class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
     """Choose hyper-parameters of a private classifier or regressor within one budget.
 
-    How long :meth:`fit` takes tells about how many settings were tried, which the price assumes to be secret: let
-    nobody time it who may not see the data.
+    How long :meth:`fit` takes reveals about how many settings were tried, which the proof assumes to be secret. Do
+    not let people time it who may not see the data.
 
     Args:
         estimator: a private classifier with public ``classes``, or a regressor with public ``target_bounds``.
@@ -253,19 +253,16 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         )
 
     def predict(self, X: Any) -> Any:
-        """What the best model says."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict(X)
 
     @available_if(_has("predict_proba"))  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Any:
-        """P(class) by the best model."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict_proba(X)
 
     @available_if(_has("decision_function"))  # type: ignore[untyped-decorator]
     def decision_function(self, X: Any) -> Any:
-        """Scores of the best model."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.decision_function(X)
 

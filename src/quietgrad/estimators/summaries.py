@@ -25,7 +25,7 @@ def summarise(model: Any, level: float = 0.95) -> Any:
     """One row per coefficient, the intercept last; a DataFrame if pandas is installed.
 
     Raises:
-        TooNoisyError: no standard errors were bought, or the noise makes them meaningless; with what would do.
+        TooNoisyError: the plan of the fit bought no standard errors; the message says what would do.
     """
     if not 0.5 < level < 1.0:
         raise ValueError(f"level={level!r}: must be between 0.5 and 1, such as 0.95.")
@@ -34,7 +34,7 @@ def summarise(model: Any, level: float = 0.95) -> Any:
         raise TooNoisyError("no standard errors: they are those of one fit, and this model is of several parts.")
     covariance = details.get("coefficient_covariance")
     if covariance is None:
-        raise TooNoisyError(f"no standard errors: {_why(model, details)}")
+        raise TooNoisyError(f"no standard errors: {_why(model)}")
     from scipy.special import ndtr, ndtri
 
     errors = np.sqrt(np.diag(np.asarray(covariance)))
@@ -56,7 +56,7 @@ def summarise(model: Any, level: float = 0.95) -> Any:
     return pd.DataFrame(rows).set_index("name")
 
 
-def _why(model: Any, details: Any) -> str:
+def _why(model: Any) -> str:
     from quietgrad.algorithms.whitened_gd import CROWDED
 
     n, p = model.result_.n_public, model.n_features_in_ + 1
@@ -67,10 +67,5 @@ def _why(model: Any, details: Any) -> str:
         return (
             f"{p - 1} features are too many for n and ε. About {needed} records, or an ε about "
             f"{tight / CROWDED:.1f} times as large, would do."
-        )
-    if details.get("refused_inference"):
-        return (
-            f"{details['refused_inference']}. Twice the records, twice the ε, fewer correlated features or more "
-            "even classes would do."
         )
     return "they were not asked for. Fit with inference=True; that takes half the budget."

@@ -94,7 +94,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     delta: float = 1e-6
     feature_bounds: Any = field(default=None, kw_only=True)
 
-    _declared_bounds = PrivateModel._declared_bounds
+    _declared_bounds, _column_names = PrivateModel._declared_bounds, PrivateModel._column_names
     _takes_sparse = True
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:

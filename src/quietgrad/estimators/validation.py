@@ -58,7 +58,6 @@ class Columns:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a statement says of them."""
         return tuple(taken_as_public(f"column {name}", f"categories={{{name!r}: [...]}}") for name in self.typed)
 
     @classmethod
@@ -108,7 +107,7 @@ class Columns:
         for j, name in enumerate(self.names):
             column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
             vocabulary = self.vocabularies.get(name)
-            columns.append(_numeric(column, name) if vocabulary is None else _codes(column, vocabulary))
+            columns.append(_numeric(column, name) if vocabulary is None else codes_in(column, vocabulary))
         table = np.column_stack(columns).astype(np.float64)
         if not np.isfinite(table).all():
             raise DataError(NOT_FINITE)
@@ -209,7 +208,8 @@ def _numeric(column: Any, name: str) -> Any:
         ) from None
 
 
-def _codes(column: Any, vocabulary: list[Any]) -> Any:
+def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
+    """The place of each cell in a vocabulary, as it is or as text; −1 for one that is not there."""
     place = {value: code for code, value in enumerate(vocabulary)}
     place |= {str(value): code for code, value in enumerate(vocabulary) if str(value) not in place}
     return np.array(
@@ -253,7 +253,6 @@ class Whom(NamedTuple):
         return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
     def count(self, rows: int) -> int:
-        """n."""
         return rows if self.people is None else len(self.people)
 
     def asks(self, loss: Any) -> Any:
@@ -263,7 +262,6 @@ class Whom(NamedTuple):
         return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
 
     def of_data(self, data: Any) -> Any:
-        """Data to go with it."""
         return data if self.people is None else RecordsWithIds(data, self.people)
 
     @property
@@ -277,7 +275,6 @@ class Whom(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a statement says of it."""
         return () if self.people is None else how_people_count(self.asks(None))
 
 

@@ -23,7 +23,15 @@ from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import FailedRoundError, RoundRequest, largest_reply, named, quorate, rounds
+from quietgrad.federation.rounds import (
+    FailedRoundError,
+    PlainRounds,
+    RoundRequest,
+    SecureRounds,
+    largest_reply,
+    named,
+    quorate,
+)
 from quietgrad.federation.secure_roles import invite_parties, rescaling
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Message, Scores, encode, pack, template_mismatch
@@ -61,7 +69,9 @@ class FederatedSession:
         self._vain = _VAIN + (len(plan.names) if plan.cohort else 0)
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
-        self._rounds = rounds(plan, curator.exchange, curator._identity, curator._roster)
+        self._rounds: PlainRounds | SecureRounds = PlainRounds(plan, curator.exchange)
+        if plan.secure is not None:
+            self._rounds = SecureRounds(plan, curator.exchange, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
         self._sources = {
             slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))

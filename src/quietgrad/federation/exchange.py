@@ -277,7 +277,7 @@ class _Asking:
         try:
             said = Envelope.of(reply)
             if (said.session, said.number) != (self.over._session, self.numbers[name]):
-                return  # late, or of another asking: the right one is asked for again
+                raise WireError("it belongs to another question")
             message = decode(body(reply), most=self.over.most)
         except WireError as error:
             self.damaged[name] = self.damaged.get(name, 0) + 1
@@ -299,12 +299,14 @@ class _Asking:
 
     def _readmit(self, name: str) -> None:
         """A member that does not know the run has restarted: open it there again, then ask what was asked."""
-        found = self.over.call({name: self.over._opening}, {})
+        self.readmitted.add(name)
+        found = self.over.call({name: self.over._opening}, {}, lambda good: bool(good) or self.enough(self.good))
         if name in found:
-            self.readmitted.add(name)
             self.over._admit(name, found[name])
             self.over._tell(f"{name} restarted and is back")
             self._number({name: self.messages[name]})
+        else:
+            self._drop(name, "restarted, and does not open the run")
 
     def _drop(self, name: str, why: str) -> None:
         self.frames.pop(name, None)

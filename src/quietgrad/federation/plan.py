@@ -107,7 +107,8 @@ class FederatedPlan(Plan):
             raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
         if self.masked and self.quorum <= self.colluders:
             raise ValueError(
-                f"quorum={self.quorum}: with colluders={self.colluders}, give masks {self.colluders + 1} or more."
+                f"quorum={self.quorum}: {self.colluders} may work with the coordinator (colluders), so masks "
+                f"would hide no party; give a quorum of {self.colluders + 1} or more."
             )
         if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
             raise ValueError("cohort: records that are used once need every party in every round; leave it out.")

@@ -260,13 +260,6 @@ class SecureRounds:
         return replies
 
 
-def rounds(
-    plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
-) -> PlainRounds | SecureRounds:
-    """Return the rounds that the plan's trust asks for."""
-    return PlainRounds(plan, exchange) if plan.secure is None else SecureRounds(plan, exchange, identity, roster)
-
-
 def _frames(replies: Mapping[str, Message], faults: dict[str, str]) -> dict[str, bytes]:
     """Return the one frame of each reply; a reply without one is a fault."""
     found = {}

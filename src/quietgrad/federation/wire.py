@@ -197,8 +197,8 @@ class Scores:
 _KINDS: dict[str, type[Any]] = {
     "Gradient": base.Gradient, "GradientDifference": base.GradientDifference, "Loss": base.Loss,
     "RecursiveMomentum": base.RecursiveMomentum, "JointMomentum": base.JointMomentum, "LocalFit": LocalFit,
-    "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean, "SecondMoments": whitening.SecondMoments,
-    "FeatureMoments": whitening.FeatureMoments, "SecondMomentMatrix": whitening.SecondMomentMatrix,
+    "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean,
+    "SecondMomentMatrix": whitening.SecondMomentMatrix,
     "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
     "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,
     "Affine": Affine,

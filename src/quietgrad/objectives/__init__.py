@@ -13,14 +13,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quietgrad.objectives.landscapes.base import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
-    from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Pinball, Poisson, Squared
+    from quietgrad.objectives.tables.losses import (
+        Hinge,
+        Huber,
+        Logistic,
+        Multinomial,
+        Pinball,
+        PoissonDeviance,
+        Squared,
+    )
 
 _HOMES = {
     "Logistic": "tables.losses",
     "Multinomial": "tables.losses",
     "Huber": "tables.losses",
     "Pinball": "tables.losses",
-    "Poisson": "tables.losses",
+    "PoissonDeviance": "tables.losses",
     "Squared": "tables.losses",
     "Hinge": "tables.losses",
     "L2": "regularizers",
@@ -36,7 +44,7 @@ __all__ = [
     "Multinomial",
     "Nonconvex",
     "Pinball",
-    "Poisson",
+    "PoissonDeviance",
     "Squared",
     "landscape",
 ]

@@ -158,17 +158,17 @@ class SeenIds:
     >>> met.add(met.newcomers(["ann", "bob"]))
     >>> met.newcomers(["cleo", "bob"])
     Traceback (most recent call last):
-    quietgrad.errors.DataError: person: somebody of this batch was in an earlier one; a person comes once.
+    quietgrad.errors.DataError: person: a person of this batch was in an earlier one; each person may come once.
     """
 
-    TWICE = "person: somebody of this batch was in an earlier one; a person comes once."
+    TWICE = "person: a person of this batch was in an earlier one; each person may come once."
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key, self._kind = fresh_key() if key is None else key, ""
         self._known: set[bytes] = set()
 
     def newcomers(self, ids: Any) -> set[bytes]:
-        """The people of a batch, if nobody of them has come before."""
+        """The people of a batch, if none of them has come before."""
         found, kind = hashed_ids(ids, self._key), kind_of(ids)
         self._kind = self._kind or kind
         if kind != self._kind:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
@@ -64,13 +64,6 @@ class GroupIndex(NamedTuple):
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         places = np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)
         return self.order[places], starts
-
-    def visited(self) -> GroupIndex:
-        """The same with positions for everybody and read-only arrays: one compiled version serves every caller."""
-        people = np.arange(len(self.starts) - 1) if self.people is None else self.people
-        return GroupIndex(
-            _frozen(people.view()), _frozen(self.order.view()), _frozen(self.starts.view()), self.mean
-        )
 
 
 class WeightedRows(NamedTuple):
@@ -432,7 +425,7 @@ class UserLevelObjective:
         if is_scanned(records):
             from quietgrad.objectives.tables.scanned import rule_sum
 
-            batch.records.add(rule_sum(points, rule), batch, out)
+            batch.records.add(partial(rule_sum, tuple(points), rule), batch, out)
             return
         people = records.people
         if people.alone:  # one record is its own mean and sum
@@ -449,7 +442,7 @@ class UserLevelObjective:
             from quietgrad.objectives.tables.scanned import loss_sum
 
             out = np.zeros(1)
-            batch.records.add(loss_sum(params, bound), batch, out)
+            batch.records.add(partial(loss_sum, params, bound), batch, out)
             return float(out[0])
         rows, starts = records.people.groups(batch.indices, batch.key).flat()
         if len(starts) == 1:
@@ -468,7 +461,7 @@ class UserLevelObjective:
         if is_scanned(batch.records):
             from quietgrad.objectives.tables.scanned import hessian_sum
 
-            batch.records.add(hessian_sum(params, clip), batch, out)
+            batch.records.add(partial(hessian_sum, params, clip), batch, out)
             return
         rows = rows_of(batch)
         self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)

@@ -220,7 +220,7 @@ class Plan:
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
     slot whose relative noise is 1; ``paper_noise`` marks a paper's own formula, whose ε is proved, not claimed.
     ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
-    ``records_public`` is how many records people have together, where somebody declared that to be public: it is
+    ``records_public`` is how many records people have together, where that was declared public: it is
     said wherever n is, and nothing follows from it.
     ``counted`` says how ``n_public`` was counted, if it was a release: the first of the run, made before this
     plan and paid for by itself. ``event`` is what the plan's own session releases and pays for, ``total`` is with

@@ -345,17 +345,13 @@ class ThreatModel:
 
 def threat_model(terms: SecureSumConfig) -> ThreatModel:
     """Describe what a run with this configuration protects, the adversary, and the cost in noise."""
-    rows = _masks(terms) if terms.masked else _shares(terms)
+    rows = _masks(terms) if terms.masked else _rows(_SHARES[terms.mode] + _ALL_SHARES, terms)
     if terms.sigma == 0.0:
         rows.insert(1, ("noise", "NONE: the exact sum is released. This run is not differentially private."))
     else:
         rows += _rows(_NOISE, terms, deviation=terms.variance_factor**0.5, slack=terms.slack(),
                       rounding=terms.step * terms.dimension**0.5)  # fmt: skip
     return ThreatModel(terms.mode, tuple(rows + _rows(_ALWAYS, terms)))
-
-
-def _shares(terms: SecureSumConfig) -> list[tuple[str, str]]:
-    return _rows(_SHARES[terms.mode] + _ALL_SHARES, terms, fewer=terms.server_count - 1)
 
 
 def _rows(text: str, t: SecureSumConfig, **words: str | float) -> list[tuple[str, str]]:
@@ -409,7 +405,7 @@ neighbours | each party draws {t.graph.neighbours} holders and {t.graph.partners
 _SHARES = {
     "servers": """
 setting | {t.servers} servers, additive shares; each server adds the full noise
-servers | any {fewer} of {t.servers} may be malicious and work with any parties: honest data stay under the honest
+servers | all but one of {t.servers} may be malicious and work with any parties: honest data stay under the honest
     server's full noise. A malicious server can falsify or stop a sum
 to learn raw data | all {t.servers} servers must work together; then they see every vector""",
     "mpc": """

@@ -78,7 +78,7 @@ class Progress:
 
 
 class Callback(Protocol):
-    """Whoever wants to know of a run: a function or an object that takes a :class:`Progress`."""
+    """An observer of a run: a function or an object that takes a :class:`Progress`."""
 
     def __call__(self, progress: Progress, /) -> object:
         """Called with step 0 before anything is reserved, then after steps."""

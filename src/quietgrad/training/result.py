@@ -157,7 +157,7 @@ class Result:
     """The outcome of :func:`quietgrad.minimize`.
 
     ``history`` holds public numbers only: norms of released estimates and the ε spent, never raw losses.
-    ``seconds`` is for whoever ran it: how long a batch took depends on its size, which is secret under Poisson
+    ``seconds`` is for its owner: how long a batch took depends on its size, which is secret under Poisson
     sampling, so only whole seconds are saved.
     """
 

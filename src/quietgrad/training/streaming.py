@@ -1,4 +1,4 @@
-"""Training on people who arrive once: one release per batch of arrivals, and nobody is kept.
+"""Training on people who arrive once: one release per batch of arrivals, and no record is kept.
 
 The number of releases is fixed in the plan before the first person arrives. What ε needs of the caller is that
 *when* somebody is given to the stream does not depend on other people: batches are cut by a public clock (the
@@ -146,7 +146,7 @@ def stream(
         folder: keep the stream here, so that the same call goes on with it after a crash. :attr:`Stream.step` says
             which batch is next; the one that was under way is given again, and is free if it is the same.
         by_person: people have several records each: every batch comes with ``person=``, one id per record, and
-            ``batch_size`` counts people. Somebody who comes in two batches is refused.
+            ``batch_size`` counts people. A person who comes in two batches is refused.
         combine, records_per_person: as in :func:`~quietgrad.training.minimizing.minimize`.
 
     >>> import numpy as np, quietgrad as qg
@@ -240,10 +240,10 @@ class Stream:
         return self._result
 
     def fit(self, data: Any = None, *, person: Any = None) -> Self:
-        """Learn from the people of one batch, and forget them; without data nobody came, and noise is released.
+        """Learn from the people of one batch, and forget them; without data the batch is empty: noise is released.
 
         A stream ``by_person`` takes one id per record. What it remembers of them until it is closed is a keyed
-        hash, by which it knows somebody who comes again, after a restart too if it is kept in a folder.
+        hash, by which it recognises a person who comes again, after a restart too if it is kept in a folder.
         """
         if self._result is not None:
             raise ExhaustedError(f"the {self.step} batches of this stream were given; plan a new one.")

@@ -41,15 +41,12 @@ class Transport(Protocol):
     @property
     def clock(self) -> Clock:
         """The time that deadlines are measured by."""
-        ...
 
     def parties(self) -> tuple[str, ...]:
         """Names of all members that can be reached in principle: parties, and servers if there are any."""
-        ...
 
     def renewed(self) -> set[str]:
         """Members whose process is known to be another one than when this was last asked; they have no keys."""
-        ...
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
         """Deliver each frame and return what came back within ``seconds``, by name.
@@ -58,11 +55,9 @@ class Transport(Protocol):
         as all have answered. The caller sends a frame again if it likes; a reply says which frame it
         belongs to, so a late one does no harm.
         """
-        ...
 
     def close(self) -> None:
         """Let go of all connections."""
-        ...
 
 
 class Calls:

@@ -40,16 +40,6 @@ def row_squares(rows: Tensor) -> Tensor:
     return squares
 
 
-def add_rows(rows: Tensor, weights: Tensor, out: Tensor) -> None:
-    """out_j += Σ_i w_i r_ij, all in float64."""
-    _add_rows(rows.numpy(), weights.contiguous().numpy(), out.numpy())
-
-
-def add_compensated(high: Tensor, low: Tensor, term: Tensor) -> None:
-    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum)."""
-    _add_compensated(high.numpy(), low.numpy(), term.numpy())
-
-
 def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Tensor, places: Array) -> None:
     """out[m, places[k]] = Σ_l g_ml x_m,l+shifts[k], l < length: one channel's gradient of a filter, shift by shift.
 
@@ -131,7 +121,8 @@ def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Arr
 
 
 @_EXACT
-def _add_compensated(high: Array, low: Array, term: Array) -> None:
+def add_compensated(high: Array, low: Array, term: Array) -> None:
+    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum)."""
     for j in range(len(high)):
         total = high[j] + term[j]
         part = total - high[j]
@@ -150,7 +141,8 @@ def _row_squares(rows: Array, squares: Array) -> None:
 
 
 @_SUM
-def _add_rows(rows: Array, weights: Array, out: Array) -> None:
+def add_rows(rows: Array, weights: Array, out: Array) -> None:
+    """out_j += Σ_i w_i r_ij, all in float64."""
     count, width = rows.shape
     for start in range(0, width, _STRIP):
         stop = min(start + _STRIP, width)

@@ -417,7 +417,8 @@ class ProgramProfile:
         self.copied = sum(site.copied for site in done.sites)
         _go_back(done.outputs)
         first = next(iter(params.values()))
-        like = torch.empty(0, dtype=_widest(params), device=first.device)
+        wide = any(p.dtype == torch.float64 for p in params.values())
+        like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=first.device)
         (fast,) = recorded([done], len(done.rows), Workspace(0.0, like), list(self.slices.values()))
         slow = vectors_by_autograd(runner, program, params, record, keys, like.dtype).double()
         norms, size = fast.norms()[:, 0].to(slow), slow.norm(dim=1)
@@ -455,10 +456,6 @@ def _go_back(outputs: Any) -> None:
         values = [(t * torch.linspace(1.0, 1.5, t.shape[1]).to(t)).sum() for t in floats]
         if values:
             torch.autograd.backward(values)
-
-
-def _widest(params: Mapping[str, Tensor]) -> torch.dtype:
-    return torch.float64 if any(p.dtype == torch.float64 for p in params.values()) else torch.float32
 
 
 def _synthetic_like(record: Any, numbers: str) -> Any:

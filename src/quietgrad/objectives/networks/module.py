@@ -245,7 +245,7 @@ class CompensatedSum:
         if self._low is None:
             self._low = torch.zeros_like(self._high)
         if compiled_sums.takes(term) and compiled_sums.takes(self._high):
-            compiled_sums.add_compensated(self._high, self._low, term)
+            compiled_sums.add_compensated(self._high.numpy(), self._low.numpy(), term.numpy())
             return
         total = self._high + term
         part = total - self._high

@@ -269,7 +269,8 @@ class OuterProducts:
             return cls(layer, [now.output_grad], [now.input], 1)
         change = torch.sub(now.output_grad, before.output_grad, alpha=mix.scale)
         left = mix.join(now.output_grad, change, layer.channel_dim)
-        if same_input(now, before):
+        same = now.input.data_ptr() == before.input.data_ptr() and now.input.stride() == before.input.stride()
+        if same:  # as the first layers see it
             return cls(layer, [left], [now.input], mix.families)
         step = now.input - before.input
         return cls(layer, [left, now.output_grad], [before.input, step], mix.families)
@@ -399,11 +400,6 @@ def few_positions(layer: OuterLayer, positions: int) -> bool:
     outputs, fan_in = layer.shape
     numbers, sides = outputs * fan_in, outputs + layer.groups * fan_in
     return positions * (numbers + 2 * (positions + 50) * sides) < 20 * numbers
-
-
-def same_input(now: LayerCall, before: LayerCall) -> bool:
-    """Whether the layer saw the same memory at both points, as the first layers do."""
-    return now.input.data_ptr() == before.input.data_ptr() and now.input.stride() == before.input.stride()
 
 
 def write_gradients(

@@ -146,24 +146,18 @@ def _gru_back(before: Sequence[Tensor], saved: Sequence[Tensor], dh: Tensor) -> 
     return torch.cat([by_gates, by_fresh], 1), torch.cat([by_gates, by_fresh * reset], 1), dh * keep
 
 
-def _tanh(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
-    new = u.add_(z).tanh_()
-    return new, new
+def _activated(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> _CellFunctions:
+    """h_t = activation(z_t + u_t); ``slope`` is its derivative by the value."""
 
+    def forward(z: Tensor, u: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        new = activation(u.add_(z))
+        return new, new
 
-def _tanh_back(before: object, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
-    slope = dh * (1 - saved * saved)
-    return slope, slope, None
+    def backward(before: object, new: Tensor, dh: Tensor) -> tuple[Tensor, Tensor, None]:
+        back = dh * slope(new)
+        return back, back, None
 
-
-def _relu(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
-    new = u.add_(z).relu_()
-    return new, new
-
-
-def _relu_back(before: object, saved: Tensor, dh: Tensor) -> tuple[Any, ...]:
-    slope = dh * (saved > 0)
-    return slope, slope, None
+    return _CellFunctions(forward, backward)
 
 
 def _recurrent(recur: Callable[..., Any]) -> Callable[..., Any]:
@@ -285,8 +279,8 @@ def _gru_cell(z: Tensor, u: Tensor, h: Tensor) -> Tensor:
 RECURRENT_LAYERS: dict[Any, Callable[..., Any]] = {
     torch.lstm: _recurrent(_lstm),
     torch.gru: _recurrent(_each_time(_CellFunctions(_gru, _gru_back))),
-    torch.rnn_tanh: _recurrent(_each_time(_CellFunctions(_tanh, _tanh_back))),
-    torch.rnn_relu: _recurrent(_each_time(_CellFunctions(_relu, _relu_back))),
+    torch.rnn_tanh: _recurrent(_each_time(_activated(Tensor.tanh_, lambda h: 1 - h * h))),
+    torch.rnn_relu: _recurrent(_each_time(_activated(Tensor.relu_, lambda h: h > 0))),
 }
 RECURRENT_CELLS: dict[Any, Callable[..., Any]] = {
     torch.lstm_cell: _cell(_lstm_cell),

@@ -264,7 +264,7 @@ class Stored:
         """A matrix–vector product in float64, some rows at a time so that the wider copy stays in the cache."""
         rows, weights = self.values.flatten(0, 1), weights.T.flatten().double()
         if compiled_sums.takes(rows) and out.is_contiguous():
-            compiled_sums.add_rows(rows, weights, out)
+            compiled_sums.add_rows(rows.numpy(), weights.contiguous().numpy(), out.numpy())
             return
         size = max(1, _CACHED // max(1, rows.shape[1]))
         for start in range(0, len(rows), size):

@@ -30,7 +30,7 @@ from quietgrad.privacy.budget import Relation
 Floats = npt.NDArray[np.float64]
 
 
-class Places:
+class CellPlaces:
     """For each person a row of numbers in [0, 1]: their shares of the cells, sparse as (cell, weight) pairs.
 
     ``cells`` and ``weights`` have one row per person and one column per group of cells they fall into.
@@ -72,16 +72,16 @@ class Tabulation:
 
     def prepare(self, data: Any) -> Any:
         """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones; or a scan."""
-        from quietgrad.objectives.tables.scanned import Scanned, Source
+        from quietgrad.objectives.tables.scanned import Scanned, ScanSource
 
-        if isinstance(data, Source):
+        if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
         cells, weights, *people = data
         cells = np.asarray(cells, dtype=np.int64)
         if cells.ndim != 2 or not len(cells):
             raise DataError("there are no records to evaluate on.")
         weights = np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64)
-        return Places(cells, weights, *people)
+        return CellPlaces(cells, weights, *people)
 
     def initial(self, records: Any) -> Floats:
         """Nothing to start from."""
@@ -116,7 +116,7 @@ class CellSums:
     def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
         """out += the sums; a cell that does not exist counts nowhere."""
         shared = rows_of(batch)
-        places: Places = shared.records
+        places: CellPlaces = shared.records
         if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
             raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
         which = slice(None) if shared.indices is None else shared.indices
@@ -308,10 +308,10 @@ class LabelSet:
 
     def prepare(self, data: Any) -> Any:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""
-        from quietgrad.objectives.tables.scanned import Laid, Scanned, Source
+        from quietgrad.objectives.tables.scanned import Laid, Scanned, ScanSource
         from quietgrad.objectives.tables.table import Table, lay_out
 
-        if isinstance(data, Source):
+        if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
         if isinstance(data, Laid):
             return LabelRecords(np.asarray(data.y))

@@ -3,13 +3,6 @@
 A linear model sees the row x̃ᵢ = (aᵢ·s∘(xᵢ−m), c) of a :class:`~quietgrad.objectives.tables.table.Table`; here the
 shift, scale, shortening and intercept are applied to weights and sums instead of to rows.
 
-Sums over all people of a table from the inner products of their rows, which are made once.
-
-A person's vector is Σ rᵢ ⊗ x̃ᵢ, and ‖Σ rᵢ ⊗ x̃ᵢ‖² = Σᵢⱼ ⟨rᵢ, rⱼ⟩⟨x̃ᵢ, x̃ⱼ⟩: with the inner products of a person's own
-rows at hand, how much they are shortened follows from their residuals, and what is added is a weighted sum of rows
-like any other. No person's vector is made, which for sparse rows and several scores is most of the work. A full
-batch asks the same people in every release, so the products pay for themselves after a few.
-
 Second derivatives of generalised linear models: ∇²F(θ)·v without ever forming the Hessian.
 
 A score moves by tᵢ = x̃ᵢᵀv along v, and the residual r = ∂f/∂score by r′(scoreᵢ)·tᵢ, so ∇²F·v = (1/n)Σ (r′tᵢ) ⊗ x̃ᵢ
@@ -26,15 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quietgrad.objectives.base import Batch, ClippingRule, Indices, Objective, Regularizer, rounding_safe_clip
-from quietgrad.objectives.privacy_units import GroupIndex
-from quietgrad.objectives.tables.table import Floats, Table, csr_around, csr_rows, frozen
+from quietgrad.objectives.tables.table import Floats, Table, csr_around
 
 if TYPE_CHECKING:
     from quietgrad.objectives.tables.linear import LinearObjective
-    from quietgrad.objectives.tables.table import Affine
 
-
-_ROWS_AT_ONCE = 1 << 19  # numbers: two megabytes of float32
 
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
@@ -49,49 +38,8 @@ class Block(NamedTuple):
     factors: Floats | None
 
 
-class ColumnMajor:
-    """Some rows of a column-major float32 table: its products are summed in float64 without a copy in float64.
-
-    A part of a scan is used once and forgotten; to convert it would cost as much as to use it.
-
-    >>> X = np.asfortranarray(np.array([[1.0, 2.0], [3.0, 4.0]], dtype=np.float32))
-    >>> rows = ColumnMajor(X.T, 0, 2)
-    >>> (rows @ np.array([[1.0], [1.0]])).tolist(), (rows.T @ np.array([[1.0], [1.0]])).tolist()
-    ([[3.0], [7.0]], [[4.0], [6.0]])
-    """
-
-    def __init__(self, columns: Any, first: int, last: int, transposed: bool = False) -> None:
-        self.columns, self.first, self.last, self._transposed = columns, first, last, transposed
-
-    @property
-    def T(self) -> ColumnMajor:
-        """The transpose."""
-        return ColumnMajor(self.columns, self.first, self.last, not self._transposed)
-
-    def __matmul__(self, other: Floats) -> Floats:
-        from quietgrad.objectives.tables import kernels
-
-        product = kernels.column_sums if self._transposed else kernels.column_scores
-        vector = np.ascontiguousarray(other[:, 0])
-        found: Floats = product(self.columns, self.first, self.last, vector)[:, None]
-        return found
-
-    def toarray(self) -> Floats:
-        """The rows as a matrix of float64."""
-        return np.asarray(self.columns[:, self.first : self.last].T, dtype=np.float64)
-
-
 def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]:
     """All records, or those at ``indices``, a few MB at a time."""
-    X = records.X
-    if indices is None and records.outputs == 1 and not records.is_sparse and X.flags.fnc and X.dtype == np.float32:
-        columns = frozen(X.T)
-        step = max(1, _ROWS_AT_ONCE // records.features)
-        for start in range(0, len(records), step):
-            which = slice(start, min(start + step, len(records)))
-            factors = records.factors[which, None] if records.factors.size else None
-            yield Block(which, ColumnMajor(columns, which.start, which.stop), factors)
-        return
     for which, rows in records.blocks(indices):
         yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
 
@@ -143,7 +91,6 @@ class RowSum:
         self._raw += block.rows.T @ residuals
 
     def result(self) -> Floats:
-        """The sum, as long as the parameters."""
         raw, records = self._raw, self._records
         if records.transform is not None:
             raw = records.transform.apply(raw - np.outer(records.transform.shift, self._shortened))
@@ -156,15 +103,17 @@ class PersonSum:
     """Σ over people of α·clip_A(g − βg′) + γ·clip_B(g), g the mean or sum of a person's rᵢ ⊗ x̃ᵢ; block by block.
 
     Rows come person by person. What a block holds of one person is a vector of its own, so that nobody else is
-    touched by what is not finite in it; the last person of a block may go on in the next.
+    touched by what is not finite in it; the last person of a block may go on in the next. Sums of sparse rows stay
+    sparse unless a shift or a matrix fills them.
     """
 
-    def __init__(self, records: Table, groups: GroupIndex, rule: ClippingRule) -> None:
-        self._records, self._starts, self._mean, self._rule = records, groups.starts, groups.mean, rule
+    def __init__(self, records: Table, starts: Indices, mean: bool, rule: ClippingRule) -> None:
+        self._records, self._starts, self._mean, self._rule = records, starts, mean, rule
         self._width = records.features + (records.intercept != 0.0)
         self._total = np.zeros(records.outputs * self._width)
+        self._fills = records.mixes or (records.transform is not None and bool(records.transform.shift.any()))
         self._at = 0
-        self._unfinished: list[Floats] = []
+        self._unfinished: list[Any] = []
 
     def add(self, block: Block, residuals: Floats, before: Floats | None) -> None:
         """Add the next rows with their r and, if β ≠ 0, r′: both (records, outputs)."""
@@ -179,52 +128,65 @@ class PersonSum:
             until = min(person + step, last)
             edges = np.clip(self._starts[person : until + 1], begin, end) - begin
             sums = [self._combined(block, kind, edges) for kind in kinds]
-            for total, part in zip(sums, self._unfinished, strict=False):
-                total[0] += part
+            sums[: len(self._unfinished)] = map(_continued, self._unfinished, sums)
             self._unfinished = []
             if self._starts[until] > end:
-                self._unfinished = [total[-1] for total in sums]
+                self._unfinished = [total[-1:] for total in sums]
                 until -= 1
             self._close([total[: until - person] for total in sums], self._starts[person : until + 1])
             person = until + bool(self._unfinished)
         self._at = end
 
-    def _combined(self, block: Block, residuals: Floats, edges: Indices) -> Floats:
+    def _combined(self, block: Block, residuals: Floats, edges: Indices) -> Any:
         """Σ rᵢ ⊗ x̃ᵢ over the rows between ``edges``: one row per person, (people, outputs × width)."""
         records, count = self._records, len(edges) - 1
-        out = np.empty((count, records.outputs, self._width))
         part = slice(int(edges[0]), int(edges[-1]))
         rows, places = block.rows[part], edges - edges[0]
+        columns: list[Any] = []
         for c in range(records.outputs):
             r = residuals[part, c]
             shortened = r if block.factors is None else r * block.factors[part, 0]
             raw = csr_around(shortened, np.arange(len(r)), places, (count, len(r))) @ rows
-            raw = raw if isinstance(raw, np.ndarray) else raw.toarray()
-            if records.transform is not None:
-                raw = raw - np.outer(np.add.reduceat(shortened, places[:-1]), records.transform.shift)
-                raw = records.transform.apply(raw.T).T
-            out[:, c, : records.features] = raw
+            if not isinstance(raw, np.ndarray) and not self._fills:
+                if records.transform is not None:
+                    raw.data *= records.transform.scale[raw.indices]
+            else:
+                raw = raw if isinstance(raw, np.ndarray) else raw.toarray()
+                if records.transform is not None:
+                    raw = raw - np.outer(np.add.reduceat(shortened, places[:-1]), records.transform.shift)
+                    raw = records.transform.apply(raw.T).T
+            columns.append(raw)
             if records.intercept:
-                out[:, c, -1] = records.intercept * np.add.reduceat(r, places[:-1])
-        return out.reshape(count, -1)
+                columns.append(records.intercept * np.add.reduceat(r, places[:-1])[:, None])
+        return _stacked(columns, axis=1)
 
-    def _close(self, sums: list[Floats], starts: Indices) -> None:
+    def _close(self, sums: list[Any], starts: Indices) -> None:
         """Clip and add people whose rows have all come."""
         alpha, _, first, gamma, second = self._rule.numbers
+        shares = 1.0 / np.diff(starts) if self._mean else np.ones(len(starts) - 1)
         for total, weight, clip in zip(sums, (alpha, gamma), (first, second), strict=False):
-            if self._mean:
-                total /= np.diff(starts)[:, None]
-            squares = np.einsum("ij,ij->i", total, total)
-            lengths = np.sqrt(squares * (1.0 + (32 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
-            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip)
+            squares = (total * total).sum(axis=1) * shares * shares
+            lengths = np.sqrt(squares * (1.0 + (40 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
+            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip) * shares
             if not (finite := np.isfinite(lengths)).all():
-                total[~finite] = 0.0
-                factors[~finite] = 0.0
+                total, factors = total[finite], factors[finite]
             self._total += weight * (factors @ total)
 
     def result(self) -> Floats:
-        """The sum, as long as the parameters."""
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
+
+
+def _continued(part: Any, total: Any) -> Any:
+    """The sums of a block, the first of them with what the block before held of that person."""
+    return _stacked([total[:1] + part, total[1:]], axis=0)
+
+
+def _stacked(blocks: list[Any], axis: int) -> Any:
+    if isinstance(blocks[0], np.ndarray):
+        return np.concatenate(blocks, axis=axis)
+    from scipy import sparse
+
+    return (sparse.hstack if axis else sparse.vstack)(blocks, format="csr")
 
 
 def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule: ClippingRule) -> Floats:
@@ -248,122 +210,6 @@ def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
         clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
     clipped[~np.isfinite(lengths)] = 0.0
     return clipped
-
-
-_BLOCK = 1 << 18  # numbers of rows at a time, as in a table's own blocks
-_MOST = 4  # inner products for each number that the table holds
-
-
-class PersonGrams:
-    """The inner products of everybody's rows, a few MB of rows at a time; no person lies in two blocks.
-
-    Build it with :func:`grams_of`.
-    """
-
-    def __init__(self, records: Table, groups: GroupIndex) -> None:
-        from quietgrad.objectives.tables import kernels
-
-        self._of = _identity(records, groups)
-        self._records, self._mean = records, groups.mean
-        sizes = np.diff(groups.starts)
-        products = np.empty(int((sizes * sizes).sum()))
-        self._reach = np.empty(len(records))
-        kernels.person_products(records.packed, groups.starts, products, self._reach)
-        self._blocks = list(self._cut(groups.starts, sizes, products))
-
-    def is_of(self, records: Table, groups: GroupIndex) -> bool:
-        """Whether these are the products of the same rows, seen in the same way, of the same people."""
-        return all(a is b for a, b in zip(self._of, _identity(records, groups), strict=True))
-
-    def _cut(self, starts: Indices, sizes: Indices, products: Floats) -> Iterator[tuple[slice, Any, Any, Indices]]:
-        """(rows, their raw features if they are sparse, their products, where their people begin)."""
-        records, X = self._records, self._records.X
-        stored = X.indptr if records.is_sparse else records.features * np.arange(len(records) + 1)
-        places = np.concatenate([[0], np.cumsum(sizes * sizes)])
-        person = 0
-        while person < len(sizes):
-            first = int(starts[person])
-            last = int(np.searchsorted(stored[starts], stored[first] + _BLOCK, side="right")) - 1
-            last = min(max(last, person + 1), len(sizes))
-            stop, mine = int(starts[last]), sizes[person:last]
-            wide = np.repeat(mine, mine)  # how many products each row has
-            begins = np.repeat(starts[person:last] - first, mine)
-            columns = np.arange(int(wide.sum())) - np.repeat(np.cumsum(wide) - wide, wide) + np.repeat(begins, wide)
-            pointers = np.concatenate([[0], np.cumsum(wide)])
-            shape = (stop - first, stop - first)
-            gram = csr_around(products[places[person] : places[last]], columns, pointers, shape)
-            rows = csr_rows(X, first, stop) if records.is_sparse else None
-            yield slice(first, stop), rows, gram, starts[person:last] - first
-            person = last
-
-    def blocks(self) -> Iterator[tuple[Block, Any, Indices]]:
-        """Rows of whole people, their products, and where each person begins among them."""
-        records = self._records
-        for which, rows, gram, begins in self._blocks:
-            raw = np.asarray(records.X[which], dtype=np.float64) if rows is None else rows
-            factors = records.factors[which, None] if records.factors.size else None
-            yield Block(which, raw, factors), gram, begins
-
-    def contributions(
-        self, block: Block, gram: Any, begins: Indices, residuals: Floats, before: Floats | None, rule: ClippingRule
-    ) -> Floats:
-        """What each row's x̃ is multiplied by, (rows, outputs): α·clip_A and γ·clip_B act on people.
-
-        A computed inner product is off by no more than (32 + d)·eps times the lengths of both rows, shift and row
-        apart, and a sum of k² of them by as much again; so is the vector that is added. That much is added to the
-        squared norm.
-        """
-        alpha, beta, first, gamma, second = rule.numbers
-        sizes = np.diff(np.append(begins, len(residuals)))
-        shares = np.repeat(1.0 / sizes if self._mean else np.ones(len(sizes)), sizes)[:, None]
-        moved = (residuals if before is None else residuals - beta * before) * shares
-        out = self._clipped(block, gram, begins, sizes, moved, alpha, first)
-        if gamma:
-            out += self._clipped(block, gram, begins, sizes, residuals * shares, gamma, second)
-        return out
-
-    def _clipped(
-        self, block: Block, gram: Any, begins: Indices, sizes: Indices, r: Floats, weight: float, clip: float
-    ) -> Floats:
-        records = self._records
-        lengths = np.abs(r[:, 0]) if r.shape[1] == 1 else np.sqrt(np.einsum("ij,ij->i", r, r))
-        squares = np.add.reduceat(np.einsum("ij,ij->i", r, gram @ r), begins)
-        spread = np.add.reduceat(lengths * self._reach[block.which], begins)
-        slack = (64 + 4 * records.features + 8 * sizes) * _EPS
-        squares = np.maximum(squares, 0.0) + slack * spread * spread
-        norms = np.sqrt(squares * (1.0 + (32 + records.dim) * _EPS) + records.dim * _TINY)
-        factors = np.divide(clip, norms, out=np.ones_like(norms), where=norms > clip)
-        finite = np.isfinite(norms)
-        out: Floats = r * np.repeat(weight * factors, sizes)[:, None]
-        if not finite.all():
-            out[np.repeat(~finite, sizes)] = 0.0
-        return out
-
-
-def grams_of(records: Table, groups: GroupIndex) -> PersonGrams | None:
-    """The products of the people of a full batch, made at the first asking; ``None`` where they are too many.
-
-    They are if people have more rows than the table is wide, and not to be had if rows do not lie person by person
-    or the features are mixed by a matrix. Whether they are used follows from the table alone, so a release that is
-    asked again is summed in the same way.
-    """
-    mixed = records.transform is not None and records.transform.is_matrix
-    whole = groups.people is None and groups.starts[-1] == len(groups.order) == len(records)
-    if mixed or not whole or not (groups.order[1:] > groups.order[:-1]).all():
-        return None
-    found: PersonGrams | None = records.grams
-    if found is not None and found.is_of(records, groups):
-        return found
-    sizes = np.diff(groups.starts)
-    stored = records.X.nnz if records.is_sparse else records.X.size
-    if int((sizes * sizes).sum()) > _MOST * stored:
-        return None
-    records.grams = found = PersonGrams(records, groups)
-    return found
-
-
-def _identity(records: Table, groups: GroupIndex) -> tuple[Indices, Indices, Any, Affine | None, Floats]:
-    return groups.order, groups.starts, records.X, records.transform, records.factors
 
 
 def covers(objective: Objective) -> bool:

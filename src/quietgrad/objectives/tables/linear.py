@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, cast
 
 import numpy as np
@@ -31,18 +32,16 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables import full_batch
 from quietgrad.objectives.tables.full_batch import (
-    PersonGrams,
     PersonSum,
     RowSum,
     blocks_of,
     contributions,
-    grams_of,
     lift,
 )
 from quietgrad.objectives.tables.scanned import (
     Laid,
     Scanned,
-    Source,
+    ScanSource,
     hessian_sum,
     loss_sum,
     plain_sum,
@@ -77,8 +76,6 @@ class LinearObjective(BaseObjective, ABC):
 
     silent_batches: ClassVar[bool] = True
     """Sums over index batches raise no warnings, whatever the records hold."""
-    gathered: ClassVar[bool] = False
-    """Whether index batches of dense rows are copied together, block by block, for BLAS."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.intercept_scale) and self.intercept_scale > 0.0):
@@ -100,8 +97,8 @@ class LinearObjective(BaseObjective, ABC):
     number: ClassVar[str | None] = None
     """The field that is the loss's one number h, if it has one."""
     convex: ClassVar[bool] = True
-    full_batch_only: ClassVar[bool] = False
-    """Whether the loss has no compiled kernel for index batches."""
+    compiled: ClassVar[bool] = False
+    """Whether index batches go to a compiled kernel; other losses are summed in blocks, like the full batch."""
     pace: ClassVar[float | None] = None
     """The usual curvature in the score, where the largest, L, is far from it; full-batch steps are sized by it."""
     log_link: ClassVar[bool] = False
@@ -128,17 +125,11 @@ class LinearObjective(BaseObjective, ABC):
     def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
         """∂²f/∂score² applied to ``tilts``, (records, outputs): how residuals move with the scores."""
 
-    @abstractmethod
     def add_indexed(
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
-        """The same sums over an index batch, in one compiled call that checks no length."""
-
-    @abstractmethod
-    def add_grouped(
-        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        """The same sums over people, whose gradients are combined before they are clipped."""
+        """The same sums over an index batch, in one compiled call that checks no length; if it is ``compiled``."""
+        raise NotImplementedError
 
     def constants(self, row_bound: float | None = None) -> LossConstants:
         """The constants of the risk for rows bounded by R, the regulariser's in them.
@@ -183,7 +174,7 @@ class LinearObjective(BaseObjective, ABC):
         """
         if isinstance(data, Table | Laid):
             X, y = data.X, data.y
-        elif isinstance(data, Source):
+        elif isinstance(data, ScanSource):
             return cast(Table, Scanned(self, data, (data.features + bool(self._column)) * self.outputs))
         else:
             try:
@@ -222,7 +213,6 @@ class LinearObjective(BaseObjective, ABC):
         )
 
     def initial(self, records: Table) -> Floats:
-        """The origin."""
         return np.zeros(records.dim)
 
     def transformed(self, shift: npt.ArrayLike, scale: npt.ArrayLike) -> Self:
@@ -238,10 +228,10 @@ class LinearObjective(BaseObjective, ABC):
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
         if isinstance(records, Scanned):
-            records.add(rule_sum(points, rule), batch, out)
+            records.add(partial(rule_sum, tuple(points), rule), batch, out)
             return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
-        if batch.indices is None or (self.gathered and not records.is_sparse):
+        if batch.indices is None or not self.compiled or records.mixes:
             out += self._sum(records, params, previous, rule, batch.indices)
             return
         if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
@@ -256,46 +246,21 @@ class LinearObjective(BaseObjective, ABC):
         params, previous = points[0], points[-1]
         if not len(params) == len(previous) == len(out) == records.dim:
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        mixed = records.transform is not None and records.transform.is_matrix
-        # Sparse rows and several scores are quicker in products of blocks; one dense score, person by person.
-        products = self.full_batch_only or self.outputs > 1 or records.is_sparse
-        grams = grams_of(records, groups) if products and groups.people is None else None
-        if grams is not None:
-            out += self._gram_sum(records, grams, params, previous, rule)
-            return
-        in_blocks = mixed or self.full_batch_only or (self.outputs > 1 and not records.is_sparse)
-        if groups.people is not None and self.gathered and not records.is_sparse:
-            groups = GroupIndex(None, *groups.flat(), groups.mean)
-        if groups.people is None and in_blocks:
-            out += self._person_sum(records, groups, params, previous, rule)
-            return
-        self.add_grouped(records.packed, groups.visited(), params, previous, rule.numbers, out)
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def _gram_sum(
-        self, records: Table, grams: PersonGrams, params: Floats, previous: Floats, rule: ClippingRule
-    ) -> Floats:
-        """Σ over all people, as a weighted sum over their rows."""
-        at, other = lift(records, params), lift(records, previous) if rule.beta else None
-        total = RowSum(records)
-        assert records.y is not None
-        for block, gram, begins in grams.blocks():
-            y = records.y[block.which]
-            residuals = self.residuals(at.scores(block), y)
-            before = None if other is None else self.residuals(other.scores(block), y)
-            total.add(block, grams.contributions(block, gram, begins, residuals, before, rule))
-        return total.result()
+        out += self._person_sum(records, groups, params, previous, rule)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _person_sum(
         self, records: Table, groups: GroupIndex, params: Floats, previous: Floats, rule: ClippingRule
     ) -> Floats:
-        """Σ over all people, a few MB of rows at a time."""
+        """Σ over people, a few MB of rows at a time."""
         at, other = lift(records, params), lift(records, previous) if rule.beta else None
-        total = PersonSum(records, groups, rule)
+        order, starts = groups.flat()
+        total = PersonSum(records, starts, groups.mean, rule)
         assert records.y is not None
-        in_order = len(groups.order) == len(records) and bool((groups.order[1:] > groups.order[:-1]).all())
-        for block in blocks_of(records, None if in_order else groups.order):
+        in_order = len(order) == len(records) and bool((order[1:] > order[:-1]).all())
+        if not in_order and len(order) and not 0 <= order.min() <= order.max() < len(records):
+            raise IndexError("batch: a person's record lies outside the table")
+        for block in blocks_of(records, None if in_order else order):
             y = records.y[block.which]
             residuals = self.residuals(at.scores(block), y)
             total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
@@ -319,7 +284,7 @@ class LinearObjective(BaseObjective, ABC):
         ``shares`` are what rows count, by their positions.
         """
         if isinstance(batch.records, Scanned):
-            batch.records.add(hessian_sum(params, clip), batch, out)
+            batch.records.add(partial(hessian_sum, params, clip), batch, out)
             return
         full_batch.add_hessians(self, batch, params, clip, out, shares)
 
@@ -335,7 +300,7 @@ class LinearObjective(BaseObjective, ABC):
         """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
         if isinstance(records, Scanned):
             out = np.zeros(records.dim)
-            records.add(plain_sum(params), Batch(records, None), out)
+            records.add(partial(plain_sum, params), Batch(records, None), out)
             return out
         if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
             raise IndexError("batch: an index lies outside the table")
@@ -374,7 +339,7 @@ class LinearObjective(BaseObjective, ABC):
         records: Table = batch.records
         if isinstance(records, Scanned):
             out = np.zeros(1)
-            records.add(loss_sum(params, bound), batch, out)
+            records.add(partial(loss_sum, params, bound), batch, out)
             return float(out[0])
         at = lift(records, params)
         total = 0.0

@@ -5,9 +5,7 @@ it takes, and the constants G, L, ρ that hold on all of ℝᵈ for rows no long
 Hessians and constants are all read from it. (Objectives of the DP-SRM §6.1 and of the output-perturbation
 experiments; the latter's printed logistic loss lacks a minus sign: it is log(1+exp(−y⟨w,x⟩)).)
 
-Losses of several classes that need no kernel of their own: one hinge per class, and public weights of classes.
-
-They are summed over the full batch only; a record is cut to its clip after it is weighted, so weights cost nothing.
+A record is cut to its clip after it is weighted by its class, so public weights of classes cost nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.errors import DataError
 from quietgrad.objectives.base import Indices, Numbers
-from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.linear import LinearObjective, Task
 from quietgrad.objectives.tables.table import Floats, Packed
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    pass
 
 
 _CUBIC = 1.0 / (6.0 * math.sqrt(3.0))  # the largest third central moment of a variable of range 1
@@ -42,6 +40,8 @@ class OneScoreLoss(LinearObjective):
     :mod:`~quietgrad.objectives.tables.kernels`), so it calls nothing else of this file. ``h`` is the loss's one
     number, the field that :attr:`number` names.
     """
+
+    compiled: ClassVar[bool] = True
 
     @staticmethod
     @abstractmethod
@@ -69,40 +69,30 @@ class OneScoreLoss(LinearObjective):
         return 0.0 if self.number is None else float(vars(self)[self.number])
 
     def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """f of each record."""
         return np.asarray(self.value(scores[:, 0], y, self.h))
 
     def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
-        """∂f/∂score of each record, (records, 1)."""
         return np.asarray(self.residual(scores, y[:, None], self.h))
 
     def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
-        """∂²f/∂score² times the tilt of each record, (records, 1)."""
         return np.asarray(self.curvature(scores, y[:, None], self.h) * tilts)
 
     def add_indexed(
         self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
     ) -> None:
-        """One compiled pass over the rows at ``indices``."""
-        add, _, formula = _compiled(self.residual)
+        add, formula = _compiled(self.residual)
         add(table, indices, formula, self.h, params, previous, rule, out)
-
-    def add_grouped(
-        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        """One compiled pass over the rows of the people."""
-        _, add, formula = _compiled(self.residual)
-        add(table, groups, formula, self.h, params, previous, rule, out)
 
 
 @cache
-def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], Callable[..., None], int]:
-    """The kernels, of rows and of people, and where this formula's code is.
+def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], int]:
+    """The kernel and where this formula's code is; importing it imports numba, which only index batches pay for.
 
     An address holds in this process only, so no object keeps it.
     """
-    kernels = _kernels()
-    return kernels.add_scalar, kernels.add_people_scalar, kernels.address_of(residual)
+    from quietgrad.objectives.tables import kernels
+
+    return kernels.add_scalar, kernels.address_of(residual)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +130,9 @@ class Logistic(OneScoreLoss):
         return 1.0, 0.25, _CUBIC
 
     def probabilities(self, data: Any, params: Floats) -> Floats:
-        """P(y = 1) of each record."""
         return self.residual(self.decision(data, params), np.zeros(()), 0.0)
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """0 or 1."""
         return (self.decision(data, params) > 0.0).astype(np.int64)
 
 
@@ -244,19 +232,18 @@ class Hinge(OneScoreLoss):
         return 1.0, 1.0 / self.smoothing, None
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """0 or 1."""
         return (self.decision(data, params) > 0.0).astype(np.int64)
 
 
 @dataclass(frozen=True)
-class Poisson(OneScoreLoss):
+class PoissonDeviance(OneScoreLoss):
     """Poisson loss for counts.
 
     Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
 
     Above log h, the largest mean, the exponential goes on as its parabola: means stay convex and grow no faster.
 
-    >>> Poisson(20.0, row_bound=1.0).constants().smoothness
+    >>> PoissonDeviance(20.0, row_bound=1.0).constants().smoothness
     20.0
     """
 
@@ -285,8 +272,15 @@ class Poisson(OneScoreLoss):
     def moduli(self) -> tuple[None, float, float]:
         return None, self.largest, self.largest
 
+    def _coded(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if (y < 0.0).any():
+            raise DataError(
+                "y contains negative values, and a count is 0 or more. Correct or drop such records, or fit "
+                "another model. No privacy budget was spent."
+            )
+        return super()._coded(y)
+
     def predict(self, data: Any, params: Floats) -> Floats:
-        """The mean count of each record."""
         return self.residual(self.decision(data, params), np.zeros(()), self.largest)
 
 
@@ -347,7 +341,6 @@ class Multinomial(LinearObjective):
 
     classes: int
     task: ClassVar[Task] = "multiclass"
-    gathered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -356,7 +349,6 @@ class Multinomial(LinearObjective):
 
     @property
     def outputs(self) -> int:
-        """K."""
         return self.classes
 
     def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
@@ -376,24 +368,10 @@ class Multinomial(LinearObjective):
     def moduli(self) -> tuple[float, float, float]:
         return math.sqrt(2.0), 0.5, math.sqrt(2.0) ** 3 * _CUBIC
 
-    def add_indexed(
-        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        """One compiled pass over the rows at ``indices``, which are sparse; the softmax is this kernel's own."""
-        _kernels().add_classes(table, indices, self.classes, params, previous, rule, out)
-
-    def add_grouped(
-        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        """One compiled pass over the rows of the people."""
-        _kernels().add_people_classes(table, groups, self.classes, params, previous, rule, out)
-
     def probabilities(self, data: Any, params: Floats) -> Floats:
-        """P(y = k) of each record and class."""
         return _softmax(self.decision(data, params))
 
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """The likeliest class code."""
         return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
 
 
@@ -409,21 +387,10 @@ LOSSES: dict[str, type[LinearObjective]] = {
     "huber": Huber,
     "squared": Squared,
     "hinge": Hinge,
-    "poisson": Poisson,
+    "poisson": PoissonDeviance,
     "pinball": Pinball,
 }
 """The losses of tables by name; whatever is here is tested against finite differences and attacked by the audit."""
-
-
-@cache
-def _kernels() -> ModuleType:
-    """The compiled sums; importing them imports numba, which only index batches pay for."""
-    from quietgrad.objectives.tables import kernels
-
-    return kernels
-
-
-_FULL_BATCH = "works on the full batch only: use the default method, DPGD or WhitenedGD."
 
 
 @dataclass(frozen=True)
@@ -439,7 +406,6 @@ class OneVsRestHinge(LinearObjective):
     classes: int
     smoothing: float = 1.0
     task: ClassVar[Task] = "multiclass"
-    full_batch_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -449,7 +415,6 @@ class OneVsRestHinge(LinearObjective):
 
     @property
     def outputs(self) -> int:
-        """K."""
         return self.classes
 
     def _sides(self, y: npt.NDArray[Any]) -> Floats:
@@ -467,18 +432,7 @@ class OneVsRestHinge(LinearObjective):
     def moduli(self) -> tuple[float, float, None]:
         return math.sqrt(self.classes), 1.0 / self.smoothing, None
 
-    def add_indexed(
-        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
-
-    def add_grouped(
-        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        raise ValueError(f"a hinge of several classes {_FULL_BATCH}")
-
     def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        """The class with the highest score."""
         return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
 
 
@@ -487,8 +441,7 @@ class _ClassWeights(LinearObjective):
     """w_y times the loss, w public; the largest weight is 1."""
 
     class_weights: tuple[float, ...] = ()
-    gathered: ClassVar[bool] = False
-    full_batch_only: ClassVar[bool] = True
+    compiled: ClassVar[bool] = False
 
     def _of(self, y: npt.NDArray[Any]) -> Floats:
         return np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
@@ -501,16 +454,6 @@ class _ClassWeights(LinearObjective):
 
     def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
         return np.asarray(super().bends(scores, y, tilts) * self._of(y)[:, None])  # type: ignore[safe-super]
-
-    def add_indexed(
-        self, table: Packed, indices: Indices, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        raise ValueError(f"class_weight {_FULL_BATCH}")
-
-    def add_grouped(
-        self, table: Packed, groups: GroupIndex, params: Floats, previous: Floats, rule: Numbers, out: Floats
-    ) -> None:
-        raise ValueError(f"class_weight {_FULL_BATCH}")
 
 
 @dataclass(frozen=True, kw_only=True)

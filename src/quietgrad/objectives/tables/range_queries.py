@@ -36,11 +36,7 @@ _SHRINK = 1.0 / (1.0 + 1e-12)  # covers the rounding of 1/√k
 
 
 def pair_bound(length: float, relation: Relation) -> float:
-    """C of contributions without negative entries and of norm ≤ ``length``: two are at most √2·length apart.
-
-    >>> pair_bound(2.0, Relation.ADD_REMOVE), round(pair_bound(2.0, Relation.REPLACE_ONE), 4)
-    (2.0, 1.4142)
-    """
+    """C of contributions without negative entries and of norm ≤ ``length``: two are at most √2·length apart."""
     return length / math.sqrt(2.0) if relation is Relation.REPLACE_ONE else length
 
 
@@ -73,8 +69,18 @@ def _entries(block: Any, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, Any, 
     return rows[kept], part.indices[kept], part.data[kept], part.shape[0]
 
 
+class _UnitCounts:
+    """Counts to which a record gives a vector of length 1 at most, without negative entries."""
+
+    relation: Relation
+
+    @property
+    def bound(self) -> float:
+        return pair_bound(1.0, self.relation)
+
+
 @dataclass(frozen=True, eq=False)
-class Magnitudes:
+class Magnitudes(_UnitCounts):
     """Σ of unit-length rows' counts by feature, sign and octave; with ``pooled`` the features share one histogram.
 
     Args:
@@ -82,6 +88,7 @@ class Magnitudes:
         relation: what a neighbour is.
         pooled: a row gives each octave the part of its non-zero entries that falls there, whatever the feature:
             a vector of sum 1, so no longer than 1.
+        units: public numbers that the chosen features are divided by first.
 
     >>> from quietgrad.objectives.tables.table import lay_out
     >>> query = Magnitudes(np.arange(2))
@@ -95,18 +102,13 @@ class Magnitudes:
     chosen: npt.NDArray[np.int64]
     relation: Relation = Relation.ADD_REMOVE
     pooled: bool = False
-
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
+    units: Floats | None = None
 
     @property
     def _groups(self) -> int:
         return 1 if self.pooled else len(self.chosen)
 
     def dim(self, records: Any) -> int:
-        """Features × signs × octaves."""
         return self._groups * 2 * OCTAVES
 
     def counts(self, released: Floats) -> Floats:
@@ -114,13 +116,13 @@ class Magnitudes:
         return released.reshape(self._groups, 2, OCTAVES)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
             sizes = np.maximum(np.bincount(rows, minlength=count), 1)
             weights = shared.of(which) * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
             groups = 0 if self.pooled else columns
+            values = values if self.units is None else values / self.units[columns]
             bins = (groups * 2 + (values < 0.0)) * OCTAVES + octave(values)
             out += np.bincount(bins, weights=weights[rows], minlength=len(out))
 
@@ -143,15 +145,12 @@ class MeanOctaves:
 
     @property
     def bound(self) -> float:
-        """Five octaves for each feature."""
         return 5.0 * math.sqrt(len(self.chosen))
 
     def dim(self, records: Any) -> int:
-        """One number per feature."""
         return len(self.chosen)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the sum."""
         shared = rows_of(batch)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
@@ -162,7 +161,7 @@ class MeanOctaves:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(_UnitCounts):
     """Σ of unit-length rows' counts in equal bins of an interval of each chosen feature; no bin for values outside.
 
     >>> from quietgrad.objectives.tables.table import lay_out
@@ -178,17 +177,10 @@ class Pieces:
     relation: Relation = Relation.ADD_REMOVE
     pieces: int = PIECES
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """Features × bins."""
         return len(self.chosen) * self.pieces
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         starts = np.arange(len(self.chosen)) * self.pieces
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
@@ -221,15 +213,12 @@ class FeatureBins:
 
     @property
     def bound(self) -> float:
-        """√features, or less where only the distance of two records counts."""
         return pair_bound(math.sqrt(len(self.chosen)), self.relation)
 
     def dim(self, records: Any) -> int:
-        """Features × bins."""
         return len(self.chosen) * (int(self.edges.shape[1]) - 1)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         shared = _everyone(batch, self.relation)
         parts = out.reshape(len(self.chosen), -1)
         for which, block in shared.records.blocks(shared.indices):
@@ -251,7 +240,7 @@ def _pieces(
 
 
 @dataclass(frozen=True)
-class TargetMagnitudes:
+class TargetMagnitudes(_UnitCounts):
     """Counts of targets by sign and octave, zero apart: one record is one count.
 
     >>> query, out = TargetMagnitudes(), np.zeros(2 * OCTAVES + 1)
@@ -262,41 +251,27 @@ class TargetMagnitudes:
 
     relation: Relation = Relation.ADD_REMOVE
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """Signs × octaves, and zero."""
         return 2 * OCTAVES + 1
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         y, weights = _targets(_everyone(batch, self.relation))
         bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + octave(y))
         out += np.bincount(bins, weights, len(out))
 
 
 @dataclass(frozen=True)
-class TargetPieces:
+class TargetPieces(_UnitCounts):
     """Counts of targets in equal bins of [low, high]; one record is one count, or none if it lies outside."""
 
     low: float
     high: float
     relation: Relation = Relation.ADD_REMOVE
 
-    @property
-    def bound(self) -> float:
-        """1, or 1/√2 where only the distance of two records counts."""
-        return pair_bound(1.0, self.relation)
-
     def dim(self, records: Any) -> int:
-        """One count per bin."""
         return PIECES
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         y, weights = _targets(_everyone(batch, self.relation))
         bins, inside = _pieces(y, self.low, self.high)
         out += np.bincount(bins, weights=inside * weights, minlength=PIECES)
@@ -327,7 +302,6 @@ class View(ABC):
         """Targets as they are shown."""
 
     def features_of(self, records: Any) -> int:
-        """Columns of the rows that are shown."""
         return int(records.features)
 
     def of(self, records: Any) -> Any:
@@ -389,7 +363,6 @@ class Frame(View):
 
     @property
     def target_centre(self) -> float:
-        """The middle of the targets' interval."""
         return 0.0 if self.target is None or self.unit else 0.5 * (self.target[0] + self.target[1])
 
     @property
@@ -412,7 +385,6 @@ class Frame(View):
         return moved
 
     def apply(self, X: Any) -> Any:
-        """Rows in the frame's units."""
         if isinstance(X, np.ndarray):
             return (np.clip(X, self.low, self.high) - self.centre) / self.half
         moved = self.clipped(X)
@@ -420,7 +392,6 @@ class Frame(View):
         return moved
 
     def targets(self, y: Any) -> Any:
-        """Targets in the frame's units."""
         if self.target is None or y is None:
             return y
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
@@ -441,13 +412,10 @@ class Framed:
 
     @property
     def bound(self) -> float:
-        """That of the query."""
         return self.query.bound
 
     def dim(self, records: Any) -> int:
-        """That of the query."""
         return self.query.dim(_Shown(self.frame.features_of(records)))
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the query's sum."""
         self.query.sum_into(objective, batch._replace(records=self.frame.of(batch.records)), out)

@@ -49,11 +49,9 @@ from quietgrad.objectives.tables.range_queries import (
 )
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
-    FeatureMoments,
     MeanSquares,
     RowNormHistogram,
     SecondMomentMatrix,
-    SecondMoments,
     WhitenedGradient,
     WhitenedInformation,
 )
@@ -88,7 +86,7 @@ class Task(NamedTuple):
         return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
 
 
-class Parts(Protocol):
+class PartReader(Protocol):
     """Reads parts; small, frozen, and sent to wherever the data lie."""
 
     def blocks(self, task: Task) -> Iterator[Any]:
@@ -96,7 +94,7 @@ class Parts(Protocol):
         ...
 
 
-Work = Callable[[Parts, Task], Value]
+Work = Callable[[PartReader, Task], Value]
 
 
 UNCOUNTED = (
@@ -106,7 +104,7 @@ UNCOUNTED = (
 
 
 @runtime_checkable
-class Source(Protocol):
+class ScanSource(Protocol):
     """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""
 
     @property
@@ -184,7 +182,7 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 
 _ADDITIVE = frozenset({
     Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, PackedHessian, CellSums, FeatureMean,
-    SecondMoments, FeatureMoments, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+    MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
     WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
 })  # fmt: skip
 
@@ -209,7 +207,7 @@ class _Sum:
     shape: tuple[int, ...]
     key: bytes | None = field(default=None, repr=False)
 
-    def __call__(self, parts: Parts, task: Task) -> npt.NDArray[np.float64]:
+    def __call__(self, parts: PartReader, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.shape)
         # A warning about an overflow would tell that there is a record that causes it.
         with np.errstate(all="ignore"):
@@ -256,7 +254,7 @@ class Scanned(StreamedRecords):
 
     is_scanned: ClassVar[bool] = True
 
-    def __init__(self, reading: Any, source: Source, dim: int) -> None:
+    def __init__(self, reading: Any, source: ScanSource, dim: int) -> None:
         whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
             raise DataError("person: the scan was made with a person column; pass person= here too.")
@@ -367,7 +365,7 @@ class _CountLabels:
 
     key: bytes | None = field(repr=False)
 
-    def __call__(self, parts: Parts, task: Task) -> dict[Any, int]:
+    def __call__(self, parts: PartReader, task: Task) -> dict[Any, int]:
         counts: dict[Any, int] = {}
         for data in parts.blocks(task):
             rows = data.data if isinstance(data, RecordsWithIds) else data
@@ -389,40 +387,20 @@ def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
     return both
 
 
-# --- what a linear objective asks of scanned records ------------------------------------------------------------
+# --- what a linear objective asks of scanned records: summands, by ``partial`` of all but the last three ---------
 
 
-def rule_sum(points: Sequence[Any], rule: Any) -> Callable[[Any, Batch, Any], None]:
-    """The summand of ``objective.add`` with these points and this rule."""
-    return partial(_rule_sum, tuple(points), rule)
-
-
-def _rule_sum(points: Any, rule: Any, objective: Any, batch: Batch, out: Any) -> None:
+def rule_sum(points: Sequence[Any], rule: Any, objective: Any, batch: Batch, out: Any) -> None:
     objective.add(batch, points, rule, out)
 
 
-def plain_sum(params: Any) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ ∇fᵢ(θ), not clipped."""
-    return partial(_plain_sum, params)
-
-
-def _plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
+def plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
     out += objective._sum(batch.records, params, params, None)
 
 
-def loss_sum(params: Any, bound: float) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ min(fᵢ(θ), bound)."""
-    return partial(_loss_sum, params, bound)
-
-
-def _loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
+def loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
     out += objective.loss_sum(batch, params, bound)
 
 
-def hessian_sum(params: Any, clip: float) -> Callable[[Any, Batch, Any], None]:
-    """The summand Σ ∇²fᵢ(θ), each shortened."""
-    return partial(_hessian_sum, params, clip)
-
-
-def _hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
+def hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
     objective.add_hessians(batch, params, clip, out)

@@ -27,11 +27,7 @@ _FUNCTIONS = 3  # of each member of a pair: its line and two waves
 
 
 def usual_edges(low: float, high: float, bins: int) -> Floats:
-    """Bin edges where nothing is known but a range: equal in √|x| on both sides of zero if it holds it, else equal.
-
-    >>> usual_edges(0.0, 4.0, 4).tolist()
-    [0.0, 0.25, 1.0, 2.25, 4.0]
-    """
+    """Bin edges where only a range is known: equal in √|x| on both sides of zero if it holds zero, else equal."""
     if not low <= 0.0 <= high:
         return np.linspace(low, high, bins + 1)
     reach = max(-low, high)
@@ -73,11 +69,9 @@ class Feature:
 
     @property
     def bins(self) -> int:
-        """Bins of a numeric feature."""
         return max(len(self.cuts) - 1, 0)
 
     def edges(self) -> Floats:
-        """Bin edges."""
         return np.array(self.cuts)
 
     def line(self, column: Floats) -> Floats:
@@ -168,7 +162,6 @@ class Shapes:
 
     @property
     def columns(self) -> int:
-        """Columns of the expanded table."""
         return int(self.parts()[-1].stop)
 
     def _products(self, pair: tuple[int, int]) -> int:
@@ -206,7 +199,6 @@ class Shapes:
         return mine.ravel()
 
     def to_json(self) -> list[Any]:
-        """The map as JSON values."""
         plain = [v.item() if isinstance(v, np.generic) else v for f in self.features for v in f.values]
         values = iter(plain)
         features = [
@@ -238,13 +230,10 @@ class Expanded(View):
     frame: Frame
 
     def apply(self, X: Any) -> Any:
-        """The expanded columns."""
         return self.shapes.expand(np.asarray(X, dtype=np.float64))
 
     def targets(self, y: Any) -> Any:
-        """Targets in the frame's units."""
         return self.frame.targets(y)
 
     def features_of(self, records: Any) -> int:
-        """Columns of the shapes."""
         return self.shapes.columns

@@ -65,8 +65,7 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
     quietgrad.errors.DataError: X: column 1 must be numbers and 2 rows are not. Encode categories, or fill ...
     """
     try:
-        array = np.asarray(values)
-        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+        cells = _cells(values)
     except (TypeError, ValueError):
         raise DataError(f"{what}: rows of different lengths. Pass one row per record, all equally long.") from None
     if cells.dtype.kind in "buif":
@@ -78,6 +77,11 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
         raise DataError(f"{what}: holds numbers that are no float64. Rescale them first.") from None
 
 
+def _cells(values: Any) -> npt.NDArray[Any]:
+    array = np.asarray(values)
+    return array if array.dtype.kind in "buifc" else np.asarray(values, dtype=object)
+
+
 def refuse_text(values: Any, what: str) -> None:
     """Raise DataError as :func:`numbers_of` does if a cell is text or a list; other checks would quote it."""
     from scipy import sparse
@@ -85,11 +89,10 @@ def refuse_text(values: Any, what: str) -> None:
     if sparse.issparse(values):
         return
     try:
-        array = np.asarray(values)
-        cells = array if array.dtype.kind in "buif" else np.asarray(values, dtype=object)
+        cells = _cells(values)
     except (TypeError, ValueError):
         return  # not a table at all, which is said without looking at cells
-    if array.dtype.kind == "c":  # scikit-learn would print the array
+    if cells.dtype.kind == "c":  # scikit-learn would print the array
         raise DataError(f"{what}: Complex data not supported; give real numbers.")
     if cells.dtype.kind not in "buif":
         _refuse(values, cells, _are((str, bytes, list, tuple, set, np.ndarray), cells), what)
@@ -119,11 +122,11 @@ def _names(values: Any, width: int) -> Sequence[Any]:
     """What the columns are called, or their places: an Arrow table's ``columns`` are the cells themselves."""
     if isinstance(names := getattr(values, "column_names", None), list):
         return names
-    return list(values.columns) if isinstance(values, _Frame) else range(width)
+    return list(values.columns) if isinstance(values, _DataFrame) else range(width)
 
 
 @runtime_checkable
-class _Frame(Protocol):
+class _DataFrame(Protocol):
     """A data frame of any library."""
 
     @property
@@ -193,8 +196,7 @@ _NO_FLOATS: Floats = np.zeros(0)
 class Affine:
     """The public feature transform x ↦ s∘(x−m), or x ↦ S(x−m) with a symmetric matrix S in place of s.
 
-    A matrix whitens correlated features. It is applied to sums and weights, never to the table; index batches
-    do not support it.
+    A matrix whitens correlated features. It is applied to sums and weights, never to the table.
 
     >>> Affine(shift=np.array([1.0, 0.0]), scale=np.array([2.0, 2.0])).shift
     array([1., 0.])
@@ -236,7 +238,7 @@ class Table:
         intercept: the value of the virtual constant column; 0 for none.
         transform: a public shift and scale of the features.
         row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
-        rows: ``"clip"`` shortens a row that is longer than R, whoever's it is; ``"normalize"`` brings every row to
+        rows: ``"clip"`` shortens a row that is longer than R, every one alike; ``"normalize"`` brings every row to
             length R exactly.
 
     >>> from quietgrad.objectives.tables.table import lay_out
@@ -264,7 +266,6 @@ class Table:
         self.row_bound = row_bound
         self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
         self.frame: Any = None  # the public box these rows were moved into, if any
-        self.grams: Any = None  # inner products of the rows of people who were asked about (person_grams)
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""
@@ -301,16 +302,17 @@ class Table:
         for array in (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,):
             yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a matrix mixes the features, which only sums in blocks can follow."""
+        return self.transform is not None and self.transform.is_matrix
+
     @cached_property
     def packed(self) -> Packed:
         """What the compiled kernels read: rows, y, norms, factors, shift, scale, intercept.
 
         Read-only views throughout: one compiled version then serves every caller's arrays.
         """
-        if self.transform is not None and self.transform.is_matrix:
-            raise ValueError(
-                "a matrix transform works on the full batch only: use DPGD, or scale features one by one."
-            )
         rows = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
         shift = self.transform.shift if self.transform else _NO_FLOATS
         scale = self.transform.scale if self.transform else _NO_FLOATS
@@ -322,7 +324,7 @@ class Table:
         other = copy(self)
         for name in ("packed", "_sparse_blocks"):
             vars(other).pop(name, None)
-        other.X, other.views, other.grams = self.X[order], {}, None
+        other.X, other.views = self.X[order], {}
         other.y = None if self.y is None else self.y[order]
         other.norms = self.norms[order]
         other.factors = self.factors[order] if self.factors.size else self.factors
@@ -378,14 +380,6 @@ class Table:
         squared_scale = np.ones(self.features) if scale is None else scale * scale
         shift_square = 0.0 if shift is None else float(squared_scale @ (shift * shift))
         with np.errstate(over="ignore", invalid="ignore"):
-            if self.transform is None and not self.is_sparse and self.X.flags.fnc:  # column-major
-                # A part of a scan, read once for every release: its norms must not cost more than its sum.
-                from quietgrad.objectives.tables.kernels import row_squares
-
-                raw = row_squares(frozen(self.X.T))
-                norms[:] = np.sqrt(raw + slack * raw + least)
-                norms[np.isnan(norms)] = math.inf
-                return norms
             for which, block in self.blocks():
                 raw = _row_sums(block, squared_scale, None)
                 squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square

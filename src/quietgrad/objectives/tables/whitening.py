@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _LARGEST = 1e75  # its fourth power is finite, so one absurd record cannot turn 
 
 @dataclass(frozen=True)
 class _FeatureSum:
-    """Σ clip_C(vᵢ), vᵢ the concatenation of weighted powers of the raw row xᵢ.
+    """Σ clip_C(vᵢ), vᵢ a power of the raw row xᵢ, entry by entry.
 
     Args:
         clip: C.
@@ -55,10 +55,7 @@ class _FeatureSum:
             raise ValueError(f"clip={self.clip!r}: must be a finite number > 0.")
         object.__setattr__(self, "relation", Relation(self.relation))
 
-    @property
-    def _powers(self) -> tuple[tuple[int, float], ...]:
-        """(power, weight) of each piece of v."""
-        return ((1, 1.0),)
+    power: ClassVar[int] = 1
 
     @property
     def _is_pairwise(self) -> bool:
@@ -70,11 +67,9 @@ class _FeatureSum:
         return self.clip / math.sqrt(2.0) if self._is_pairwise else self.clip
 
     def dim(self, records: Any) -> int:
-        """Length of the released vector: features × pieces."""
-        return int(records.features) * len(self._powers)
+        return int(records.features)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ clip_C(vᵢ)."""
         shared = rows_of(batch)
         records: Table = shared.records
         if self._is_pairwise and batch.indices is not None:
@@ -82,17 +77,13 @@ class _FeatureSum:
                 "under replace-one this bounds the distance of two records, not a record: "
                 "release it with FullBatch() sampling."
             )
-        pieces = out.reshape(len(self._powers), records.features)
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
         lowest = 0.0 if self.nonnegative else -_LARGEST
         for which, block in records.blocks(shared.indices):
-            values = _mapped(block, lambda v: np.clip(v, lowest, _LARGEST))
-            powers = [_mapped(values, lambda v, p=p, w=w: w * v**p) for p, w in self._powers]
-            squares = sum(_row_totals(_mapped(piece, np.square)) for piece in powers)
-            lengths = np.sqrt(squares) * slack
+            values = _mapped(block, lambda v: np.clip(v, lowest, _LARGEST) ** self.power)
+            lengths = np.sqrt(np.asarray(_mapped(values, np.square).sum(axis=1)).ravel()) * slack
             factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(which)
-            for total, piece in zip(pieces, powers, strict=True):
-                total += piece.T @ factors
+            out += values.T @ factors
 
 
 def _mapped(block: Any, function: Any) -> Any:
@@ -102,10 +93,6 @@ def _mapped(block: Any, function: Any) -> Any:
     mapped = block.copy()
     mapped.data = function(block.data.astype(np.float64))
     return mapped
-
-
-def _row_totals(block: Any) -> Floats:
-    return np.asarray(block.sum(axis=1)).ravel()
 
 
 @dataclass(frozen=True)
@@ -118,53 +105,6 @@ class FeatureMean(_FeatureSum):
     >>> out.round(6), query.bound
     (array([6., 8.]), 5.0)
     """
-
-
-@dataclass(frozen=True)
-class SecondMoments(_FeatureSum):
-    """Σ clip_C(xᵢ∘xᵢ): divided by n, private mean squares to scale with.
-
-    >>> SecondMoments(clip=2.0, nonnegative=True, relation=Relation.REPLACE_ONE).bound == 2.0 / 2**0.5
-    True
-    """
-
-    @property
-    def _powers(self) -> tuple[tuple[int, float], ...]:
-        return ((2, 1.0),)
-
-
-@dataclass(frozen=True)
-class FeatureMoments(_FeatureSum):
-    """Σ clip_C((xᵢ, w·xᵢ∘xᵢ)): means and mean squares in one release, with one clip.
-
-    Args:
-        weight: w, how much of the noise budget the squares get; 1 suits features in [−1, 1].
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query, out = FeatureMoments(clip=10.0), np.zeros(2)
-    >>> query.sum_into(None, Batch(Table(lay_out([[1.0], [2.0]]), None), None), out)
-    >>> [moment.round(6).tolist() for moment in query.moments(out, n=2)]
-    [[1.5], [2.5]]
-    """
-
-    weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        _FeatureSum.__post_init__(self)
-        check_clip("weight", self.weight)
-        if not (math.isfinite(self.weight) and self.weight > 0.0):
-            raise ValueError(
-                f"weight={self.weight!r}: must be a finite number > 0. For means alone use FeatureMean."
-            )
-
-    @property
-    def _powers(self) -> tuple[tuple[int, float], ...]:
-        return ((1, 1.0), (2, self.weight))
-
-    def moments(self, released: Floats, n: int) -> tuple[Floats, Floats]:
-        """Means and mean squares from a released sum and the public number of records."""
-        first, second = np.split(released, 2)
-        return first / n, second / (self.weight * n)
 
 
 @dataclass(frozen=True)
@@ -194,11 +134,9 @@ class SecondMomentMatrix:
         return square / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else square
 
     def dim(self, records: Any) -> int:
-        """d(d+1)/2."""
         return int(records.features * (records.features + 1) // 2)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ triangle(x̄ᵢx̄ᵢᵀ); all records only, because under replace-one the bound is about pairs."""
         shared = rows_of(batch)
         records: Table = shared.records
         if batch.indices is not None:
@@ -257,11 +195,9 @@ class RowNormHistogram:
         return np.exp2(np.arange(-40, 41) / 2.0)
 
     def dim(self, records: Any) -> int:
-        """One count per bin."""
         return len(self.edges) + 1
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the counts."""
         if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
             raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
         shared = rows_of(batch)
@@ -283,13 +219,15 @@ class RowNormHistogram:
 
 
 @dataclass(frozen=True)
-class MeanSquares(SecondMoments):
+class MeanSquares(_FeatureSum):
     """Σ clip_C(xᵢ∘xᵢ): the diagonal of the second moments. Squares are never negative, so under replace-one the
     bound is C/√2, whatever the signs of the features.
 
     >>> MeanSquares(2.0, relation=Relation.REPLACE_ONE).bound == 2.0 / 2**0.5
     True
     """
+
+    power: ClassVar[int] = 2
 
     @property
     def _is_pairwise(self) -> bool:
@@ -407,15 +345,12 @@ class WhitenedGradient:
 
     @property
     def bound(self) -> float:
-        """C."""
         return self.clip
 
     def dim(self, records: Any) -> int:
-        """Number of parameters."""
         return len(self.params)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += Σ clip_C(∇fᵢ(θ))."""
         view, records = whitened_view(objective, batch, self.whitening.transform)
         view.add(batch._replace(records=records), (self.params,), ClippingRule.gradient(self.clip), out)
 
@@ -455,11 +390,9 @@ class WhitenedInformation:
         return pair_bound(self.clip, self.relation)
 
     def dim(self, records: Any) -> int:
-        """p(p+1)/2."""
         return len(self.params) * (len(self.params) + 1) // 2
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        """out += the packed sum; all records only, because under replace-one the bound is about pairs."""
         if batch.indices is not None:
             raise ValueError("the information matrix uses all records: plan it with FullBatch() sampling.")
         view, records = whitened_view(objective, batch, self.whitening.transform)

@@ -15,13 +15,9 @@ from quietgrad.objectives.tables.table import Floats
 _FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release
 _TARGET_ALARM = 1e-5  # the same for targets: a false range there is a useless model
 _GROW = 2.5  # deviations at which the neighbour of an occupied bin counts as occupied
-_TAIL, _LEAST_TAIL = (
-    0.05,
-    0.005,
-)  # of a feature's non-zero values may lie beyond its limit: a few far ones must not set the scale
-_POOLED_TAIL = (
-    0.1  # of all values, where all features share one limit: a few large features must not drown the rest
-)
+# Of a feature's non-zero values, so many may lie beyond its limit: a few far ones must not set the scale.
+_TAIL, _LEAST_TAIL = 0.05, 0.005
+_POOLED_TAIL = 0.1  # of all values, if all features share a limit: a few large features must not drown the rest
 _BEYOND = 2  # octaves that a limit for all stored values goes on with them: few are large, and those tell
 _CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
 _COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
@@ -148,11 +144,7 @@ def read_magnitudes(
 
 
 def _tail(noise: float) -> float:
-    """The part of a feature's values that may lie beyond its limit, by the noise relative to the records.
-
-    >>> _tail(1.0), _tail(1e-3), round(_tail(1e-6), 6)
-    (0.05, 0.006, 6e-05)
-    """
+    """The part of a feature's values that may lie beyond its limit, by the noise relative to the records."""
     seen = 6.0 * noise
     return min(max(seen, min(_LEAST_TAIL, 10.0 * seen)), _TAIL)
 
@@ -185,22 +177,13 @@ def _likely(counts: Floats, noise: float, usual: int) -> npt.NDArray[np.int64]:
 
 
 def middle_octave(counts: Floats) -> float:
-    """The median octave of pooled counts (1, sign, octave), negative counts taken as none.
-
-    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 3 - LOWEST] = 9.0
-    >>> middle_octave(counts)
-    3.0
-    """
+    """The median octave of pooled counts (1, sign, octave), negative counts taken as none."""
     both = np.maximum(counts.sum(axis=(0, 1)), 0.0)
     return float(np.searchsorted(np.cumsum(both), 0.5 * both.sum()) + LOWEST)
 
 
 def read_octaves(means: Floats, sigma: float, centre: float) -> Floats:
-    """Upper limits from noisy mean octaves above ``centre``, shrunk towards it as far as they are noise.
-
-    >>> read_octaves(np.array([10.0, -10.0]), 0.0, 3.0).round(6).tolist()
-    [16384.0, 0.015625]
-    """
+    """Upper limits from noisy mean octaves above ``centre``, shrunk towards it as far as they are noise."""
     signal = max(0.0, 1.0 - len(means) * sigma * sigma / max(float(means @ means), 1e-300))
     # The largest value is one or two octaves above the mean octave; an error in it is worse below than above.
     above = centre + signal * means + 1.0 + min(signal * sigma, 2.0)
@@ -280,11 +263,7 @@ def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float
 
 
 def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
-    """The length that 99 % of the rows do not exceed, from counts below ``edges``; the last if nothing stands out.
-
-    >>> read_norms(np.array([0.0, 60.0, 40.0, 1.0]), 1.0, np.array([1.0, 2.0, 4.0]))
-    4.0
-    """
+    """The length that 99 % of rows do not exceed, from counts below ``edges``; the last if nothing stands out."""
     window = windows(counts[None], sigma)
     if not window.found[0]:
         return float(edges[-1])
