@@ -145,16 +145,6 @@ def append_privately(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def restrict_permissions(folder: Path) -> None:
-    """Take all rights of others from everything below ``folder``, whatever wrote it."""
-    for place, folders, files in os.walk(folder):
-        os.chmod(place, 0o700)
-        for name in (*folders, *files):
-            path = os.path.join(place, name)
-            if not os.path.islink(path):
-                os.chmod(path, os.stat(path).st_mode & 0o700)
-
-
 def sync_folder(folder: Path) -> None:
     """Make the creation or removal of a file in ``folder`` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
