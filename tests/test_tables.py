@@ -229,6 +229,7 @@ def test_bounds_that_are_all_too_wide_are_narrowed_alike() -> None:
     X, y = table(800)
     model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-64, 64)] * 6).fit(X, y)
     assert model.result_.config["look"]["ranges"] == "relative"
+    assert model.feature_range_ is not None
     assert model.feature_range_[1].max() <= 16.0
     assert len(set(model.feature_range_[1].tolist())) == 1
 
