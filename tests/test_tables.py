@@ -208,6 +208,43 @@ def test_summary_covers_or_is_refused() -> None:
         small.set_params(inference=True).fit(X, y)
 
 
+def test_a_fit_that_bought_standard_errors_always_has_them() -> None:
+    """Rare classes hide the curvature: intervals are wider. At 95 % fewer than 28 of 36 inside has chance 10⁻⁵."""
+    rng, truth, inside = np.random.default_rng(7), np.array([0.5, -0.4, 0.3, 0.0, 0.2, -3.6]), 0
+    for _ in range(6):
+        X = rng.standard_normal((4000, 5))
+        y = (rng.random(4000) < 1 / (1 + np.exp(-(X @ truth[:-1] + truth[-1])))).astype(int)
+        model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-6, 6)] * 5, inference=True).fit(X, y)
+        rows = model.summary()
+        assert any("intervals along them are wider" in note for note in model.privacy_.notes)
+        inside += int(((rows.lower < truth) & (truth < rows.upper)).sum())
+    assert inside >= 28
+    for refused in ({"class_weight": {1: 2.0}}, {"classes": None}):
+        with pytest.raises(ValueError, match="standard errors are offered"):
+            clone(model).set_params(**refused).fit(X, y)
+
+
+def test_bounds_that_are_all_too_wide_are_narrowed_alike() -> None:
+    """One histogram of 800 × 6 values, of which half are in two octaves: it stands out by ten deviations."""
+    X, y = table(800)
+    model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-64, 64)] * 6).fit(X, y)
+    assert model.result_.config["look"]["ranges"] == "relative"
+    assert model.feature_range_ is not None
+    assert model.feature_range_[1].max() <= 16.0
+    assert len(set(model.feature_range_[1].tolist())) == 1
+
+
+def test_negative_counts_are_refused_before_anything_is_charged(tmp_path: Path) -> None:
+    X = np.random.default_rng(0).standard_normal((2000, 2))
+    y = np.arange(2000) % 5 - (np.arange(2000) == 1234)
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(DataError, match=r"negative values.*No privacy budget was spent") as told:
+        PrivatePoissonRegressor(ledger=path).fit(X, np.where(y == y.min(), -3.5, y))
+    assert "1234" not in str(told.value)
+    assert "3.5" not in str(told.value)
+    assert not path.exists() or not qg.Ledger(path).book().held
+
+
 def test_linear_summary_covers() -> None:
     rng = np.random.default_rng(5)
     truth, inside = np.array([1.0, -0.5, 0.0, 0.3]), 0

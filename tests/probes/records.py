@@ -119,7 +119,8 @@ def labels(objective: LinearObjective, rng: np.random.Generator, size: int) -> n
     if objective.task != "regression":
         classes = max(objective.outputs, 2)
         return np.append(rng.integers(0, classes, size - 2), [0, classes - 1])
-    return np.append(rng.standard_normal(size - 2), [100.0, -100.0])
+    found = np.append(rng.standard_normal(size - 2), [100.0, -100.0])
+    return np.maximum(found, 0.0) if objective.log_link else found
 
 
 def neighbouring_tables(

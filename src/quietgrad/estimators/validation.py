@@ -43,12 +43,7 @@ from quietgrad.training.minimizing import check_people, how_people_count
 
 @dataclass(frozen=True)
 class Columns:
-    """The names of a table's columns and the vocabularies of its categories; ``named`` if it came with names.
-
-    >>> columns = Columns.of(np.array([[1.0, 2.0]]), {1: [2.0, 3.0]})
-    >>> columns.names, columns.numbers(np.array([[7.0, 3.0]])).tolist()
-    (['x0', 'x1'], [[7.0, 1.0]])
-    """
+    """The names of a table's columns and the vocabularies of its categories; ``named`` if it came with names."""
 
     names: list[str]
     named: bool
@@ -279,13 +274,7 @@ class Whom(NamedTuple):
 
 
 def named(X: Any, person: Any) -> tuple[Any, Any]:
-    """(X, ids): a ``person`` that names a column of a data frame is taken out of the features.
-
-    >>> import pandas
-    >>> X, ids = named(pandas.DataFrame({"patient": [7, 7], "age": [40, 41]}), "patient")
-    >>> list(X.columns), ids.tolist()
-    (['age'], [7, 7])
-    """
+    """(X, ids): a ``person`` that names a column of a data frame is taken out of the features."""
     if is_scan(X):
         people = X.of_people(person)
         return people, None if people.person is None else people

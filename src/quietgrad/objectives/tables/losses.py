@@ -485,11 +485,7 @@ _WEIGHTED: dict[type[LinearObjective], Any] = {
 
 
 def weighted(loss: LinearObjective, weights: tuple[float, ...] | None) -> LinearObjective:
-    """``loss`` with class k counted ``weights[k]`` times, scaled so that the largest weight is 1.
-
-    >>> weighted(Logistic(), (1.0, 4.0)).class_weights
-    (0.25, 1.0)
-    """
+    """``loss`` with class k counted ``weights[k]`` times, scaled so that the largest weight is 1."""
     if weights is None:
         return loss
     settings = {field.name: getattr(loss, field.name) for field in fields(loss) if field.init}

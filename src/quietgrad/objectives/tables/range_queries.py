@@ -132,12 +132,6 @@ class MeanOctaves:
     """Σ clip_C of how many octaves each non-zero entry is above a common centre; zeros count as at the centre.
 
     One number per feature instead of a histogram: a coarser answer that far fewer records can pay for.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query, out = MeanOctaves(np.arange(2), 3.0), np.zeros(2)
-    >>> query.sum_into(None, Batch(Table(lay_out([[32.0, 1.0], [8.0, 0.0]]), None), None), out)
-    >>> out.round(6).tolist(), round(query.bound, 3)
-    ([2.0, -3.0], 7.071)
     """
 
     chosen: npt.NDArray[np.int64]
@@ -162,14 +156,7 @@ class MeanOctaves:
 
 @dataclass(frozen=True, eq=False)
 class Pieces(_UnitCounts):
-    """Σ of unit-length rows' counts in equal bins of an interval of each chosen feature; no bin for values outside.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query, out = Pieces(np.array([0]), np.array([0.0]), np.array([32.0])), np.zeros(32)
-    >>> query.sum_into(None, Batch(Table(lay_out([[2.5], [99.0]]), None), None), out)
-    >>> out.round(6)[:4].tolist()
-    [0.0, 0.0, 1.0, 0.0]
-    """
+    """Σ of unit-length rows' counts in equal bins of an interval of each feature; values outside have no bin."""
 
     chosen: npt.NDArray[np.int64]
     low: Floats
@@ -199,12 +186,6 @@ class FeatureBins:
     Args:
         chosen: positions of the features.
         edges: of the bins, one row per feature.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query, out = FeatureBins(np.array([0]), np.array([[0.0, 1.0, 2.0]])), np.zeros(2)
-    >>> query.sum_into(None, Batch(Table(lay_out([[0.5], [7.0]]), None), None), out)
-    >>> out.round(6).tolist(), query.bound
-    ([1.0, 1.0], 1.0)
     """
 
     chosen: npt.NDArray[np.int64]
@@ -241,13 +222,7 @@ def _pieces(
 
 @dataclass(frozen=True)
 class TargetMagnitudes(_UnitCounts):
-    """Counts of targets by sign and octave, zero apart: one record is one count.
-
-    >>> query, out = TargetMagnitudes(), np.zeros(2 * OCTAVES + 1)
-    >>> query.sum_into(None, Batch(Table(np.ones((2, 1)), np.array([0.0, 3.0])), None), out)
-    >>> out[[-1, 2 - LOWEST]].tolist()
-    [1.0, 1.0]
-    """
+    """Counts of targets by sign and octave, zero apart: one record is one count."""
 
     relation: Relation = Relation.ADD_REMOVE
 

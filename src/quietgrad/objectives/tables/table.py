@@ -197,9 +197,6 @@ class Affine:
     """The public feature transform x ↦ s∘(x−m), or x ↦ S(x−m) with a symmetric matrix S in place of s.
 
     A matrix whitens correlated features. It is applied to sums and weights, never to the table.
-
-    >>> Affine(shift=np.array([1.0, 0.0]), scale=np.array([2.0, 2.0])).shift
-    array([1., 0.])
     """
 
     shift: Floats

@@ -176,11 +176,7 @@ def _shortened(block: Any, clip: float, weights: Any) -> Any:
 
 @dataclass(frozen=True)
 class RowNormHistogram:
-    """Counts of row norms between public powers of √2: one record is one count, so the bound is 1.
-
-    >>> len(RowNormHistogram().edges), float(RowNormHistogram().edges[40])
-    (81, 1.0)
-    """
+    """Counts of row norms between public powers of √2: one record is one count, so the bound is 1."""
 
     relation: Relation = Relation.ADD_REMOVE
 

@@ -239,10 +239,6 @@ def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float
     A few targets beyond the interval cost more than an interval that is too wide: an end goes only while it seems
     to hold at most two in a hundred, and fewer where the noise is small; by eighths, or bin by bin where the noise
     is far less than that.
-
-    >>> counts = np.zeros(PIECES); counts[8:16] = 100.0
-    >>> read_ends(counts, 1.0, 0.0, 32.0, 800.0)
-    (8.0, 16.0)
     """
     most = min(_EMPTY, 12.0 * sigma / mass) * mass
     step = 1 if 3.0 * sigma * math.sqrt(PIECES) < _EMPTY * mass else PIECES // 8
