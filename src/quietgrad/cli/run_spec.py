@@ -292,7 +292,7 @@ class RunSpec:
         if self.features is not None and (self.features not in FEATURES or self.landscape is not None):
             raise BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
         if self.landscape is not None and (self.data is not None or self.person is not None):
-            raise BadParameter("a landscape samples records of its own; give no DATA and no --person.",
+            raise BadParameter("a landscape samples its own records; give no DATA and no --person.",
                                param_hint="--landscape")  # fmt: skip
         self.budget()
         by_hand = {
