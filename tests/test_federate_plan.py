@@ -179,7 +179,7 @@ def test_requests_come_by_mail_and_go_back(folder: Path, capfd: pytest.CaptureFi
     for name in ("a", "b"):
         assert main(["federate", "provision", "plan.toml", "--request", name, "--out", f"{name}-keys"]) == 0
         shutil.copy(f"{name}-keys/{name}.request.json", f"{name} (1).json")  # mail programs rename files
-    assert "comes back" in capfd.readouterr().out
+    assert "the answer goes into" in capfd.readouterr().out
     assert "copy it from the folder" in refusal(capfd, "party plan.toml --keys a-keys --data rows.csv")
     words = ["federate", "provision", "plan.toml", "--out", "all", "--with", "a (1).json", "--with"]
     assert main([*words, "a-keys/a.request.json"]) == 2
