@@ -450,6 +450,15 @@ def test_a_member_that_comes_back_with_nonsense_is_named(said: Any) -> None:
         train(algorithm, curator, plan, np.zeros(3))
 
 
+def test_a_party_that_could_not_begin_leaves_no_folder_locked(tmp_path: Path) -> None:
+    good, bad = people()[:2], [*people()[:1], Party(np.zeros((9, 2)), np.zeros(9))]
+    settings: dict[str, Any] = {"budget": qg.Budget(1.0, 1e-5), "folder": tmp_path, "ledger": tmp_path / "l.jsonl"}
+    with pytest.raises(DataError, match="shape") as kept:  # which holds on to all that was made
+        simulate(qg.DPGD(steps=2), Logistic(), bad, **settings)
+    assert simulate(qg.DPGD(steps=2), Logistic(), good, **settings).privacy.is_private
+    del kept
+
+
 @pytest.mark.parametrize("lie", ["another question", "a stranger who opens nothing"])
 def test_a_member_cannot_keep_the_coordinator_asking(lie: str) -> None:
     """Simulated time stands still while members answer: without a limit this would never end."""

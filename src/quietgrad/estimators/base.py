@@ -12,12 +12,14 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
+from sklearn.utils.validation import check_is_fitted
 
+from quietgrad.algorithms import by_name
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
@@ -28,6 +30,7 @@ from quietgrad.errors import DataError, TooNoisyWarning
 from quietgrad.estimators.parts import Parts, joined, newcomers
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, predict_to, scan_if_one
+from quietgrad.estimators.summaries import summarise
 from quietgrad.estimators.validation import Whom, checked_rows, named, without
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.privacy_units import Combine
@@ -308,8 +311,6 @@ class PrivateModel(SpendsPrivacy):
 
         They are about people: only the file's owner may read it.
         """
-        from sklearn.utils.validation import check_is_fitted
-
         check_is_fitted(self)
         return predict_to(self, scan, path)
 
@@ -395,10 +396,6 @@ class PrivateModel(SpendsPrivacy):
         Raises:
             TooNoisyError: the plan of the fit bought none; the message says what would do.
         """
-        from sklearn.utils.validation import check_is_fitted
-
-        from quietgrad.estimators.summaries import summarise
-
         check_is_fitted(self)
         return summarise(self, level)
 
@@ -447,10 +444,6 @@ def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
 
 def _by_name(name: str, n: int) -> Algorithm:
     """An algorithm by its command-line name, with settings that suit ``n`` records where it has none of its own."""
-    from dataclasses import fields
-
-    from quietgrad.algorithms import by_name
-
     kind = by_name(name)
     known = {field.name for field in fields(kind)}
     batch = max(1, min(n, 512))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import RegressorMixin
+from sklearn.metrics import d2_tweedie_score
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.algorithms.additive_gd import AdditiveGD
@@ -214,8 +215,6 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """D², the part of the Poisson deviance that is explained."""
-        from sklearn.metrics import d2_tweedie_score
-
         least = 1e-9 * self.target_range_[1]
         return float(d2_tweedie_score(y, np.maximum(self.predict(X), least), power=1, sample_weight=sample_weight))
 

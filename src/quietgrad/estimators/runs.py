@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.registry import make_objective
 from quietgrad.objectives.tables.losses import LOSSES
+from quietgrad.objectives.tables.shapes import Shapes
 from quietgrad.training.result import Result, load
 
 _KINDS = {
@@ -71,8 +73,6 @@ def from_run(folder: str | Path) -> Any:
 
 def coefficients(result: Result, facts: dict[str, Any]) -> tuple[Any, Any]:
     """(W, b) of a result on raw features, from the public facts that are kept with it."""
-    from quietgrad.objectives.registry import make_objective
-
     given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
     objective: Any = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
     return objective.coefficients(np.asarray(result.params))  # type: ignore[no-any-return]
@@ -148,7 +148,6 @@ def _save_additive(model: Any, folder: Path) -> Path:
 def _additive_from(result: Result) -> Any:
     from quietgrad.estimators import additive
     from quietgrad.estimators.validation import Columns
-    from quietgrad.objectives.tables.shapes import Shapes
 
     facts: Any = result.details["additive"]
     classifies = facts["classes"] is not None

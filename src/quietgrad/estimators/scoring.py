@@ -34,6 +34,7 @@ from quietgrad.objectives.queries.counts import Tabulation
 from quietgrad.objectives.tables.table import lay_out, numbers_of
 from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.training.minimizing import minimize
 from quietgrad.training.result import Privacy, digest_of, load
 
 Floats = npt.NDArray[np.float64]
@@ -250,8 +251,6 @@ class _Publisher:
         return self._size.n
 
     def publish(self, places: CellPlaces, cells: int, groups: int) -> _Released:
-        from quietgrad.training.minimizing import minimize
-
         assert self._size is not None
         people = self._whom.people
         result = minimize(

@@ -36,6 +36,8 @@ from quietgrad.objectives.queries.counts import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import account as price_of
+from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
@@ -236,8 +238,6 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
     def _candidate(self, setting: Mapping[str, Any], n: int, plan: Plan, budget: Budget) -> Any:
         """A round's estimator, with a budget that a fit of un-sampled Gaussian releases meets at that cost."""
-        from quietgrad.privacy.accounting import account as price_of
-
         one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
         return clone(self.estimator).set_params(
             **{
@@ -282,8 +282,6 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
     def _state(self, model: Any, session: CentralSession, event: events.Event) -> float:
         """Say on the chosen model what choosing it cost, not what its own round would have cost alone."""
-        from quietgrad.privacy.accounting import prove
-
         plan = session.plan
         event = plan.with_count(event)
         proof = prove(event, delta=self.delta, relation=self.relation)

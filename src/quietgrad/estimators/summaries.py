@@ -6,7 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy.special import ndtr, ndtri
 
+from quietgrad.algorithms.whitened_gd import CROWDED
 from quietgrad.errors import TooNoisyError
 
 _COLUMNS = ("coef", "std_err", "lower", "upper", "p_value")
@@ -35,8 +37,6 @@ def summarise(model: Any, level: float = 0.95) -> Any:
     covariance = details.get("coefficient_covariance")
     if covariance is None:
         raise TooNoisyError(f"no standard errors: {_why(model)}")
-    from scipy.special import ndtr, ndtri
-
     errors = np.sqrt(np.diag(np.asarray(covariance)))
     values = np.ravel(model.coef_)
     names = [str(name) for name in getattr(model, "feature_names_in_", [f"x{j}" for j in range(len(values))])]
@@ -57,8 +57,6 @@ def summarise(model: Any, level: float = 0.95) -> Any:
 
 
 def _why(model: Any) -> str:
-    from quietgrad.algorithms.whitened_gd import CROWDED
-
     n, p = model.result_.n_public, model.n_features_in_ + 1
     signal = model._signal(n)
     tight = p**1.5 / signal

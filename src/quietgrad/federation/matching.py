@@ -94,7 +94,7 @@ class RecordLinkage:
             raise DataError("people: ids are numbers at one party and texts at another; write them alike at all.")
 
     def __repr__(self) -> str:
-        return "Matching()"  # neither key nor hashes
+        return "RecordLinkage()"  # neither key nor hashes
 
     @classmethod
     def of(cls, parties: Mapping[str, npt.ArrayLike], key: bytes) -> RecordLinkage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -132,26 +133,25 @@ def simulate(
         records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
         start=start,
     )  # fmt: skip
-    if transport is not None:
-        carrier = transport(federation)
-    else:
-        carrier = Processes(federation.makers) if processes else InProcess(federation.handlers)
-    # A process that was killed is not started again here.
-    exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
     payer = Account.of(account, ledger, cap, seeded=seed is not None)
     if budget is not None:
         payer = payer.settled(partial(_contents, plan.asks(objective), parties), plan.unit)
-    curator = FederatedCurator(
-        objective, exchange, account=payer,
-        identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
-    )  # fmt: skip
     notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
-    try:
+    with contextlib.ExitStack() as until_the_end:
+        until_the_end.callback(federation.close)  # also of those who were made before another could not be
+        if transport is not None:
+            carrier = transport(federation)
+        else:
+            carrier = Processes(federation.makers) if processes else InProcess(federation.handlers)
+        until_the_end.callback(carrier.close)
+        # A process that was killed is not started again here.
+        exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
+        curator = FederatedCurator(
+            objective, exchange, account=payer,
+            identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
+        )  # fmt: skip
         result = train(algorithm, curator, plan, x0, account=account, callback=callback, notes=notes, keep=keep)
-    finally:
-        carrier.close()
-        federation.close()
     if home is not None:
         for name in plan.names:
             forget(home, name)
