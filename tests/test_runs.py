@@ -289,13 +289,13 @@ def test_two_folders_of_one_table_add_up_on_the_command_line(
             main(["train", "people.npz", "--algorithm", "dp-gd", "--epsilon", "1", "--out", name, "--quiet"]) == 0
         )
     said = capsys.readouterr().out
-    assert "by 2 runs on this table" in said
+    assert "by 2 runs on 'people.npz'" in said
     assert Ledger("one/ledger.jsonl").path == Ledger("two/ledger.jsonl").path
     assert main(["report", "one", "two"]) == 0
     assert (
         main(["train", "people.npz", "--epsilon", "1", "--out", "three", "--ledger", "own.jsonl", "--quiet"]) == 0
     )
-    assert "by 1 run on 'default'" in capsys.readouterr().out
+    assert "by 1 run on 'people.npz'" in capsys.readouterr().out
 
 
 def test_every_run_has_a_name_that_its_certificate_finds(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quietgrad.cli.options import (
+    DataAccount,
     Delta,
     Explain,
     Json,
@@ -22,6 +23,7 @@ from quietgrad.cli.options import (
     working,
     writable,
 )
+from quietgrad.cli.run_spec import account_of
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.sanitize import sanitize
 
@@ -45,9 +47,7 @@ def describe(
         "description.html"
     ),
     ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    account: Annotated[
-        str, typer.Option(help="Ledger account to charge: a name for the people in the data.")
-    ] = "default",
+    account: DataAccount = None,
     cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
     n_public: Annotated[int | None, typer.Option(help="Public number of records; else counted privately.")] = None,
     person: Annotated[str | None, typer.Option(help="Column of person ids: ε then holds per person.")] = None,
@@ -69,8 +69,9 @@ def describe(
     frame, declared = _columns(cells, public)
     with usage(), working("describing", quiet=as_json):
         found = describe_frame(
-            frame, schema=declared, epsilon=epsilon, delta=delta, relation=relation, ledger=ledger,
-            account=account, cap=cap, n_public=n_public, person=None if person is None else cells[person],
+            frame, schema=declared, epsilon=epsilon, delta=delta, relation=relation,
+            account=account_of(file, account, ledger, cap), n_public=n_public,
+            person=None if person is None else cells[person],
         )  # fmt: skip
     told = found.to_json()
     write_atomically(writable(output), _page(file.name, found).encode())
@@ -90,7 +91,7 @@ def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any
     """The columns as numbers, words and dates, and what is public of each."""
     import numpy as np
 
-    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_date, to_numbers, yes_or_no
+    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_numbers, yes_or_no
 
     frame: dict[str, Any] = {}
     said: dict[str, Any] = {}
@@ -108,8 +109,7 @@ def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any
             bounds = {} if kind.bounds is None else {"bounds": list(kind.bounds)}
             said[name] = {"kind": "number", **bounds, **flagged}
         elif isinstance(kind, Date):
-            days = [None if text in gaps else to_date(text, kind.format) for text in texts]
-            frame[name] = np.array(days, dtype="datetime64[D]")
+            frame[name] = np.array(kind.dates(name, texts, schema.missing), dtype="datetime64[D]")
             days_given = {} if kind.bounds is None else {"bounds": [str(end) for end in kind.bounds]}
             said[name] = {"kind": "date", **days_given, **flagged}
         elif isinstance(kind, YesNo):

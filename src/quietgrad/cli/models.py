@@ -15,6 +15,7 @@ from quietgrad.sanitize import did_you_mean
 
 if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.curators.account import Account
     from quietgrad.data import Dataset
     from quietgrad.training.result import Result
 
@@ -29,7 +30,7 @@ MODELS: dict[str, tuple[str | None, str | None]] = {
 """A model's name and its estimators: of a classification, of a regression."""
 
 
-def estimator_of(spec: RunSpec, data: Dataset, ledger: Path | None) -> Any:
+def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     """The estimator that ``--model`` names, with the run's guarantee, account and public facts."""
     from quietgrad import estimators
 
@@ -45,8 +46,8 @@ def estimator_of(spec: RunSpec, data: Dataset, ledger: Path | None) -> Any:
     if promise is None:
         raise DataError("--model: an estimator is private; leave --non-private out, or --model.")
     given: dict[str, Any] = {
-        "epsilon": promise.epsilon, "delta": promise.delta, "relation": str(promise.relation), "ledger": ledger,
-        "account": spec.account, "cap": spec.cap(), "n_public": spec.n_public, "fit_intercept": spec.intercept,
+        "epsilon": promise.epsilon, "delta": promise.delta, "relation": str(promise.relation),
+        "account": account, "n_public": spec.n_public, "fit_intercept": spec.intercept,
         "feature_bounds": None if data.feature_bounds is None else list(data.feature_bounds),
         "row_bound": spec.row_bound if data.feature_bounds is None else None,
     }  # fmt: skip
@@ -90,7 +91,7 @@ def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
     from quietgrad.estimators.runs import to_run
     from quietgrad.training.result import load
 
-    model = estimator_of(spec, data, spec.ledger_in(out))
+    model = estimator_of(spec, data, spec.payer(out))
     y = data.y if data.classes is None else np.array(data.class_names)[data.y]
     people: dict[str, Any] = {}
     if data.person is not None:

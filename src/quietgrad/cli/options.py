@@ -89,6 +89,10 @@ def known_task(text: str | None) -> str | None:
 
 
 Account = Annotated[str, typer.Option(help="Ledger account to charge: a name for the people in the data.")]
+DataAccount = Annotated[
+    str | None,
+    typer.Option(help="Ledger account to charge: a name for the people in the data; else the file's name."),
+]
 CapEpsilon = Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")]
 RowBound = Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")]
 SchemaFile = Annotated[str | None, typer.Option(help="Public schema of a CSV or parquet file.")]

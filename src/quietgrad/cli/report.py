@@ -19,6 +19,7 @@ import typer
 
 from quietgrad.cli.options import (
     Classes,
+    DataAccount,
     Delta,
     Explain,
     Json,
@@ -31,12 +32,13 @@ from quietgrad.cli.options import (
     show_json,
     usage,
 )
+from quietgrad.cli.run_spec import account_of
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
     from quietgrad.charts import Lines
+    from quietgrad.curators.account import Account
     from quietgrad.data import Dataset
-    from quietgrad.privacy.ledger import Ledger
     from quietgrad.report.page import Run
 
 app = typer.Typer(add_completion=False)
@@ -135,9 +137,11 @@ def frontier(
     out: Annotated[Path, typer.Option(help="Folder for the picture, the numbers and the ledger.")] = Path(
         "runs/frontier"
     ),
-    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else ledger.jsonl in the folder.")] = None,
-    account: Annotated[str, typer.Option(help="Ledger account charged for the fits.")] = "default",
-    held_out: Annotated[str, typer.Option(help="Ledger account charged for the scores.")] = "held-out",
+    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
+    account: DataAccount = None,
+    held_out: Annotated[
+        str | None, typer.Option(help="Ledger account charged for the scores; else the same.", show_default=False)
+    ] = None,
     cap_epsilon: Annotated[
         float | None, typer.Option(help="Refuse if the fits together could exceed this ε.", show_default=False)
     ] = None,
@@ -183,10 +187,10 @@ def frontier(
         found = _public(table, levels, delta, relation, repeats)
     else:
         _ask(table, levels, delta, relation, score_epsilon, n_public, yes=yes, force=force)
-        found = _private(
-            table, levels, delta, relation, score_epsilon, ledger or out / "ledger.jsonl",
-            (account, held_out), cap_epsilon, quiet=as_json,
-        )  # fmt: skip
+        cap = None if cap_epsilon is None else Budget(cap_epsilon, delta, Relation.parse(relation))
+        payer = account_of(data, account, ledger, cap)
+        scored = payer if held_out is None else account_of(test, held_out, ledger, None)
+        found = _private(table, levels, delta, relation, score_epsilon, (payer, scored), quiet=as_json)
     import json
 
     chart = _chart(data, found, relation)
@@ -345,41 +349,37 @@ def _private(
     delta: float,
     relation: str,
     score_epsilon: float,
-    file: Path,
-    accounts: tuple[str, str],
-    cap: float | None,
+    payers: tuple[Account, Account],  # of the fits, of the scores
     *,
     quiet: bool,
 ) -> dict[str, Any]:
     from quietgrad.errors import BudgetError
     from quietgrad.estimators import private_score
     from quietgrad.privacy.budget import Relation
-    from quietgrad.privacy.ledger import Ledger
 
-    most = math.fsum(levels)  # basic composition: the ledger's own is smaller
-    if cap is not None and most > cap:
+    most, cap = math.fsum(levels), payers[0].cap  # basic composition: the ledger's own is smaller
+    if cap is not None and most > cap.epsilon:
         raise BudgetError(
-            f"the fits could cost ε = {most:g} together, more than --cap-epsilon {cap:g}; ask for fewer or "
+            f"the fits could cost ε = {most:g} together, more than --cap-epsilon {cap.epsilon:g}; ask for fewer or "
             "smaller ε. Nothing was spent."
         )
     if not quiet:
         say(
-            f"Charged before it is drawn: at most ε = {most:g} to {accounts[0]!r}, and {len(levels)} scores of "
-            f"ε = {score_epsilon:g} to {accounts[1]!r}, in {file}. Public data cost nothing with --public.",
+            f"Charged before it is drawn: at most ε = {most:g} to {str(payers[0])!r}, and {len(levels)} scores of "
+            f"ε = {score_epsilon:g} to {str(payers[1])!r}. Public data cost nothing with --public.",
             err=True,
         )
-    file.parent.mkdir(parents=True, exist_ok=True)
     points = []
     for level in levels:
-        model = _model(table, level, delta, relation, ledger=str(file), account=accounts[0])
+        model = _model(table, level, delta, relation, account=payers[0])
         model.fit(table.X, table.y)
         score = private_score(
             model, table.X_test, table.y_test, epsilon=score_epsilon, delta=delta, relation=relation,
-            ledger=str(file), account=accounts[1],
+            account=payers[1],
         )  # fmt: skip
         value, error = (score.r2 if table.task == "regression" else score.accuracy) or (math.nan, math.nan)
         points.append({"epsilon": level, "value": float(value), "error": float(error)})
-    spent = {name: _spent(Ledger(file), name, delta, relation) for name in accounts}
+    spent = {str(payer): _spent(payer, delta, relation) for payer in payers}
     told = ", ".join(
         f"ε = {epsilon:.4g} by {name!r}" if epsilon is not None else f"no common ε by {name!r}"
         for name, epsilon in spent.items()
@@ -393,15 +393,16 @@ def _private(
         "public": False,
         "spent": spent,
         "cost": f"cost: {told} in all at δ = {delta:g}; no line without privacy, which would cost without end"
-        + ("" if Relation.parse(relation) is Relation.REPLACE_ONE else _DRAWN),
+        + (_DRAWN if len(spent) > 1 and Relation.parse(relation) is Relation.ADD_REMOVE else ""),
     }
 
 
-def _spent(ledger: Ledger, account: str, delta: float, relation: str) -> float | None:
+def _spent(payer: Account, delta: float, relation: str) -> float | None:
     from quietgrad.errors import UnprovableError
 
+    ledger = payer.open()
     try:
-        return ledger.spent(account, delta=delta, relation=relation).epsilon
+        return None if ledger is None else ledger.spent(payer.name, delta=delta, relation=relation).epsilon
     except UnprovableError:  # earlier runs of the account were planned under another relation
         return None
 

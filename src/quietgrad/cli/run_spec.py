@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, BadParameter, Option
 
 from quietgrad.cli.options import (
-    Account,
     BatchSize,
     CapEpsilon,
     Classes,
     Clip,
+    DataAccount,
     Delimiter,
     Delta,
     Drop,
@@ -54,6 +54,7 @@ from quietgrad.files import is_multi_file, read_json, write_atomically
 from quietgrad.privacy.budget import DEFAULT_RELATION
 
 if TYPE_CHECKING:
+    from quietgrad.curators.account import Account
     from quietgrad.data import Dataset
     from quietgrad.objectives.privacy_units import UnitGrouping
     from quietgrad.objectives.tables.scanned import ScannedPeople
@@ -166,7 +167,7 @@ class RunSpec:
     records_public: Annotated[
         int | None, Option(help="Number of rows of all people together, if that is public.")
     ] = None
-    account: Account = "default"
+    account: DataAccount = None
     cap_epsilon: CapEpsilon = None
     evaluate_train: Annotated[
         bool, Option("--evaluate-train", help="Score the private training records too, without noise.")
@@ -331,6 +332,10 @@ class RunSpec:
     def cap(self) -> Budget | None:
         """The most that the account as a whole may spend."""
         return None if self.cap_epsilon is None else budget(self.cap_epsilon, self.delta, self.relation)
+
+    def payer(self, folder: Path) -> Account:
+        """The account that the run is charged to; all commands on one file have the same."""
+        return account_of(self.data, self.account, self.ledger_in(folder), self.cap())
 
     def people_in(self, data: Any) -> UnitGrouping | ScannedPeople | None:
         """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
@@ -503,3 +508,24 @@ def objective_from(facts: dict[str, Any]) -> Any:
     given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
     with usage():
         return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
+
+
+def account_of(data: str | Path | None, name: str | None, ledger: Path | None, cap: Budget | None) -> Account:
+    """The account of the people in a file: the one named, else the file's name.
+
+    Its table is the whole file, so that runs on different columns or parts of it are known as the same people's.
+    """
+    from quietgrad.curators.account import Account
+    from quietgrad.privacy.ledger_state import LONGEST, check_account_name, fingerprint
+
+    if name is None:
+        parts = Path(data or "demo").parts[-2 if is_multi_file(str(data)) else -1 :]
+        try:
+            name = check_account_name(" ".join(parts)[-LONGEST:])
+        except ValueError:  # a file whose name is none for an account
+            name = "default"
+    paid = Account.of(name, ledger, cap)
+    if data is None or not Path(data).is_file() or paid.ledger is None:
+        return paid
+    with Path(data).open("rb") as file:
+        return dataclasses.replace(paid, table=fingerprint(iter(lambda: file.read(2**20), b"")))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quietgrad.privacy.budget import Budget
 
 _TRAINED = ".trained"
-"""In a run's folder, for its owner alone: keyed digests of the records that were trained on."""
+"""In a run's folder: the name under which its owner keeps digests of the records that were trained on."""
 TOO_NOISY = 0.1
 """A score whose error would be larger is not released."""
 _DIGEST = 8  # bytes
@@ -56,17 +56,36 @@ def _digests(X: Any, y: Any, ids: Any, key: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(words, np.uint64)
 
 
+def _coins(marks: npt.NDArray[np.uint64], person: Any, key: str) -> npt.NDArray[np.uint64]:
+    """A coin for each record, or person: records that are equal have one each, by how many such came before."""
+    if person is not None:
+        return marks
+    _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
+    if len(first) == len(marks):
+        return marks
+    order = np.argsort(inverse, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(inverse))[:-1]])
+    before = np.empty(len(marks), np.int64)
+    before[order] = np.arange(len(marks)) - starts[inverse[order]]
+    again = np.flatnonzero(before)
+    fresh = marks.copy()
+    for row in again:
+        said = marks[row].tobytes() + int(before[row]).to_bytes(8, "little")
+        word = hashlib.blake2b(said, digest_size=_DIGEST, key=bytes.fromhex(key)).digest()
+        fresh[row] = np.frombuffer(word, np.uint64)[0]
+    return fresh
+
+
 def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """A fixed number of records, or of people in the order they come, by a seed: where n is public."""
+    """A fixed number of records by a seed: where n is public, and a record that replaces another has its place."""
     from quietgrad.data.dataset import public_order
 
-    if data.person is None:
-        units = np.arange(data.n)
-    else:
-        first: dict[Any, int] = {}
-        units = np.fromiter((first.setdefault(one, len(first)) for one in data.person), np.int64, data.n)
-    count = int(units.max()) + 1
-    return np.isin(units, public_order(count, seed)[: int(share * count)])
+    if data.person is not None:
+        raise DataError(
+            "--holdout: people have no places of their own in a table, so under replace-one no split of them keeps "
+            "everybody else's side. Use --relation add-remove, or give held-out people with --test."
+        )
+    return np.isin(np.arange(data.n), public_order(data.n, seed)[: int(share * data.n)])
 
 
 def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> Dataset:
@@ -81,9 +100,8 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
     if fixed:
         aside = _by_position(data, share, int(key, 16))
     else:
-        aside = _digests(data.X, data.y, data.person, bytes.fromhex(key)) < np.uint64(int(share * 2**64))
-    if aside.all() or not aside.any():
-        raise DataError(f"{data.name}: has too few records to hold some out; give --test.")
+        coins = _coins(_digests(data.X, data.y, data.person, bytes.fromhex(key)), data.person, key)
+        aside = coins < np.uint64(int(share * 2**64))
     person = None if data.person is None else data.person[~aside]
     return replace(
         data, X=data.X[~aside], y=data.y[~aside], X_test=data.X[aside], y_test=data.y[aside], person=person,
@@ -93,14 +111,22 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
 
 
 def remember_trained(folder: Path, data: Dataset) -> None:
-    """Keep keyed digests of the training records in the run's folder, readable by its owner alone.
+    """Keep keyed digests of the training records beside this user's keys; the run's folder has their name alone.
 
-    The key is this user's own and not in the folder: who gets a copy of the folder can test no guess of a record.
+    Whoever gets a copy of the folder learns nothing of the records from it, not even how many there are.
     """
     salt = secrets.token_bytes(32)
     marks = np.sort(_digests(data.X, data.y, data.person, _own_key(salt)))
     kind = b"p" if data.person is not None else b"r"
-    write_atomically(folder / _TRAINED, kind + salt + marks.tobytes(), private=True)
+    _kept_marks(salt).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(_kept_marks(salt), kind + marks.tobytes(), private=True)
+    write_atomically(folder / _TRAINED, salt, private=True)
+
+
+def _kept_marks(salt: bytes) -> Path:
+    from quietgrad.privacy.keys import KeyFile
+
+    return KeyFile.directory().parent / "trained" / salt[:16].hex()
 
 
 def _own_key(salt: bytes) -> bytes:
@@ -118,8 +144,11 @@ def were_trained_on(folder: Path, X: Any, y: Any, ids: Any) -> bool:
     path = folder / _TRAINED
     if not path.exists():
         return False
-    content = read_bytes(path)
-    kind, key, known = content[:1], _own_key(content[1:33]), np.frombuffer(content[33:], np.uint64)
+    salt = read_bytes(path)
+    if not _kept_marks(salt).exists():  # another user's run, or another machine's
+        return False
+    content = read_bytes(_kept_marks(salt))
+    kind, key, known = content[:1], _own_key(salt), np.frombuffer(content[1:], np.uint64)
     by_id = kind == b"p"
     if by_id and ids is None:
         return False
@@ -175,8 +204,7 @@ def held_out_score(spec: RunSpec, out: Path, data: Any, model: Any, n: float) ->
         labels = np.asarray(model.classes_)[labels.astype(int)]
     return private_score(
         model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
-        ledger=spec.ledger_in(out), account=spec.account, cap=spec.cap(), person=data.person_test,
-        target_bounds=data.label_bounds,
+        account=spec.payer(out), person=data.person_test, target_bounds=data.label_bounds,
     )  # fmt: skip
 
 

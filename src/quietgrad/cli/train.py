@@ -119,7 +119,7 @@ def _descend(
                 return resume(*problem, callback=watched, **kept), watched
             result = minimize(
                 *problem, budget=spec.budget(), n_public=spec.n_public, records_public=spec.records_public,
-                callback=watched, ledger=spec.ledger_in(out), account=spec.account, cap=spec.cap(), **kept,
+                callback=watched, account=spec.payer(out), **kept,
             )  # fmt: skip
             return result, watched
     except KeyboardInterrupt:
@@ -138,7 +138,7 @@ def _fit_model(spec: RunSpec, out: Path, data: Dataset, *, quiet: bool) -> Resul
     from quietgrad.cli import models
 
     with usage():
-        models.estimator_of(spec, data, None)  # a mistake is told before anything is written
+        models.estimator_of(spec, data, "default")  # a mistake is told before anything is written
     _begin(spec, out, data)
     with usage(), working(f"fitting {spec.model or 'linear'}", quiet=quiet):
         result = models.fit(spec, data, out)

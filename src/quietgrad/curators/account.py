@@ -71,15 +71,20 @@ class Account:
         if self.cap is not None and self.ledger is None:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
+    def __str__(self) -> str:
+        return self.asked or self.name
+
     @classmethod
     def of(
-        cls, name: str, ledger: Ledger | str | Path | None, cap: Budget | None, *, seeded: bool = False
+        cls, name: str | Account, ledger: Ledger | str | Path | None, cap: Budget | None, *, seeded: bool = False
     ) -> Account:
         """The account that a front end charges: in the ledger given, else in the project's own.
 
         A ``seeded`` run promises nobody anything, so it is charged where somebody asked for it only. Where there is
-        a ``cap``, a project's ledger that cannot be written is an error like any other.
+        a ``cap``, a project's ledger that cannot be written is an error like any other. An account stays as it is.
         """
+        if isinstance(name, Account):
+            return name
         if ledger is not None or seeded:
             return cls(name, ledger, cap)
         try:
@@ -100,7 +105,7 @@ class Account:
             ledger = self.open()
             assert ledger is not None
             _ = ledger.id  # that it can be written
-            name, table = self.name, fingerprint(contents())
+            name, table = self.name, self.table or fingerprint(contents())
             if any(known is not unit for known in ledger.book().units(name)):
                 name = f"{name}, by {unit}"  # entries about records and about people do not add up
             if canonical_account_name(self.name) in NAMELESS:

@@ -229,11 +229,11 @@ class Date(_Bits):
             found += names if part in self.parts else []
         return (*found, *((f"{column} missing",) if self.indicator else ()))
 
-    def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        """The column as numbers, one row each; a missing entry without `indicator` is NaN."""
+    def dates(self, column: str, values: Cells, missing: Sequence[str]) -> list[date | None]:
+        """The cells as dates, ``None`` for a missing one."""
         absent = set(missing) | {"None", "NaT"}
         try:
-            found = [
+            return [
                 None if (text := str(value).strip()) in absent else to_date(text, self.format) for value in values
             ]
         except ValueError:
@@ -241,6 +241,10 @@ class Date(_Bits):
                 f"column {column!r} holds cells that are not dates of the form {self.format}. Say its format in "
                 'the schema, such as format = "%d.%m.%Y".'
             ) from None
+
+    def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
+        """The column as numbers, one row each; a missing entry without `indicator` is NaN."""
+        found = self.dates(column, values, missing)
         start = self.bounds[0] if self.bounds is not None else self.since
         days = np.array([np.nan if d is None else (d - start).days for d in found], dtype=np.float64)
         gaps = np.isnan(days)

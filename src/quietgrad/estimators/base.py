@@ -65,13 +65,13 @@ class SpendsPrivacy(BaseEstimator):  # type: ignore[misc]
     relation: str = DEFAULT_RELATION
     _: KW_ONLY
     ledger: Any = None
-    account: str = "default"
+    account: str | Account = "default"
     cap: Budget | None = None
     n_public: int | None = None
 
     def __getstate__(self) -> Any:
         if self.ledger is None and not hasattr(self, "privacy_"):
-            note_pickled(self.account)  # to a worker of joblib, perhaps, whose fits this process does not see
+            note_pickled(str(self.account))  # to a worker of joblib, perhaps, whose fits this process does not see
         return super().__getstate__()
 
 
@@ -292,7 +292,7 @@ class PrivateModel(SpendsPrivacy):
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
         try:
-            result = run(method, session, session.initial(), account=self.account, notes=notes)
+            result = run(method, session, session.initial(), account=str(self.account), notes=notes)
         except Exception as error:
             settle_failed_run(session, error)
             raise
@@ -359,7 +359,7 @@ class PrivateModel(SpendsPrivacy):
                 mine = getattr(self, name)
                 setattr(model, name, mine + weight * (getattr(model, name) - mine))
             earlier, part = (replace(m.result_, privacy=m.privacy_) for m in (self, model))
-            result = joined(earlier, part, params_of(model), now, apart=coming.apart, account=self.account)
+            result = joined(earlier, part, params_of(model), now, apart=coming.apart, account=str(self.account))
             model.privacy_ = result.privacy
         model.result_ = result
         kept = ("coef_", "intercept_", "privacy_", "result_", "n_iter_", "n_features_in_", "feature_names_in_")

@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, look_noise
 from quietgrad.estimators.scans import coder, is_scan, with_labels
-from quietgrad.estimators.validation import Whom, check_labels, say, taken_as_public
+from quietgrad.estimators.validation import Whom, check_labels, row_products, say, taken_as_public
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge, weighted
 from quietgrad.plans.counting import NOMINAL
@@ -81,7 +81,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
                 raise DataError("y: Complex data not supported; give labels.")
             X, y = self._validated(X, y)
-            check_labels(y)
+            check_labels(y, declared=public is not None)
             declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:
@@ -117,7 +117,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
     def decision_function(self, X: Any) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
         check_is_fitted(self)
-        scores = self._features(X) @ self.coef_.T + self.intercept_
+        scores = row_products(self._features(X), self.coef_.T) + self.intercept_
         return scores.ravel() if scores.shape[1] == 1 else scores
 
     def predict(self, X: Any) -> Any:

@@ -157,6 +157,7 @@ class _Describe(Algorithm):
         return state.params
 
 
+@np.errstate(all="ignore")  # a warning about a value would tell of the record that has it
 def describe(
     frame: Any,
     schema: Any = None,
@@ -166,7 +167,7 @@ def describe(
     relation: str | Relation = DEFAULT_RELATION,
     pairs: Sequence[tuple[str, str]] | None = None,
     ledger: Any = None,
-    account: str = "default",
+    account: str | Account = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
     person: Any = None,
@@ -243,7 +244,7 @@ def describe(
         off = next(noise for _, noise in released.values()) / math.sqrt(float(parts.sum()))
     if hidden := int(found["hidden_features"]):
         notes = (*notes, f"the ranges of {hidden} columns do not stand out of the noise: declare their bounds")
-    privacy = privacy_statement(session, spent, account, (*whom.notes, *notes))
+    privacy = privacy_statement(session, spent, str(account), (*whom.notes, *notes))
     told = [_row(column, *released[column.name], sums.get(column.name), (n, off)) for column in columns]
     cells = {c.name: _cells(c.levels, *released[c.name]) for c in columns}
     return Description(privacy, n, told, cells, two_way, notes)

@@ -17,7 +17,7 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.scans import is_scan, with_labels
-from quietgrad.estimators.validation import Whom
+from quietgrad.estimators.validation import Whom, row_products
 from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.plans.counting import NOMINAL
@@ -93,7 +93,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
     def predict(self, X: Any) -> Any:
         """The predicted target of each record, within the targets' range."""
         check_is_fitted(self)
-        scores = self._features(X) @ np.atleast_2d(self.coef_).T + self.intercept_
+        scores = row_products(self._features(X), np.atleast_2d(self.coef_).T) + self.intercept_
         return np.clip(scores.ravel(), *self.target_range_)
 
 
@@ -210,7 +210,7 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     def predict(self, X: Any) -> Any:
         """The mean count of each record, within the counts' range."""
         check_is_fitted(self)
-        scores = self._features(X) @ self.coef_ + self.intercept_
+        scores = row_products(self._features(X), self.coef_[:, None])[:, 0] + self.intercept_
         return np.clip(np.exp(np.minimum(scores, 700.0)), *self.target_range_)
 
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:

@@ -28,7 +28,7 @@ from quietgrad.errors import DataError, LedgerWarning
 from quietgrad.estimators.pipelines import learning_steps
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
-from quietgrad.estimators.validation import Whom, named, row_by_row
+from quietgrad.estimators.validation import AskedOnce, Whom, named, row_by_row
 from quietgrad.files import write_atomically
 from quietgrad.objectives.queries.counts import Tabulation
 from quietgrad.objectives.tables.table import lay_out, numbers_of
@@ -115,7 +115,7 @@ def private_score(
     delta: float = 1e-6,
     relation: str | Relation = DEFAULT_RELATION,
     ledger: Any = None,
-    account: str = "held-out",
+    account: str | Account = "held-out",
     cap: Budget | None = None,
     n_public: int | None = None,
     target_bounds: tuple[float, float] | None = None,
@@ -126,8 +126,8 @@ def private_score(
 
     Args:
         model: a classifier with ``classes_`` and ``predict_proba`` (or ``decision_function``), or a regressor. It
-            is taken as public: a model fitted without privacy must not be published either way. Its answer for a
-            record must rest on that record alone; it is asked again in other company, and refused if it does not.
+            is taken as public: a model fitted without privacy must not be published either way. A model of
+            another library is asked about one record at a time.
         X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
             model was fitted on, name the same account.
         epsilon: Privacy budget of this release. Smaller is more private and noisier.
@@ -154,7 +154,8 @@ def private_score(
     X, y = scan_if_one(X, y)
     X, ids = named(X, person)
     if is_scan(X):
-        model, held = nameless(model, X), X.named()
+        model = asked = nameless(model, X)
+        held = X.named()
     else:
         y = np.asarray(y)
         if y.ndim != 1 or not len(y):
@@ -162,14 +163,15 @@ def private_score(
         if y.dtype.kind == "c":
             raise DataError("y: Complex data not supported; give labels or real numbers.")
         held = _Held(X, y)
+        asked = AskedOnce(model)
     whom = Whom.of(ids, len(held), "mean", records_per_person)
     door = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
         binary = len(classes) == 2
-        score = _binary(model, classes, door) if binary else _multiclass(model, classes, door)
+        score = _binary(asked, classes, door) if binary else _multiclass(asked, classes, door)
     else:
-        score = _regression(model, target_bounds, door)
+        score = _regression(asked, target_bounds, door)
     uncovered = tuple(learning_steps(model)) if isinstance(model, Pipeline) else ()
     for told in uncovered:
         warnings.warn(told, LedgerWarning, stacklevel=2)
@@ -208,7 +210,7 @@ class _Held:
         return (cells, weights) if people is None else (cells, weights, people)
 
 
-def _codes(classes: Any, y: Any) -> Any:
+def class_codes(classes: Any, y: Any) -> Any:
     """The position of each label among the model's classes; −1 for one that it does not know."""
     order = np.argsort(classes)  # a run's classes are in the order they were declared in
     codes = order[np.minimum(np.searchsorted(classes, y, sorter=order), len(classes) - 1)]
@@ -291,7 +293,7 @@ def bin_edges(n: int) -> Floats:
 
 
 def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
-    place, codes = np.searchsorted(edges, _logits(model, X)), _codes(classes, y)
+    place, codes = np.searchsorted(edges, _logits(model, X)), class_codes(classes, y)
     if len(place) != len(codes):
         raise DataError("X and y have different numbers of records.")
     return np.where(codes < 0, -1, place * 2 + codes)[:, None], None
@@ -385,7 +387,7 @@ def _warnings(error: float) -> list[str]:
 
 def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
-    codes, k, chances = _codes(classes, y), len(classes), model_has_chances(model)
+    codes, k, chances = class_codes(classes, y), len(classes), model_has_chances(model)
     scores = row_by_row(model, "predict_proba" if chances else "decision_function", X)
     if len(scores) != len(codes):
         raise DataError("X and y have different numbers of records.")
@@ -428,7 +430,8 @@ def _multiclass(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
 
 def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
-    predicted = np.clip(np.asarray(row_by_row(model, "predict", X), dtype=np.float64), low, high)
+    answers = np.asarray(row_by_row(model, "predict", X), dtype=np.float64)
+    predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)
     if len(predicted) != len(y):
         raise DataError("X and y have different numbers of records.")
     target = np.clip(numbers_of(y, "y"), low, high)

@@ -30,6 +30,7 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.base import SpendsPrivacy
 from quietgrad.estimators.scans import refuse_scan
+from quietgrad.estimators.scoring import class_codes
 from quietgrad.estimators.validation import Whom, named, row_by_row
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
 from quietgrad.objectives.queries.counts import MeanScore, Scoring
@@ -344,20 +345,21 @@ def _is_list(values: Any) -> bool:
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:
-    return (row_by_row(model, "predict", X) == y) * 1.0
+    return np.asarray(row_by_row(model, "predict", X) == y) * 1.0
 
 
 def _likelihood(model: Any, X: Any, y: Any) -> Any:
     """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
     chances = row_by_row(model, "predict_proba", X)
-    own = chances[np.arange(len(y)), np.searchsorted(model.classes_, y)]
+    own = chances[np.arange(len(y)), np.maximum(class_codes(model.classes_, y), 0)]  # other labels: the first class
     return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
 
 
 def _closeness(model: Any, X: Any, y: Any) -> Any:
     """1 − (error ÷ a quarter of the targets' range)²."""
     low, high = model.target_range_
-    return 1.0 - ((row_by_row(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
+    close = 1.0 - ((row_by_row(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
+    return np.where(np.isnan(close), 0.0, close)
 
 
 def _rounds(mean: float, u: float) -> int:

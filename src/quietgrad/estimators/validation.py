@@ -12,7 +12,7 @@ them, lets one record move them all. So a model is asked again about the same ro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import DataError, DeclaredWarning, QuietgradError
+from quietgrad.errors import DataError, DeclaredWarning
 from quietgrad.estimators.scans import is_scan, refuse_scan
 from quietgrad.objectives.privacy_units import (
     Combine,
@@ -37,7 +37,6 @@ from quietgrad.objectives.privacy_units import (
 from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.objectives.tables.table import NOT_FINITE, lay_out, refuse_text
 from quietgrad.privacy.budget import PrivacyUnit
-from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.training.minimizing import check_people, how_people_count
 
 
@@ -149,13 +148,19 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     return checked
 
 
-def check_labels(y: Any) -> None:
-    """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end."""
+def check_labels(y: Any, *, declared: bool) -> None:
+    """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end.
+
+    Where classes are declared, a label that is none of them counts as the first, whatever number it is.
+    """
     if not _all_finite(y):
         raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
     if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
         raise DataError("y: some labels are text and some are not. Make them all of one kind.")
-    check_classification_targets(y)
+    if not declared:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one about many different labels comes and goes with a record
+            check_classification_targets(y)
 
 
 def _all_finite(y: Any) -> bool:
@@ -207,9 +212,14 @@ def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
     """The place of each cell in a vocabulary, as it is or as text; −1 for one that is not there."""
     place = {value: code for code, value in enumerate(vocabulary)}
     place |= {str(value): code for code, value in enumerate(vocabulary) if str(value) not in place}
-    return np.array(
-        [place.get(v, place.get(str(v), -1)) for v in np.asarray(column, dtype=object)], dtype=np.float64
-    )
+
+    def code(cell: Any) -> int:
+        try:
+            return place.get(cell, place.get(str(cell), -1))
+        except TypeError:  # a list, say
+            return -1
+
+    return np.array([code(cell) for cell in np.asarray(column, dtype=object)], dtype=np.float64)
 
 
 class Whom(NamedTuple):
@@ -292,59 +302,81 @@ def without(X: Any, column: str | None) -> Any:
     return X[[name for name in X.columns if name != column]]
 
 
-_SPLITS = 8  # two rows are in one half every time with probability 2⁻⁸
-_ALONE = 16
-_DEPENDS = (
-    "X: the model's answer for a record depends on the other records it is asked about (a step that standardises, "
-    "ranks or fills by the rows it is given, or one that draws at random), so one record could move every score. "
-    "Score a model that answers row by row: fit such steps on public numbers first."
-)
-
-
 def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
-    """``model.verb(X)``, if each row is answered so in other company and order too, and alone.
+    """``model.verb`` of every record, each answer from that record alone.
 
-    Rows are split in two secretly and at random, eight times, and each half is asked about in another order;
-    sixteen rows are asked about alone. Every question goes to a copy of its own, as the model was: one that adapts
-    to the first rows it sees would else answer alike ever after. Rounding may differ: matrix products of other
-    shapes round differently. This library's own models answer row by row as they are written: they are asked once.
+    This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked about one
+    record at a time: a step that standardises, ranks or fills by the rows it is given then sees one, and no product
+    of matrices rounds differently for another number of rows. Models of scikit-learn keep nothing of what they are
+    asked; of any other one each record is asked of a fresh copy. A record that the model cannot answer about is
+    answered by NaN (``None`` where answers are no numbers), since an error would tell that there is one.
 
     Raises:
-        DataError: an answer was another one; nothing was reserved.
+        DataError: the model could answer about no record; nothing was reserved.
 
     >>> class Ranks:
     ...     def predict(self, rows):
     ...         return rows[:, 0] - rows.mean()
     >>> Ranks.__module__ = "somebody_else"
-    >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]]))
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: X: the model's answer for a record depends on the other records it is asked ...
+    >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]])).tolist()
+    [0.0, 0.0]
     """
+    if isinstance(model, AskedOnce):
+        return model.answers(verb, X)
     if _is_ours(model):
         return np.asarray(getattr(model, verb)(X))
-    try:
-        fresh = deepcopy(model)
-    except Exception as error:
-        raise DataError(
-            f"model: cannot be copied ({type(error).__name__}), so whether it answers row by row cannot be seen."
-        ) from None
-    n = _safe_len(X)
-    secret = SecureStream(fresh_key(), "row by row").uint64(0, n)
-    order = np.argsort(secret)
-    halves = [
-        order[(secret[order] >> np.uint64(k)) & np.uint64(1) == side] for k in range(_SPLITS) for side in (0, 1)
-    ]
-    whole = _answer(deepcopy(fresh), verb, X)
-    for rows in (*halves, *order[:_ALONE, None]):
-        if not len(rows):
-            continue
-        try:
-            again = _answer(deepcopy(fresh), verb, _safe_indexing(X, rows))
-        except DataError:  # it could answer about all of them
-            raise DataError(_DEPENDS) from None
-        if not _same(whole[rows], again):
-            raise DataError(_DEPENDS)
-    return whole
+    copied: Callable[[Any], Any] = (lambda one: one) if _keeps_nothing(model) else deepcopy
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # one about a value would tell of the record that has it
+        found = [_answer(copied(model), verb, _safe_indexing(X, [row])) for row in range(_safe_len(X))]
+    like = next((answer for answer in found if answer is not None), None)
+    if like is None:
+        raise DataError(f"X: the model could answer about no record. Call model.{verb} on a row to see why.")
+    kind = np.result_type(like.dtype, np.float64) if like.dtype.kind in "biuf" else np.dtype(object)
+    answers = np.full((len(found), *like.shape), np.nan if kind.kind == "f" else None, dtype=kind)
+    for row, answer in enumerate(found):
+        if answer is not None and answer.shape == like.shape:
+            answers[row] = answer
+    return answers
+
+
+class AskedOnce:
+    """A model whose answers about the same rows are kept, since one record at a time is slow."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._known: dict[str, tuple[Any, npt.NDArray[Any]]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def answers(self, verb: str, X: Any) -> npt.NDArray[Any]:
+        """What :func:`row_by_row` says of these rows."""
+        rows, found = self._known.get(verb, (None, None))
+        if found is None or rows is not X:
+            found = row_by_row(self._model, verb, X)
+            self._known[verb] = X, found
+        return found
+
+
+def row_products(X: Any, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """X·W, each row's products rounded in the same way whatever other rows there are.
+
+    A product of two matrices is cut into tiles by their shapes: one record more can change the last digit of every
+    score, and where two scores tie every prediction.
+    """
+    if hasattr(X, "indptr"):  # sparse rows are summed one by one
+        return np.asarray(X @ weights)
+    X, columns = np.asarray(X, dtype=np.float64), np.ascontiguousarray(weights.T)
+    out = np.empty((len(X), len(columns)))
+    block = max(1, _BLOCK // max(1, columns.size))
+    for start in range(0, len(X), block):
+        rows = X[start : start + block]
+        out[start : start + block] = (rows[:, None, :] * columns[None]).sum(axis=2)
+    return out
+
+
+_BLOCK = 2**18  # numbers of one block of products
 
 
 def _is_ours(model: Any) -> bool:
@@ -353,27 +385,19 @@ def _is_ours(model: Any) -> bool:
     return ours and _is_ours(model.best_estimator_) if hasattr(model, "best_estimator_") else ours
 
 
+def _keeps_nothing(model: Any) -> bool:
+    """Whether a model is made of scikit-learn's parts alone, without functions of somebody else's."""
+    parts = [model, *(model.get_params(deep=True).values() if hasattr(model, "get_params") else ())]
+    homes = {type(part).__module__.partition(".")[0] for part in parts if part is model or hasattr(part, "fit")}
+    return homes <= {"sklearn", "quietgrad"} and not any(callable(part) for part in parts)
+
+
 def _safe_len(X: Any) -> int:
     return int(X.shape[0]) if hasattr(X, "shape") else len(X)
 
 
-def _answer(model: Any, verb: str, rows: Any) -> npt.NDArray[Any]:
+def _answer(model: Any, verb: str, row: Any) -> npt.NDArray[Any] | None:
     try:
-        return np.asarray(getattr(model, verb)(rows))
-    except QuietgradError:
-        raise
-    except Exception as error:  # anybody's code: what it says may show a record
-        raise DataError(
-            f"X: the model could not answer ({type(error).__name__}); what it says may quote a cell. Call "
-            f"model.{verb} on these rows to see it."
-        ) from None
-
-
-def _same(first: npt.NDArray[Any], again: npt.NDArray[Any]) -> bool:
-    """Equal, but for rounding: of single precision where the model computes so."""
-    if first.shape != again.shape:
-        return False
-    if first.dtype.kind != "f":
-        return bool((first == again).all())
-    near = 1e-3 if first.dtype.itemsize < 8 else 1e-7
-    return bool(np.isclose(first, again, rtol=near, atol=near * 1e-2, equal_nan=True).all())
+        return np.asarray(np.asarray(getattr(model, verb)(row))[0])
+    except Exception:  # anybody's code: what it says may show a record
+        return None

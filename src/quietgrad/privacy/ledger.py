@@ -27,6 +27,7 @@ from quietgrad.privacy.ledger_state import (
     compose_events,
     fingerprint,
     may_give_back,
+    salted,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Ledger:
             **({} if condition is None else {"condition": check_condition(condition)}),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
-            "fingerprint": fingerprint,
+            "fingerprint": None if fingerprint is None else salted(fingerprint),
         }
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
