@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.privacy.project import project_ledger
 from quietgrad.charts import Bars, Chart, Intervals, Lines, Series, Steps, in_a_file, in_a_notebook
 from quietgrad.cli import main
 from quietgrad.errors import QuietgradError
+from quietgrad.privacy.project import project_ledger
 from quietgrad.report.figures import save_chart
 
 EVIL = "</svg><script>alert(1)</script>\x1b[2J\u202e"

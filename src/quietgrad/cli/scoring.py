@@ -82,8 +82,8 @@ def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_
 
     if data.person is not None:
         raise DataError(
-            "--holdout: people have no places of their own in a table, so under replace-one no split of them keeps "
-            "everybody else's side. Use --relation add-remove, or give held-out people with --test."
+            "--holdout: under replace-one it splits records only, because replacing one person could move others to "
+            "the other side. Use --relation add-remove, or give held-out people with --test."
         )
     return np.isin(np.arange(data.n), public_order(data.n, seed)[: int(share * data.n)])
 
