@@ -82,7 +82,8 @@ def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_
 
     if data.person is not None:
         raise DataError(
-            "--holdout: under replace-one it splits records only, because replacing one person could move others to "
+            "--holdout: under replace-one it splits records only, because replacing one person could move "
+            "others to "
             "the other side. Use --relation add-remove, or give held-out people with --test."
         )
     return np.isin(np.arange(data.n), public_order(data.n, seed)[: int(share * data.n)])
