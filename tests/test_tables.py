@@ -225,13 +225,16 @@ def test_a_fit_that_bought_standard_errors_always_has_them() -> None:
 
 
 def test_bounds_that_are_all_too_wide_are_narrowed_alike() -> None:
-    """One histogram of 800 × 6 values, of which half are in two octaves: it stands out by ten deviations."""
+    """Noise opens a false window, which leaves a range wide, in one fit of a thousand: in both, in one of 10⁶."""
     X, y = table(800)
-    model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-64, 64)] * 6).fit(X, y)
-    assert model.result_.config["look"]["ranges"] == "relative"
-    assert model.feature_range_ is not None
-    assert model.feature_range_[1].max() <= 16.0
-    assert len(set(model.feature_range_[1].tolist())) == 1
+    widest = []
+    for _ in range(2):
+        model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-64, 64)] * 6).fit(X, y)
+        assert model.result_.config["look"]["ranges"] == "relative"
+        assert model.feature_range_ is not None
+        (reach,) = set(model.feature_range_[1].tolist())
+        widest.append(reach)
+    assert min(widest) <= 16.0
 
 
 def test_negative_counts_are_refused_before_anything_is_charged(tmp_path: Path) -> None:
