@@ -1,0 +1,48 @@
+"""What CONTRIBUTING.md adds as examples: each diff applies to the source as it is, touches two files, and works."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+DIFFS = re.findall(r"^```diff\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
+TABLE = """
+import numpy as np, quietgrad as qg
+from quietgrad.algorithms.registry import entry
+from quietgrad.objectives import Logistic
+X = np.random.default_rng(0).normal(size=(500, 2))
+y = (X[:, 0] > 0) * 1.0
+def fit(loss, method):
+    return qg.minimize(loss, (X, y), method, budget=qg.Budget(4.0, 1e-5), n_public=500, seed=0)
+"""
+USES = {
+    "LogCosh": "assert fit(qg.objectives.LogCosh(), qg.DPGD(steps=5)).params[0] > 0",
+    "Pilot": "method = qg.DPSGD(steps=5, batch_size=100, sampling='pilot')\n"
+    "assert 3.9 < qg.plan(method, n=500, budget=qg.Budget(4.0, 1e-5)).epsilon() <= 4.0; fit(Logistic(), method)",
+    "DPSignSGD": "assert fit(Logistic(), entry('dp-sign-sgd').make({'steps': 9, 'batch_size': 250})).params[0] > 0",
+    "units": "from quietgrad.cli import main\nassert main(['units']) == 0",
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_an_addition_is_two_files_and_works(name: str, tmp_path: Path) -> None:
+    (diff,) = [diff for diff in DIFFS if f"class {name}(" in diff or f"/{name}.py" in diff]
+    assert diff.count("diff --git") == 2
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__", "*.nb?"))
+    subprocess.run(["git", "apply", "--recount", "-C1", "-"], input=diff, text=True, cwd=tmp_path, check=True)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "QUIETGRAD_STATE": str(tmp_path / "state")}
+    code = [sys.executable, "-c", TABLE + USES[name]]
+    done = subprocess.run(code, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_diff_is_tried() -> None:
+    assert len(DIFFS) == len(USES)
