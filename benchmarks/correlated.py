@@ -138,7 +138,7 @@ def compare(
 def cost() -> list[dict[str, Any]]:
     """CPU time of a release, correlated ÷ independent: medians of interleaved blocks."""
     from quietgrad.curators.central import CentralCurator
-    from quietgrad.objectives.base import Gradient
+    from quietgrad.objectives.base import GradientQuery
 
     X, y = _table("train")
     rows = []
@@ -153,7 +153,7 @@ def cost() -> list[dict[str, Any]]:
                 session = curator.open(qg.plan(method, n=len(table[1]), budget=qg.Budget(1.0, 1e-5)))
                 started = time.process_time()
                 for _ in range(steps):
-                    session.release("gradient", Gradient(theta, 1.0))
+                    session.release("gradient", GradientQuery(theta, 1.0))
                 took[noise].append((time.process_time() - started) / steps)
         medians = {noise: 1e6 * statistics.median(times) for noise, times in took.items()}
         rows.append({"dim": dim, "ratio": medians["correlated"] / medians["independent"], "cpu_us": medians})

@@ -30,7 +30,7 @@ from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.training import plan as central_plan
@@ -64,12 +64,12 @@ def overhead() -> list[dict[str, float]]:
         X, y = rng.normal(size=(10, d)), np.arange(10) % 2.0
         parties = [Party(X[k : k + 2], y[k : k + 2]) for k in range(0, 10, 2)]
         algorithm = qg.DPGD(steps=10**6)
-        query = Gradient(rng.normal(size=d) * 0.01, 1.0)
+        query = GradientQuery(rng.normal(size=d) * 0.01, 1.0)
         tables = [objective.prepare(party.data) for party in parties]
 
         def gradients(tables: Any = tables, query: Any = query, d: int = d) -> None:
             for table in tables:
-                Gradient(query.params, 1.0).sum_into(objective, Batch(table, None), np.zeros(d))
+                GradientQuery(query.params, 1.0).sum_into(objective, Batch(table, None), np.zeros(d))
 
         row: dict[str, float] = {"dimension": d, "gradients_ms": milliseconds(gradients, repeats)}
         curator = CentralCurator(objective, (X, y))

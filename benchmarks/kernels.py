@@ -26,7 +26,7 @@ import numpy.typing as npt
 import scipy
 from sklearn.datasets import load_svmlight_file
 
-from quietgrad.objectives.base import Batch, RecursiveMomentum
+from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
 from quietgrad.objectives.tables.losses import Logistic
 
 Floats = npt.NDArray[np.float64]
@@ -72,7 +72,7 @@ def main() -> None:
 
     def kernel_calls(X: Any, indices: list[Any]) -> list[Callable[[], None]]:
         records = objective.prepare((X, y))
-        query = RecursiveMomentum(theta, previous, GAMMA, CLIP, DIFFERENCE_CLIP)
+        query = RecursiveMomentumQuery(theta, previous, GAMMA, CLIP, DIFFERENCE_CLIP)
         return [partial(query.sum_into, objective, Batch(records, b), out) for b in indices]
 
     contenders: dict[str, list[Callable[[], None]]] = {

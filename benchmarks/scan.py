@@ -57,10 +57,10 @@ def _records(path: Path, threads: int) -> Any:
 
 
 def _pass(records: Any) -> None:
-    from quietgrad.objectives.base import Batch, Gradient
+    from quietgrad.objectives.base import Batch, GradientQuery
 
     out = np.zeros(records.dim)
-    records.answer(Gradient(np.full(records.dim, 0.01), 1.0), Batch(records, None), out)
+    records.answer(GradientQuery(np.full(records.dim, 0.01), 1.0), Batch(records, None), out)
 
 
 def _arrow(path: Path, threads: int) -> None:

@@ -24,7 +24,7 @@ from scipy.special import betaincinv
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import GradientDifference, RecursiveMomentum
+from quietgrad.objectives.base import GradientDifferenceQuery, RecursiveMomentumQuery
 from quietgrad.objectives.landscapes.base import Landscape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -274,8 +274,8 @@ def cost(repeats: int) -> dict[str, Any]:
         doors = {slot: CentralCurator(loss, (X, y), seed=0).open(plan) for slot, plan in plans.items()}
         points = [rng.standard_normal(120) * 0.1 for _ in range(2)]
         queries: dict[str, Any] = {
-            "o2": lambda p=points: GradientDifference(p[0], p[1], float(np.linalg.norm(p[0] - p[1]))),
-            "next": lambda p=points: RecursiveMomentum(p[0], p[1], 0.1, 1.0, 0.1),
+            "o2": lambda p=points: GradientDifferenceQuery(p[0], p[1], float(np.linalg.norm(p[0] - p[1]))),
+            "next": lambda p=points: RecursiveMomentumQuery(p[0], p[1], 0.1, 1.0, 0.1),
         }
 
         def timed(slot: str, doors: Any = doors, queries: Any = queries) -> float:

@@ -15,7 +15,7 @@ from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
 from quietgrad.audit.replicas import ReplicaSampling
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, ClippingRule, Query, RecursiveMomentum
+from quietgrad.objectives.base import Batch, ClippingRule, Query, RecursiveMomentumQuery
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.events import ZCDP
 from quietgrad.privacy.ledger import Ledger
@@ -359,7 +359,7 @@ class InfinityClipped(Logistic):
             out += gradient * min(1.0, rule.clip / max(float(np.abs(gradient).max()), 1e-300))
 
 
-class SwappedClips(RecursiveMomentum):
+class SwappedClips(RecursiveMomentumQuery):
     """States the sensitivity of Section 6.1 of the DP-SRM paper, where C1 and C2 are exchanged."""
 
     @property

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch import distributed, loop_wrappers, loops, opacus, private_loop, recorded_loop
@@ -64,7 +64,7 @@ def opaque_batches_serve_again(patch: Patch) -> None:
 
     def backward(self: Any, batch: Any) -> None:
         self._session._begun.add(batch._drawn)
-        self.release(batch._drawn, Gradient(self.engine.flatten(self.parameters()), self.rule.clip))
+        self.release(batch._drawn, GradientQuery(self.engine.flatten(self.parameters()), self.rule.clip))
 
     patch.setattr(private_loop.PrivateLoop, "backward", backward)
 

@@ -17,7 +17,7 @@ import quietgrad as qg
 from quietgrad.algorithms.registry import ALGORITHMS, AlgorithmSpec, Example
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives import L2, Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 
 N, D = 3000, 6
 
@@ -97,6 +97,6 @@ def spent_after(plan: Any, data: Any, releases: int, ledger: Path, *, data_depen
     """ε in the ledger after a session was closed so early."""
     session = CentralCurator(Logistic(), data, ledger=ledger).open(plan)
     for _ in range(releases):
-        session.release("gradient", Gradient(np.zeros(data[0].shape[1]), 1.0))
+        session.release("gradient", GradientQuery(np.zeros(data[0].shape[1]), 1.0))
     session.close("enough", data_dependent=data_dependent)
     return qg.Ledger(ledger).spent("default", delta=1e-5, relation=qg.Relation.ADD_REMOVE).epsilon

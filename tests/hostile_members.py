@@ -17,7 +17,7 @@ from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from tests.talk import Talk
 
 
@@ -45,7 +45,7 @@ class HostileCoordinator:
 
     def ask(self, run: str, t: int, clip: float = 1.0, **fields: Any) -> Message:
         """Party b's answer to one round."""
-        query, arrays = pack(Gradient(np.zeros(self.plan.shape.dim), clip))
+        query, arrays = pack(GradientQuery(np.zeros(self.plan.shape.dim), clip))
         words = {"run": run, "round": t, "slot": "gradient", "draw": t, "rho": None, "query": query}
         return self.say("ask", arrays, **{**words, **fields})
 

@@ -338,7 +338,7 @@ class PartyRun(World):
         from quietgrad.federation.plan import Shape
         from quietgrad.federation.planning import federate
         from quietgrad.federation.wire import Message, decode, encode, pack
-        from quietgrad.objectives.base import Gradient
+        from quietgrad.objectives.base import GradientQuery
 
         plan = federate(
             qg.DPGD(steps=STEPS), Logistic(), names=["a", "b"], sizes=[60, 60], shape=Shape(2, 2), budget=BUDGET,
@@ -354,7 +354,7 @@ class PartyRun(World):
             return reply
 
         try:
-            packed, arrays = pack(Gradient(np.zeros(2), 1.0))
+            packed, arrays = pack(GradientQuery(np.zeros(2), 1.0))
             opened = say("open", {})
             for t in range(opened.fields.get("round", STEPS) + 1, STEPS):
                 say("ask", {"round": t, "slot": "gradient", "draw": t, "rho": None, "query": packed}, arrays)

@@ -46,3 +46,13 @@ def test_an_addition_is_two_files_and_works(name: str, tmp_path: Path) -> None:
 
 def test_every_diff_is_tried() -> None:
     assert len(DIFFS) == len(USES)
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    """Leading underscores ignored: a reader who looks a name up finds one class."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        from size import doubles
+    finally:
+        sys.path.pop(0)
+    assert doubles() == {}

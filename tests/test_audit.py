@@ -299,7 +299,7 @@ def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> Non
 def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
     """The planted coordinates leave the model's own sums alone."""
     from quietgrad.audit.single_run import PlantedObjective
-    from quietgrad.objectives.base import Batch, RecursiveMomentum
+    from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
 
     rng = np.random.default_rng(1)
     data = table(rng)
@@ -309,9 +309,9 @@ def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
     theta, before = rng.standard_normal((2, records.dim))
     for indices in (None, np.arange(0, len(records), 2, dtype=np.int64)):
         out, plain = np.zeros(records.dim), np.zeros(8)
-        RecursiveMomentum(theta, before, 0.1, 1.0, 0.2).sum_into(planted, Batch(records, indices), out)
+        RecursiveMomentumQuery(theta, before, 0.1, 1.0, 0.2).sum_into(planted, Batch(records, indices), out)
         own = indices if indices is None else indices[indices < 300]
-        query = RecursiveMomentum(theta[:8].copy(), before[:8].copy(), 0.1, 1.0, 0.2)
+        query = RecursiveMomentumQuery(theta[:8].copy(), before[:8].copy(), 0.1, 1.0, 0.2)
         query.sum_into(objective, Batch(records.inner, own), plain)
         np.testing.assert_allclose(out[:8], plain, rtol=1e-12)
         assert set(np.unique(out[8:].round(12))) <= {0.0, 0.28}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import quietgrad as qg
-from quietgrad.objectives.base import Gradient, JointMomentum, Query, RecursiveMomentum
+from quietgrad.objectives.base import GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
 from quietgrad.privacy.budget import Relation
 from tests.broken import Broken
 from tests.probes.records import probe_sensitivity
@@ -50,9 +50,9 @@ def test_clipped_sums_of_a_circular_convolution_keep_their_bound(relation: Relat
 
     def queries(records: Any) -> Iterator[Query]:
         theta = loss.initial(records)
-        yield Gradient(theta, 1.0)
-        yield RecursiveMomentum(theta, -theta, 0.1, 1.0, 0.2)
-        yield JointMomentum(theta, 0.5 * theta, 0.1, 0.28)
+        yield GradientQuery(theta, 1.0)
+        yield RecursiveMomentumQuery(theta, -theta, 0.1, 1.0, 0.2)
+        yield JointMomentumQuery(theta, 0.5 * theta, 0.1, 0.28)
 
     found = probe_sensitivity(loss, neighbours(relation), queries, relation)
     assert found.verdict == "pass", found

@@ -25,7 +25,7 @@ from quietgrad.certificates import check, issue
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import delta_of
@@ -264,7 +264,7 @@ def band_plan(relation: str = "add-remove", n: int = 300, steps: int = 32) -> Pl
 def transcript(plan: Plan, X: Any, y: Any) -> Floats:
     session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
     theta = np.zeros(X.shape[1])
-    return np.stack([session.release("gradient", Gradient(theta, 1.0)) for _ in range(plan.schedule.releases)])
+    return np.stack([session.release("gradient", GradientQuery(theta, 1.0)) for _ in range(plan.schedule.releases)])
 
 
 @pytest.mark.parametrize(("relation", "times"), [("add-remove", 1.0), ("replace-one", 2.0)])
@@ -337,7 +337,7 @@ def test_nothing_is_asked_between_releases_that_belong_together() -> None:
     slot = Slot("gradient", CyclicPoisson(4, 0.2, ADD), 8, mechanism=BandedToeplitzNoise.made(8, 4))
     X, y = problem(300)
     session = CentralCurator(Logistic(), (X, y)).open(Plan("p", {}, Schedule((look, slot)), 300, BUDGET, 5.0))
-    query = Gradient(np.zeros(6), 1.0)
+    query = GradientQuery(np.zeros(6), 1.0)
     session.release("look", query)
     session.release("gradient", query)
     with pytest.raises(BudgetError, match="cannot be released between"):

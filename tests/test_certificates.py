@@ -25,7 +25,7 @@ from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import Relation
@@ -660,7 +660,7 @@ def conditional(tmp_path_factory: pytest.TempPathFactory) -> Path:
     curator = CentralCurator(qg.objectives.Logistic(), rows, ledger=folder / "ledger.jsonl", run="loop")
     session = curator.open(plan)
     for _ in range(6):
-        session.release("stretch-0", Gradient(np.zeros(1), 1.0))
+        session.release("stretch-0", GradientQuery(np.zeros(1), 1.0))
     privacy = privacy_statement(session, session.close("steps"), "default", ())
     assert str(privacy).endswith(f"proved by pld-poisson, {APART}")
     assert APART in plan.explain()

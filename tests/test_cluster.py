@@ -15,7 +15,7 @@ import quietgrad as qg
 from quietgrad.data.scanning import scan
 from quietgrad.errors import ChangedError, ClusterError, DataError
 from quietgrad.estimators import PrivateLogisticRegression
-from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.tables.scanned import Task
 
 pa = pytest.importorskip("pyarrow")
@@ -67,7 +67,7 @@ def total(table: Any, indices: Any = None) -> Any:
     loss = qg.objectives.Logistic(intercept=True)
     records: Any = loss.prepare(table)
     out = np.zeros(D + 1)
-    records.answer(Gradient(np.linspace(-1, 1, D + 1), 0.8), Batch(records, indices), out)
+    records.answer(GradientQuery(np.linspace(-1, 1, D + 1), 0.8), Batch(records, indices), out)
     return out
 
 
@@ -175,7 +175,7 @@ def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, 
         objective, data = with_privacy_unit(qg.objectives.Logistic(), table, None, "mean", 2)
         records = objective.prepare(data)
         out = np.zeros(2)
-        records.answer(Gradient(np.ones(2), 0.5), Batch(records, None, key), out)
+        records.answer(GradientQuery(np.ones(2), 0.5), Batch(records, None, key), out)
         return out
 
     mine = summed(scan(tmp_path, target="y", person="id"))

@@ -85,9 +85,9 @@ def test_plan_is_a_hard_limit(row: Row) -> None:
 
 
 def qg_gradient(curator: CentralCurator) -> Any:
-    from quietgrad.objectives.base import Gradient
+    from quietgrad.objectives.base import GradientQuery
 
-    return Gradient(curator.initial(), 1.0)
+    return GradientQuery(curator.initial(), 1.0)
 
 
 def session_is_filter(plan: qg.Plan) -> bool:

@@ -22,7 +22,7 @@ import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitzRecurrence
@@ -333,7 +333,7 @@ def transcript(plan: Plan, X: Any, y: Any) -> Floats:
     session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
     slot = plan.schedule.slots[0]
     theta = np.zeros(X.shape[1])
-    return np.stack([session.release(slot.name, Gradient(theta, 1.0)) for _ in range(slot.count)])
+    return np.stack([session.release(slot.name, GradientQuery(theta, 1.0)) for _ in range(slot.count)])
 
 
 def shift(plan: Plan, X: Any, y: Any, X2: Any, y2: Any) -> float:
@@ -491,7 +491,7 @@ def test_a_release_of_bound_zero_advances_the_recursion() -> None:
     theta = np.zeros(X.shape[1])
     usual = transcript(plan, X, y)
     session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
-    mixed = [session.release("gradient", Gradient(theta, 0.0 if k in (3, 4, 9) else 1.0)) for k in range(32)]
+    mixed = [session.release("gradient", GradientQuery(theta, 0.0 if k in (3, 4, 9) else 1.0)) for k in range(32)]
     for k in range(32):
         if k in (3, 4, 9):
             assert not mixed[k].any()

@@ -20,7 +20,7 @@ from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy import events
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.rng import fresh_key
@@ -234,7 +234,7 @@ def opened(plan: FederatedPlan) -> PartyCurator:
 
 
 def ask(someone: PartyCurator, t: int, draw: int) -> Message:
-    packed, arrays = pack(Gradient(np.zeros(3), 1.0))
+    packed, arrays = pack(GradientQuery(np.zeros(3), 1.0))
     words = {"run": "run1", "round": t, "slot": "gradient", "draw": draw, "rho": None, "query": packed}
     return decode(bytes(someone.handle(encode(Message("ask", words, arrays)))))
 

@@ -24,7 +24,7 @@ from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation import Party, simulate
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.plans.schedule import plan as make_plan
 from quietgrad.privacy import calibration, events, mechanisms
@@ -234,7 +234,7 @@ def replaying(
 
 
 def ask(door: CentralSession, at: float = 0.0) -> Floats:
-    answer = door.release("gradient", Gradient(np.full(6, at), 1.0))
+    answer = door.release("gradient", GradientQuery(np.full(6, at), 1.0))
     assert isinstance(answer, np.ndarray)
     return answer
 
@@ -268,7 +268,7 @@ def test_another_question_gets_fresh_noise_and_a_new_charge(edit: str, tmp_path:
     changed[0] *= -1.0
     door, log = replaying(tmp_path, changed if edit == "data" else X, y, used=1)
     clip = 1.0 if edit != "noise scale" else 0.5
-    after = np.asarray(door.release("gradient", Gradient(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
+    after = np.asarray(door.release("gradient", GradientQuery(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
     # Were the noise the same, the difference would be that of the sums: a few units against noise of tens.
     assert np.abs(after - before[1]).max() > 5.0
     assert door.epochs == entries(tmp_path) == 2
@@ -279,7 +279,7 @@ def test_another_question_gets_fresh_noise_and_a_new_charge(edit: str, tmp_path:
     log.close()
     # Interrupted once more, the run goes on in its new epoch, and what it released there is replayed for free.
     door, log = replaying(tmp_path, changed if edit == "data" else X, y, used=1)
-    again = np.asarray(door.release("gradient", Gradient(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
+    again = np.asarray(door.release("gradient", GradientQuery(np.full(6, 0.1 if edit == "data" else 0.4), clip)))
     assert np.array_equal(again, after)
     assert door.epochs == entries(tmp_path) == 2
     closed = door.close("steps")

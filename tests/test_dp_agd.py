@@ -58,11 +58,11 @@ def test_parties_reach_the_regularised_minimum_with_noise() -> None:
 def test_a_large_common_offset_does_not_swallow_the_scores(common: float) -> None:
     """In float64 1e18 + 2000·ln 2 is 1e18 for all candidates: rounding, not a bounded loss, would decide."""
     from quietgrad.curators.central import CentralCurator
-    from quietgrad.objectives.base import Loss
+    from quietgrad.objectives.base import LossQuery
 
     objective, data = Logistic(), table()
     best = qg.minimize(objective, data, qg.GD(steps=200, learning_rate=4.0), budget=None).params
     plan = qg.plan(qg.DPAGD(max_steps=4), n=2000, budget=qg.Budget(50.0, 1e-5))
     door = CentralCurator(objective, data, seed=0).open(plan)
-    queries = [Loss(np.zeros(5), 3.0), Loss(best, 3.0)]
+    queries = [LossQuery(np.zeros(5), 3.0), LossQuery(best, 3.0)]
     assert door.choose("length", queries, rho=door.rho_left / 2, offsets=[common, common]) == 1

@@ -267,17 +267,17 @@ def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials]
 
 def honest(params: Any) -> tuple[Any, Any]:
     from quietgrad.federation.wire import pack
-    from quietgrad.objectives.base import Gradient
+    from quietgrad.objectives.base import GradientQuery
 
-    return pack(Gradient(params, 1.0))
+    return pack(GradientQuery(params, 1.0))
 
 
 def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
     from quietgrad.federation.wire import pack
-    from quietgrad.objectives.base import Gradient
+    from quietgrad.objectives.base import GradientQuery
 
     return {
-        "a larger clip": pack(Gradient(params, 10.0)),
-        "a shorter vector": pack(Gradient(params[:5], 1.0)),
+        "a larger clip": pack(GradientQuery(params, 10.0)),
+        "a shorter vector": pack(GradientQuery(params[:5], 1.0)),
         "nonsense": ({"kind": "nonsense"}, {}),
     }

@@ -25,7 +25,7 @@ from quietgrad.federation.simulation import assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError
@@ -72,7 +72,7 @@ def say(party: PartyCurator, kind: str, run: str = "r1", **fields: Any) -> Messa
 
 
 def ask(party: PartyCurator, t: int, run: str = "r1", **fields: Any) -> Message:
-    packed, arrays = pack(Gradient(np.zeros(D), 1.0))
+    packed, arrays = pack(GradientQuery(np.zeros(D), 1.0))
     words = {"run": run, "round": t, "slot": "gradient", "draw": t, "rho": None, "query": packed, **fields}
     return decode(bytes(party.handle(encode(Message("ask", words, arrays)))))
 

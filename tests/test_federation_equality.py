@@ -134,10 +134,10 @@ def test_equal_weights_average_the_parties(keyed: None) -> None:
         CentralCurator(OBJECTIVE, (party.X, party.y)).open(plan(qg.DPGD(steps=1), n=party.size, budget=None))
         for party in parties
     ]
-    from quietgrad.objectives.base import Gradient
+    from quietgrad.objectives.base import GradientQuery
 
     steps = [
-        session.release("gradient", Gradient(np.zeros(D + 1), 0.7)) / party.size
+        session.release("gradient", GradientQuery(np.zeros(D + 1), 0.7)) / party.size
         for session, party in zip(means, parties, strict=True)
     ]
     np.testing.assert_allclose(got, -np.mean(steps, axis=0), rtol=0.0, atol=1e-12)

@@ -26,7 +26,7 @@ from quietgrad.federation.coordinator import FederatedCurator, FederatedSession
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.objectives.base import Batch, Gradient, Query
+from quietgrad.objectives.base import Batch, GradientQuery, Query
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy import events
@@ -58,7 +58,7 @@ def open_session(
 
 
 def variance(session: FederatedSession, clip: float) -> float:
-    sums = [session.release("gradient", Gradient(np.zeros(D), clip)) for _ in range(ROUNDS)]
+    sums = [session.release("gradient", GradientQuery(np.zeros(D), clip)) for _ in range(ROUNDS)]
     assert len({total.tobytes() for total in sums}) == ROUNDS  # no noise is used twice
     return float(np.mean(np.square(sums)))
 

@@ -17,7 +17,7 @@ from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode, limit, pack
-from quietgrad.objectives.base import Gradient, GradientDifference, Query, RecursiveMomentum
+from quietgrad.objectives.base import GradientDifferenceQuery, GradientQuery, Query, RecursiveMomentumQuery
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Logistic
@@ -53,8 +53,8 @@ def ask(someone: PartyCurator, query: Query, **fields: Any) -> Message:
     return decode(bytes(someone.handle(encode(Message("ask", words, arrays)))))
 
 
-FIRST = Gradient(np.zeros(D), 0.5)
-NEXT = RecursiveMomentum(np.ones(D), np.zeros(D), 0.3, 0.5, 0.2)
+FIRST = GradientQuery(np.zeros(D), 0.5)
+NEXT = RecursiveMomentumQuery(np.ones(D), np.zeros(D), 0.3, 0.5, 0.2)
 
 
 def test_planned_queries_are_answered() -> None:
@@ -65,12 +65,12 @@ def test_planned_queries_are_answered() -> None:
 
 
 OFF_PLAN: dict[str, tuple[Query, dict[str, Any], str]] = {
-    "a larger clip": (Gradient(np.zeros(D), 0.6), {}, "clip is 0.6"),
-    "another kind": (GradientDifference(np.ones(D), np.zeros(D), 0.5), {}, "other fields"),
+    "a larger clip": (GradientQuery(np.zeros(D), 0.6), {}, "clip is 0.6"),
+    "another kind": (GradientDifferenceQuery(np.ones(D), np.zeros(D), 0.5), {}, "other fields"),
     "another gamma": (replace(NEXT, gamma=0.9), {"slot": "next"}, "gamma is 0.9"),
     "a larger difference clip": (replace(NEXT, difference_clip=5.0), {"slot": "next"}, "difference_clip is 5.0"),
     "a query of another slot": (FIRST, {"slot": "next"}, "other fields"),
-    "another length": (Gradient(np.zeros(D + 1), 0.5), {}, "not a vector of shape"),
+    "another length": (GradientQuery(np.zeros(D + 1), 0.5), {}, "not a vector of shape"),
     "a slot that is not planned": (FIRST, {"slot": "hessian"}, "not in the plan"),
     "one too many": (FIRST, {"draw": 1}, "beyond the planned 1"),
     "a budget of its own": (FIRST, {"rho": 1e9}, "no zCDP filter"),
@@ -122,7 +122,7 @@ def test_other_plans_and_other_runs_are_refused() -> None:
 def test_filter_is_kept_by_the_party() -> None:
     plan = made(qg.DPAGD(max_steps=5, clip=0.5))
     someone, rho = opened(plan), plan.event_rho
-    query = Gradient(np.zeros(D), 0.5)
+    query = GradientQuery(np.zeros(D), 0.5)
     first = {"slot": "gradient", "rho": 0.7 * rho}
     assert ask(someone, query, **first).kind == "sum"
     reply = ask(someone, query, **first, round=1, draw=1)

@@ -16,7 +16,14 @@ from quietgrad.federation.planning import federate
 from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, Gradient, Query, following_clip
+from quietgrad.objectives.base import (
+    LARGEST_CLIP,
+    SMALLEST_CLIP,
+    ClippingRule,
+    GradientQuery,
+    Query,
+    following_clip,
+)
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Logistic
@@ -178,7 +185,7 @@ def test_central_and_federated_paths_build_the_same_queries() -> None:
         qg.minimize(Logistic(), (X, y), qg.DPGD(steps=1, clip=1e-300), budget=qg.Budget(1.0, 1e-5))
     with pytest.raises(ValueError, match="clip"):
         made(qg.DPGD(steps=1, clip=1e-300), Logistic(), 3)
-    query: Query = Gradient(np.zeros(3), 1.0)
+    query: Query = GradientQuery(np.zeros(3), 1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert query.bound == 1.0

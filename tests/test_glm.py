@@ -15,12 +15,12 @@ import scipy.sparse as sparse
 
 from quietgrad.objectives.base import (
     Batch,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
     NoRegularizer,
     Query,
-    RecursiveMomentum,
+    RecursiveMomentumQuery,
 )
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.tables import full_batch
@@ -147,16 +147,18 @@ def test_every_sum_equals_the_naive_one(loss: str, shape: str) -> None:
             answer = partial(added, objective, records, indices)
             for clip in (0.0, 0.4, math.inf):
                 expected = sum((clipped(g, clip) for g in now), zero)
-                np.testing.assert_allclose(answer(Gradient(theta, clip)), expected, atol=1e-10)
+                np.testing.assert_allclose(answer(GradientQuery(theta, clip)), expected, atol=1e-10)
                 expected = sum((clipped(g - h, clip) for g, h in zip(now, then, strict=True)), zero)
-                np.testing.assert_allclose(answer(GradientDifference(theta, previous, clip)), expected, atol=1e-10)
+                np.testing.assert_allclose(
+                    answer(GradientDifferenceQuery(theta, previous, clip)), expected, atol=1e-10
+                )
             expected = sum(
                 (0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5) for g, h in zip(now, then, strict=True)), zero
             )
-            got = answer(RecursiveMomentum(theta, previous, 0.2, 0.5, 0.3))
+            got = answer(RecursiveMomentumQuery(theta, previous, 0.2, 0.5, 0.3))
             np.testing.assert_allclose(got, expected, atol=1e-10)
             expected = sum((clipped(g - 0.8 * h, 0.5) for g, h in zip(now, then, strict=True)), zero)
-            got = answer(JointMomentum(theta, previous, 0.2, 0.5))
+            got = answer(JointMomentumQuery(theta, previous, 0.2, 0.5))
             np.testing.assert_allclose(got, expected, atol=1e-10)
             losses = [one_loss(loss, theta, rows[i], y[i]) for i in chosen]
             assert objective.loss_sum(Batch(records, indices), theta, 0.9) == pytest.approx(
@@ -193,7 +195,7 @@ def test_constants_hold_and_are_nearly_attained(loss: str) -> None:
 
     def gradient(theta: Floats) -> Floats:
         out = np.zeros(records.dim)
-        Gradient(theta, math.inf).sum_into(objective, Batch(records, one), out)
+        GradientQuery(theta, math.inf).sum_into(objective, Batch(records, one), out)
         return out
 
     def hessian_times(theta: Floats, v: Floats) -> Floats:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from quietgrad.objectives.base import (
     Batch,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
-    Loss,
-    RecursiveMomentum,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
+    LossQuery,
+    RecursiveMomentumQuery,
 )
 from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
@@ -48,11 +48,11 @@ def released(objective: LinearObjective, query: Any, X: Floats, y: Floats, as_ba
 
 def queries(theta: Floats, previous: Floats) -> list[Any]:
     return [
-        Gradient(theta, 0.7),
-        GradientDifference(theta, previous, 0.3),
-        RecursiveMomentum(theta, previous, 0.1, 1.0, 0.2),
-        JointMomentum(theta, previous, 0.1, 0.5),
-        Loss(theta, 2.0),
+        GradientQuery(theta, 0.7),
+        GradientDifferenceQuery(theta, previous, 0.3),
+        RecursiveMomentumQuery(theta, previous, 0.1, 1.0, 0.2),
+        JointMomentumQuery(theta, previous, 0.1, 0.5),
+        LossQuery(theta, 2.0),
     ]
 
 
@@ -115,7 +115,7 @@ def test_the_exact_clip_boundary(objective: LinearObjective, as_batch: bool) -> 
     X, y = np.array([[1.0, 0.0]]), np.array([1.0])
     dim = objective.prepare((X, y)).dim
     length = {1: 1.0, 2: math.sqrt(0.5)}[objective.outputs] * (0.5 if isinstance(objective, Logistic) else 1.0)
-    got = released(objective, Gradient(np.zeros(dim), length), X, y, as_batch)
+    got = released(objective, GradientQuery(np.zeros(dim), length), X, y, as_batch)
     assert length * (1 - 1e-11) <= np.linalg.norm(got) <= length
 
 
@@ -133,7 +133,7 @@ def test_a_broken_contribution_counts_as_zero(
     objective: LinearObjective, row: list[float], point: list[float], as_batch: bool
 ) -> None:
     """It is not an error, which would tell on the record, and leaves the others' sum as it was."""
-    X, query = np.array([row, [1.0, 2.0]]), Gradient(np.array(point), 1.0)
+    X, query = np.array([row, [1.0, 2.0]]), GradientQuery(np.array(point), 1.0)
     both = released(objective, query, X, np.array([1.0, 1.0]), as_batch)
     alone = released(objective, query, X[1:], np.array([1.0]), as_batch)
     np.testing.assert_array_equal(both, alone)
@@ -151,7 +151,7 @@ def test_centring_close_to_a_huge_mean_keeps_the_bound(as_batch: bool) -> None:
         for layout in (X, sparse.csr_array(X)):
             records = objective.prepare((layout, np.array([1e12])))
             out = np.zeros(records.dim)
-            Gradient(np.zeros(D + 1), 1.0).sum_into(
+            GradientQuery(np.zeros(D + 1), 1.0).sum_into(
                 objective, Batch(records, np.array([0]) if as_batch else None), out
             )
             assert np.linalg.norm(out) <= 1 + 1e-9
@@ -163,7 +163,7 @@ def test_tiny_steps_keep_the_difference_clip(as_batch: bool) -> None:
     X, y = 1e6 * rng.normal(size=(1, D)), np.array([1.0])
     for exponent in range(-17, -5):
         theta = 1e-6 * rng.normal(size=D)
-        query = GradientDifference(theta, theta * (1 + 10.0**exponent), 1e-9)
+        query = GradientDifferenceQuery(theta, theta * (1 + 10.0**exponent), 1e-9)
         assert np.linalg.norm(released(Logistic(), query, X, y, as_batch)) <= 1e-9 * (1 + 1e-9)
 
 
@@ -215,17 +215,17 @@ def test_whitening_equals_mixed_features_and_keeps_the_bound(layout: Any) -> Non
     theta, y = rng.normal(size=D), rng.normal(size=7)
     mixed, plain = Squared().transformed(mean, S), Squared()
     got, expected = np.zeros(D), np.zeros(D)
-    Gradient(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), None), got)
-    Gradient(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), None), expected)
+    GradientQuery(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), None), got)
+    GradientQuery(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), None), expected)
     np.testing.assert_allclose(got, expected, atol=1e-10)
     for exponent in range(-12, 3):
         far = 1e8 * rng.normal(size=D)
         objective = Squared().transformed(far, S)
         records = objective.prepare((layout(far + 10.0**exponent * rng.normal(size=(1, D))), np.array([1e12])))
         out = np.zeros(D)
-        Gradient(np.zeros(D), 1.0).sum_into(objective, Batch(records, None), out)
+        GradientQuery(np.zeros(D), 1.0).sum_into(objective, Batch(records, None), out)
         assert np.linalg.norm(out) <= 1 + 1e-9
     some, got, expected = np.array([4, 0]), np.zeros(D), np.zeros(D)
-    Gradient(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), some), got)
-    Gradient(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), some), expected)
+    GradientQuery(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), some), got)
+    GradientQuery(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), some), expected)
     np.testing.assert_allclose(got, expected, atol=1e-10)

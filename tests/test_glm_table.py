@@ -12,7 +12,7 @@ import pytest
 import scipy.sparse as sparse
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Gradient, RecursiveMomentum
+from quietgrad.objectives.base import Batch, GradientQuery, RecursiveMomentumQuery
 from quietgrad.objectives.regularizers import L2, Nonconvex
 from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.table import Affine, lay_out
@@ -101,7 +101,7 @@ def test_parameters_must_fit_the_records() -> None:
     with pytest.raises(ValueError, match="params: has 3"):
         objective.risk(records, np.zeros(3))
     with pytest.raises(ValueError, match="must have 2 numbers"):
-        Gradient(np.zeros(2), 1.0).sum_into(objective, Batch(records, np.array([0])), np.zeros(3))
+        GradientQuery(np.zeros(2), 1.0).sum_into(objective, Batch(records, np.array([0])), np.zeros(3))
 
 
 def test_an_index_outside_the_table_is_an_error_not_a_read() -> None:
@@ -109,7 +109,7 @@ def test_an_index_outside_the_table_is_an_error_not_a_read() -> None:
         records = objective.prepare((GOOD, [0, 1]))
         for index in (-1, 2):
             with pytest.raises(IndexError):
-                Gradient(objective.initial(records), 1.0).sum_into(
+                GradientQuery(objective.initial(records), 1.0).sum_into(
                     objective, Batch(records, np.array([index])), objective.initial(records)
                 )
 
@@ -134,7 +134,7 @@ def test_matrices_are_shared_not_copied(index_type: type) -> None:
         assert np.shares_memory(records.X.indices, X.indices)
         assert records.y is y
     out = np.zeros(7)
-    Gradient(np.ones(7), 1.0).sum_into(Squared(intercept=True), Batch(again, np.array([3])), out)
+    GradientQuery(np.ones(7), 1.0).sum_into(Squared(intercept=True), Batch(again, np.array([3])), out)
     assert 0 < np.linalg.norm(out) <= 1
     dense = X.toarray()
     assert np.shares_memory(Squared().prepare((dense, y)).X, dense)
@@ -156,8 +156,8 @@ def test_a_fit_adds_little_to_the_size_of_the_data() -> None:
     tracemalloc.start()
     records = objective.prepare((X, y))
     params, out = np.zeros(101), np.zeros(101)
-    Gradient(params, 1.0).sum_into(objective, Batch(records, None), out)
-    RecursiveMomentum(params, out, 0.1, 1.0, 0.1).sum_into(objective, Batch(records, None), np.zeros(101))
+    GradientQuery(params, 1.0).sum_into(objective, Batch(records, None), out)
+    RecursiveMomentumQuery(params, out, 0.1, 1.0, 0.1).sum_into(objective, Batch(records, None), np.zeros(101))
     objective.risk(records, params)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -197,7 +197,7 @@ def test_dense_and_sparse_batches_of_classes_agree(options: dict[str, Any]) -> N
     dense, thin = objective.prepare((X, y)), objective.prepare((sparse.csr_array(X), y))
     batch = np.sort(rng.choice(60, 37, replace=False))
     params, previous = (0.01 * rng.normal(size=dense.dim) for _ in range(2))
-    for query in (Gradient(params, 0.3), RecursiveMomentum(params, previous, 0.2, 0.3, 0.1)):
+    for query in (GradientQuery(params, 0.3), RecursiveMomentumQuery(params, previous, 0.2, 0.3, 0.1)):
         sums = [np.zeros(dense.dim) for _ in range(3)]
         for records, out in zip((dense, dense, thin), sums, strict=True):
             query.sum_into(objective, Batch(records, batch), out)
@@ -206,7 +206,7 @@ def test_dense_and_sparse_batches_of_classes_agree(options: dict[str, Any]) -> N
         assert np.linalg.norm(sums[0]) > 0.1
     for outside in (-1, 60):
         with pytest.raises(IndexError):
-            Gradient(params, 0.3).sum_into(objective, Batch(dense, np.array([outside])), sums[0])
+            GradientQuery(params, 0.3).sum_into(objective, Batch(dense, np.array([outside])), sums[0])
 
 
 _CELL = "HIV-positive since 2019"

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, Gradient, GradientDifference, JointMomentum, RecursiveMomentum
+from quietgrad.objectives.base import (
+    Batch,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
+    RecursiveMomentumQuery,
+)
 from quietgrad.objectives.landscapes.base import Landscape, SyntheticRecords, landscape, landscape_names
 
 Floats = npt.NDArray[np.float64]
@@ -144,10 +150,10 @@ def test_sums_match_clipping_record_by_record(land: Landscape) -> None:
             "joint": clipped(now - 0.7 * then, clip).sum(axis=0),
         }
         out = {name: np.zeros(land.dim) for name in expected}
-        Gradient(x, clip).sum_into(land, Batch(records, indices), out["gradients"])
-        GradientDifference(x, y, small).sum_into(land, Batch(records, indices), out["differences"])
-        RecursiveMomentum(x, y, 0.3, clip, small).sum_into(land, Batch(records, indices), out["momentum"])
-        JointMomentum(x, y, 0.3, clip).sum_into(land, Batch(records, indices), out["joint"])
+        GradientQuery(x, clip).sum_into(land, Batch(records, indices), out["gradients"])
+        GradientDifferenceQuery(x, y, small).sum_into(land, Batch(records, indices), out["differences"])
+        RecursiveMomentumQuery(x, y, 0.3, clip, small).sum_into(land, Batch(records, indices), out["momentum"])
+        JointMomentumQuery(x, y, 0.3, clip).sum_into(land, Batch(records, indices), out["joint"])
         for name, value in expected.items():
             np.testing.assert_allclose(out[name], value, rtol=1e-9, atol=1e-9, err_msg=name)
 
@@ -162,10 +168,10 @@ def test_one_record_never_exceeds_the_clip(land: Landscape, seed: int, exponent:
     clip = 10.0**exponent
     first = np.array([0])
     sums = np.zeros((4, land.dim))
-    Gradient(x, clip).sum_into(land, Batch(one, first), sums[0])
-    GradientDifference(x, y, clip).sum_into(land, Batch(one, first), sums[1])
-    RecursiveMomentum(x, y, 0.4, clip, clip).sum_into(land, Batch(one, first), sums[2])
-    JointMomentum(x, y, 0.4, clip).sum_into(land, Batch(one, first), sums[3])
+    GradientQuery(x, clip).sum_into(land, Batch(one, first), sums[0])
+    GradientDifferenceQuery(x, y, clip).sum_into(land, Batch(one, first), sums[1])
+    RecursiveMomentumQuery(x, y, 0.4, clip, clip).sum_into(land, Batch(one, first), sums[2])
+    JointMomentumQuery(x, y, 0.4, clip).sum_into(land, Batch(one, first), sums[3])
     assert float(np.linalg.norm(sums, axis=1).max()) <= clip * (1 + 1e-9)
     hessian = np.zeros((land.dim, land.dim))
     land.add_hessians(Batch(one, first), x, clip, hessian)
@@ -181,7 +187,7 @@ def landscape_with_seed(land: Landscape, seed: int) -> Landscape:
 @every
 def test_records_that_are_not_finite_count_as_nothing(land: Landscape) -> None:
     out, records = np.zeros(land.dim), land.prepare(5)
-    Gradient(np.full(land.dim, 1e200), 1.0).sum_into(land, Batch(records, None), out)
+    GradientQuery(np.full(land.dim, 1e200), 1.0).sum_into(land, Batch(records, None), out)
     assert np.isfinite(out).all()
     hessian = np.zeros((land.dim, land.dim))
     land.add_hessians(Batch(records, None), np.full(land.dim, 1e200), 1.0, hessian)
@@ -193,7 +199,7 @@ def test_a_thousand_dimensions_are_cheap_in_memory() -> None:
     records = land.prepare(10_000)
     assert records["kind"].nbytes == 40_000
     out = np.zeros(1000)
-    Gradient(land.saddle(), 10.0).sum_into(land, Batch(records, np.arange(5000)), out)
+    GradientQuery(land.saddle(), 10.0).sum_into(land, Batch(records, np.arange(5000)), out)
     assert float(np.abs(out).sum()) > 0.0
 
 

@@ -32,7 +32,7 @@ from quietgrad.audit.running import run
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import RecursiveMomentum
+from quietgrad.objectives.base import RecursiveMomentumQuery
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
@@ -89,13 +89,13 @@ def momentum_kernel(objective: Any) -> Findings:
         rng = np.random.default_rng(2)
         for scale in (0.3, 5.0, 100.0):
             theta = scale * rng.standard_normal(records.dim)
-            yield RecursiveMomentum(theta, -theta, 0.1, 1.0, 0.2)
+            yield RecursiveMomentumQuery(theta, -theta, 0.1, 1.0, 0.2)
 
     relation = Relation.ADD_REMOVE
     return [probe_sensitivity(objective, neighbouring_tables(objective, relation), queries, relation)]
 
 
-def tight_bound(query: type[RecursiveMomentum]) -> Findings:
+def tight_bound(query: type[RecursiveMomentumQuery]) -> Findings:
     """A bound that is never reached is no leak but wasted noise; the probe says so and we read it as a finding."""
 
     def queries(records: Any) -> Any:
@@ -373,7 +373,7 @@ TABLE = [
         "swapped C1 and C2",
         "L0 sensitivity",
         lambda: tight_bound(broken.SwappedClips),
-        lambda: tight_bound(RecursiveMomentum),
+        lambda: tight_bound(RecursiveMomentumQuery),
     ),
     Mutation("forgotten step 0", "L1", lambda: forgotten(True), lambda: forgotten(False)),
     Mutation("ledger charged after release", "L0 ledger", lambda: charged(True), lambda: charged(False)),

@@ -15,7 +15,7 @@ from quietgrad.federation.parties import check_people
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble
-from quietgrad.objectives.base import Batch, ClippingRule, Gradient
+from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
@@ -191,7 +191,7 @@ def test_a_plan_on_people_reads_back_and_a_party_holds_people() -> None:
     rows, _ = assemble(qg.DPGD(steps=3), LOSS, [Party(X, y)], budget=Budget(1.0, 1e-5))
     with pytest.raises(DataError, match="leave out whose"):
         PartyCurator("party-1", LOSS, RecordsWithIds((X, y), ids), rows)
-    assert Gradient(np.zeros(2), 1.0).bound == 1.0
+    assert GradientQuery(np.zeros(2), 1.0).bound == 1.0
 
 
 TWO_CLINICS = toml_plan(

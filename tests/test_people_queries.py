@@ -54,11 +54,11 @@ POINT, BEFORE = np.array([0.3, -1.0, 2.0]), np.array([0.1, 0.2, -0.3])
 
 Make = Callable[[Relation], Query]
 TABLE: dict[type, Make] = {
-    queries.Gradient: lambda _: queries.Gradient(POINT, 0.3),
-    queries.GradientDifference: lambda _: queries.GradientDifference(POINT, BEFORE, 0.2),
-    queries.RecursiveMomentum: lambda _: queries.RecursiveMomentum(POINT, BEFORE, 0.2, 0.4, 0.1),
-    queries.JointMomentum: lambda _: queries.JointMomentum(POINT, BEFORE, 0.2, 0.4),
-    queries.Loss: lambda _: queries.Loss(POINT, 0.7),
+    queries.GradientQuery: lambda _: queries.GradientQuery(POINT, 0.3),
+    queries.GradientDifferenceQuery: lambda _: queries.GradientDifferenceQuery(POINT, BEFORE, 0.2),
+    queries.RecursiveMomentumQuery: lambda _: queries.RecursiveMomentumQuery(POINT, BEFORE, 0.2, 0.4, 0.1),
+    queries.JointMomentumQuery: lambda _: queries.JointMomentumQuery(POINT, BEFORE, 0.2, 0.4),
+    queries.LossQuery: lambda _: queries.LossQuery(POINT, 0.7),
     second_order.GradientNorm: lambda _: second_order.GradientNorm(POINT, 0.3, 10.0),
     second_order.LeastEigenvalue: lambda _: second_order.LeastEigenvalue(POINT, 0.2, 10.0),
     second_order.Excess: lambda _: second_order.Excess(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),

@@ -132,7 +132,7 @@ def test_it_composes_with_other_releases_and_with_itself() -> None:
         delta_of(both, epsilon=account(both, delta=1e-5, relation="add-remove"), relation="add-remove") <= 1.001e-5
     )
     slack = events.TotalVariationSlack(1e-9)  # of every step of an epoch
-    inside = events.RandomAllocation(50, events.composed([events.Gaussian(1.0), slack]))
+    inside = events.AllocationSampled(50, events.composed([events.Gaussian(1.0), slack]))
     outside = events.composed([epoch, events.TotalVariationSlack(50e-9)])
     assert account(inside, delta=1e-5, relation="add-remove") == account(outside, delta=1e-5, relation="add-remove")
 
@@ -142,7 +142,7 @@ def test_what_has_no_proof_is_refused() -> None:
     with pytest.raises(UnprovableError, match="under add-remove"):
         account(epoch, delta=1e-5, relation="replace-one")
     with pytest.raises(UnprovableError, match="Gaussian releases"):
-        account(events.RandomAllocation(50, events.Laplace(1.0)), delta=1e-5, relation="add-remove")
+        account(events.AllocationSampled(50, events.Laplace(1.0)), delta=1e-5, relation="add-remove")
     with pytest.raises(ValueError, match="steps_per_epoch"):
         events.random_allocation(steps_per_epoch=0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="steps_per_epoch"):

@@ -16,7 +16,7 @@ from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.curators.central import CentralCurator
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account
@@ -42,7 +42,7 @@ def test_a_record_moves_one_release_of_every_epoch_by_at_most_its_bound() -> Non
 
     def releases(X: Any, y: Any) -> Any:
         session = CentralCurator(Logistic(), (X, y), key=seed_key(9)).open(plan)
-        return np.stack([session.release("gradient", Gradient(np.zeros(X.shape[1]), 1.0)) for _ in range(32)])
+        return np.stack([session.release("gradient", GradientQuery(np.zeros(X.shape[1]), 1.0)) for _ in range(32)])
 
     moved = np.linalg.norm(releases(X, y) - releases(X[:-1], y[:-1]), axis=1)  # noise of one key cancels
     steps = np.flatnonzero(moved)

@@ -21,7 +21,7 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch, spent
-from quietgrad.objectives.base import Batch, Gradient, Loss
+from quietgrad.objectives.base import Batch, GradientQuery, LossQuery
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squared
@@ -55,11 +55,11 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_sessions_of_one_curator_share_no_noise(seed: int | None) -> None:
     curator = CentralCurator(Logistic(), (X, Y), seed=seed)
     plans = [plan(DPGD(steps=steps), n=len(X), budget=BUDGET) for steps in (5, 20)]
-    query = Gradient(np.zeros(3), 1.0)
+    query = GradientQuery(np.zeros(3), 1.0)
     one, two = (curator.open(p).release("gradient", query) for p in plans)
     z, other = (p.noise_multiplier for p in plans)
     exact = np.zeros(3)
-    Gradient(np.zeros(3), 1.0).sum_into(Logistic(), Batch(Logistic().prepare((X, Y)), None), exact)
+    GradientQuery(np.zeros(3), 1.0).sum_into(Logistic(), Batch(Logistic().prepare((X, Y)), None), exact)
     solved = (one * other - two * z) / (other - z)  # cancels noise that is the same up to its scale
     assert np.abs(solved - exact).max() > 0.1
 
@@ -83,7 +83,7 @@ def test_a_row_whose_square_leaves_the_floats_is_still_clipped(size: float, indi
     objective = Squared()
     table = objective.prepare((layout(np.array([[size, -size]])), np.array([1e300])))
     out = np.zeros(2)
-    Gradient(np.zeros(2), 1.0).sum_into(objective, Batch(table, indices), out)
+    GradientQuery(np.zeros(2), 1.0).sum_into(objective, Batch(table, indices), out)
     assert np.linalg.norm(out) <= 1.0 + 1e-9
 
 
@@ -94,7 +94,7 @@ def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any, indices: 
     objective = Multinomial(classes=3, transform=transform, row_bound=1.0, rows=rows, intercept=True)
     table = objective.prepare((np.array([[1e308, 1.0], [0.0, 0.0]]), np.array([1, 2])))
     out = np.zeros(table.dim)
-    Gradient(np.zeros(table.dim), 1.0).sum_into(objective, Batch(table, indices), out)
+    GradientQuery(np.zeros(table.dim), 1.0).sum_into(objective, Batch(table, indices), out)
     assert np.linalg.norm(out) <= 2.0
 
 
@@ -314,7 +314,7 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
             objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
         )
         session = curator.open(plan)
-        releases.append(session.release("gradient", Gradient(np.zeros(3), 1.0)))
+        releases.append(session.release("gradient", GradientQuery(np.zeros(3), 1.0)))
         session.close("test")
     assert np.abs(releases[0] - releases[1]).min() > 1e-3
 
@@ -325,7 +325,7 @@ def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
 def test_a_choice_that_no_filter_pays_for_is_refused() -> None:
     session = CentralCurator(Logistic(), (X, Y)).open(plan(DPGD(steps=5), n=len(X), budget=BUDGET))
     with pytest.raises(BudgetError, match="planned as a sum"):
-        session.choose("gradient", [Loss(np.zeros(3), 1.0), Loss(np.ones(3), 1.0)], rho=1e9)
+        session.choose("gradient", [LossQuery(np.zeros(3), 1.0), LossQuery(np.ones(3), 1.0)], rho=1e9)
 
 
 def test_a_plan_names_what_was_released_beforehand() -> None:

@@ -25,7 +25,7 @@ from quietgrad.errors import DataError, LedgerError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.queries.counts import MeanScore
 from quietgrad.privacy.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.privacy.ledger import Ledger
@@ -213,7 +213,7 @@ def an_early_end_after_a_restart(home: Path) -> None:
     """Ended early by a clock: what earlier processes released is charged, though this one did not count it."""
     path, key = home / "ledger.jsonl", seed_key(2)
     plan = qg.plan(qg.DPGD(steps=8), n=60, budget=BUDGET)
-    query = Gradient(np.zeros(2), 1.0)
+    query = GradientQuery(np.zeros(2), 1.0)
     for resumed, count in ((False, 6), (True, 0)):
         log = Transcript(home / "transcript", "run", key, resumed=resumed)
         curator = CentralCurator(Logistic(), rows(0), ledger=path, run="run", key=key)
@@ -234,7 +234,7 @@ def a_closed_entry(home: Path) -> None:
         log = Transcript(home / "transcript", "run", key, resumed=resumed)
         session = CentralCurator(Logistic(), rows(0), ledger=path, run="run", key=key).open(plan, transcript=log)
         for _ in range(4 if resumed else 2):
-            session.release("gradient", Gradient(np.zeros(2), 1.0))
+            session.release("gradient", GradientQuery(np.zeros(2), 1.0))
         session.close("out of time", data_dependent=False)
         log.close()
     assert len(Ledger(path).book().held) == 2

@@ -24,7 +24,13 @@ from quietgrad.estimators import (
     PrivateScaler,
     private_score,
 )
-from quietgrad.objectives.base import Batch, Gradient, GradientDifference, Loss, RecursiveMomentum
+from quietgrad.objectives.base import (
+    Batch,
+    GradientDifferenceQuery,
+    GradientQuery,
+    LossQuery,
+    RecursiveMomentumQuery,
+)
 from quietgrad.objectives.queries.second_order import GradientNorm, PackedHessian
 from quietgrad.objectives.tables.scanned import is_additive, merged
 from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
@@ -59,10 +65,10 @@ def queries(dim: int) -> list[Any]:
     rng = np.random.default_rng(1)
     a, b = rng.standard_normal(dim), rng.standard_normal(dim)
     return [
-        Gradient(a, 0.7),
-        GradientDifference(a, b, 0.5),
-        RecursiveMomentum(a, b, 0.3, 1.0, 0.5),
-        Loss(a, 2.0),
+        GradientQuery(a, 0.7),
+        GradientDifferenceQuery(a, b, 0.5),
+        RecursiveMomentumQuery(a, b, 0.3, 1.0, 0.5),
+        LossQuery(a, 2.0),
         PackedHessian(a, 0.2),
         GradientNorm(a, 0.7, float(N)),
     ]
@@ -353,7 +359,7 @@ def test_rows_with_gaps_are_left_out_where_the_schema_says_so(tmp_path: Path) ->
     table = loss.prepare((data.X, data.y))
     for indices in (None, np.array([0, 3, len(table) - 1])):
         out, expected = np.zeros(seen.features), np.zeros(seen.features)
-        query = Gradient(np.ones(seen.features), 1.0)
+        query = GradientQuery(np.ones(seen.features), 1.0)
         records.answer(query, Batch(records, indices), out)
         query.sum_into(loss, Batch(table, indices), expected)
         np.testing.assert_allclose(out, expected, rtol=1e-9)

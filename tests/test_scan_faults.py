@@ -18,7 +18,7 @@ import quietgrad as qg
 from quietgrad.data.scanning import scan
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLogisticRegression, PrivateSearch
-from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.tables.scanned import is_additive
 from quietgrad.privacy.ledger import Ledger
 
@@ -202,7 +202,7 @@ class _Reads:
         out += np.median(batch.records.X)
 
 
-class _Derived(Gradient):
+class _Derived(GradientQuery):
     """A known query that was changed: what it sums to by parts is not known."""
 
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.objectives.base import Batch, Gradient, GradientDifference, Loss, RecursiveMomentum
+from quietgrad.objectives.base import (
+    Batch,
+    GradientDifferenceQuery,
+    GradientQuery,
+    LossQuery,
+    RecursiveMomentumQuery,
+)
 from quietgrad.objectives.tables.scanned import Laid
 from quietgrad.objectives.tables.table import Table
 
@@ -38,10 +44,10 @@ def test_a_column_major_part_sums_as_a_table(loss: Any, features: int) -> None:
     np.testing.assert_allclose(laid.norms, table.norms, rtol=1e-12)
     a, b = rng.standard_normal((2, table.dim))
     for query in (
-        Gradient(a, 0.5),
-        GradientDifference(a, b, 0.3),
-        RecursiveMomentum(a, b, 0.3, 1.0, 0.5),
-        Loss(a, 3.0),
+        GradientQuery(a, 0.5),
+        GradientDifferenceQuery(a, b, 0.3),
+        RecursiveMomentumQuery(a, b, 0.3, 1.0, 0.5),
+        LossQuery(a, 3.0),
     ):
         sums = [np.zeros(query.dim(table)) for _ in range(2)]
         for out, records in zip(sums, (table, laid), strict=True):
@@ -67,7 +73,7 @@ def test_one_record_of_any_size_is_bounded_in_a_part(size: float) -> None:
                 records = loss.prepare(Laid(part(rows), (np.arange(len(rows)) % 2).astype(float)))
                 out = np.zeros(records.dim)
                 with np.errstate(all="ignore"):
-                    Gradient(theta, 0.25).sum_into(loss, Batch(records, None), out)
+                    GradientQuery(theta, 0.25).sum_into(loss, Batch(records, None), out)
                 sums.append(out)
             # Adding the record to the others' sum rounds in the last digits of that sum.
             assert np.linalg.norm(sums[1] - sums[0]) <= 0.25 * (1 + 1e-9) + 1e-12 * np.linalg.norm(sums[0])
@@ -80,5 +86,5 @@ def test_an_infinite_entry_counts_as_nothing() -> None:
     records = Table(part(X), np.ones(9))
     out = np.zeros(3)
     with np.errstate(all="ignore"):
-        loss.add(Batch(records, None), (np.ones(3),), Gradient(np.ones(3), 1.0).rule, out)
+        loss.add(Batch(records, None), (np.ones(3),), GradientQuery(np.ones(3), 1.0).rule, out)
     assert not np.isnan(out[[0, 2]]).any()

@@ -19,7 +19,7 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score
-from quietgrad.objectives.base import Batch, Gradient, Loss
+from quietgrad.objectives.base import Batch, GradientQuery, LossQuery
 from quietgrad.objectives.privacy_units import with_privacy_unit
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.tables.whitening import FeatureMean
@@ -75,7 +75,7 @@ def test_a_scan_sums_people_as_the_table_in_memory(
     here, held = with_privacy_unit(LOSS, (X, y), ids, combine, most)
     scanned, held = there.prepare(scanned), here.prepare(held)
     assert len(scanned) == len(held) == len(np.unique(ids))
-    queries: list[Any] = [Gradient(np.full(4, 0.3), 0.5), Loss(np.full(4, 0.3), 1.0)]
+    queries: list[Any] = [GradientQuery(np.full(4, 0.3), 0.5), LossQuery(np.full(4, 0.3), 1.0)]
     if (combine, most) == ("mean", None):
         queries.append(FeatureMean(1.0))
     some = np.array([0, 3, 40, 41, 42, 43, len(held) - 1])
@@ -117,7 +117,7 @@ def test_one_person_moves_a_sum_by_no_more_than_the_clip(tmp_path: Path, table: 
     others = qg.data.scan(
         write(tmp_path / "o", ids[kept], X[kept], y[kept], (0, 300, kept.sum())), target="y", person="id"
     )
-    query, sums = Gradient(np.zeros(4), 0.5), []
+    query, sums = GradientQuery(np.zeros(4), 0.5), []
     for scan in (people, others):
         objective, data = with_privacy_unit(LOSS, scan, None, "sum")
         records = objective.prepare(data)
@@ -177,7 +177,7 @@ def test_ids_in_another_order_within_a_run_stop_it(tmp_path: Path, table: Any, m
     records = objective.prepare(data)
     monkeypatch.setattr("quietgrad.data.scan_partitions.FilePartition.check", lambda unit: None)
     monkeypatch.setattr("quietgrad.data.scan_partitions._FOOTERS", {})
-    query = Gradient(np.zeros(4), 0.5)
+    query = GradientQuery(np.zeros(4), 0.5)
     moved = ids.copy()
     moved[200:280] = np.arange(200, 280)  # the one with 80 rows is now 80 people
     write(tmp_path / "p", np.sort(moved), X, y)

@@ -17,7 +17,7 @@ from scipy import special
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Batch, Gradient
+from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.oracles.base import Estimate
 from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.plans.schedule import Schedule
@@ -290,7 +290,7 @@ def test_missing_constants_are_named() -> None:
 
 def test_a_gradient_release_still_counts_like_any_other() -> None:
     door = opened(qg.AdaptiveSpider(300, 300), 600, BUDGET)
-    door.release("o1", Gradient(np.zeros(6), 1.0))
-    door.release("o2", Gradient(np.zeros(6), 1.0))
+    door.release("o1", GradientQuery(np.zeros(6), 1.0))
+    door.release("o2", GradientQuery(np.zeros(6), 1.0))
     with pytest.raises(ExhaustedError, match="0 of 600 left"):
-        door.release("o1", Gradient(np.zeros(6), 1.0))
+        door.release("o1", GradientQuery(np.zeros(6), 1.0))

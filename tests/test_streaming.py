@@ -14,7 +14,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
 from tests.common import objective, problem
@@ -59,7 +59,7 @@ def test_a_batch_serves_one_release() -> None:
     session = model._session
     assert session is not None
     with pytest.raises(BudgetError, match="without new arrivals"):
-        session.release("gradient", Gradient(np.zeros(6), 1.0))
+        session.release("gradient", GradientQuery(np.zeros(6), 1.0))
 
 
 def test_one_person_moves_one_release() -> None:

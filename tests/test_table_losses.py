@@ -18,12 +18,12 @@ from scipy import sparse
 from quietgrad.objectives.base import (
     Batch,
     ClippingRule,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
-    Loss,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
+    LossQuery,
     Query,
-    RecursiveMomentum,
+    RecursiveMomentumQuery,
 )
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.queries.second_order import PackedHessian
@@ -88,7 +88,7 @@ def test_a_compiled_residual_is_the_declared_one(name: str) -> None:
         rows.y[0] = y  # type: ignore[index]
         for score, expected in zip(GRID, declared, strict=True):
             out = np.zeros(1)
-            Gradient(np.array([score]), math.inf).sum_into(objective, Batch(rows, np.array([0])), out)
+            GradientQuery(np.array([score]), math.inf).sum_into(objective, Batch(rows, np.array([0])), out)
             assert out[0] == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
@@ -145,11 +145,11 @@ def test_index_batches_full_batches_and_records_one_by_one_agree(name: str, layo
 
     g, h = gradients(theta), gradients(previous)
     expected: list[tuple[Query, Floats]] = [
-        (Gradient(theta, 0.4), clipped(g, 0.4)),
-        (GradientDifference(theta, previous, 0.3), clipped(g - h, 0.3)),
-        (RecursiveMomentum(theta, previous, 0.2, 0.5, 0.3), 0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5)),
-        (RecursiveMomentum(theta, previous, 0.2, 0.5, 0.0), 0.2 * clipped(g, 0.5)),
-        (JointMomentum(theta, previous, 0.2, 0.5), clipped(g - 0.8 * h, 0.5)),
+        (GradientQuery(theta, 0.4), clipped(g, 0.4)),
+        (GradientDifferenceQuery(theta, previous, 0.3), clipped(g - h, 0.3)),
+        (RecursiveMomentumQuery(theta, previous, 0.2, 0.5, 0.3), 0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5)),
+        (RecursiveMomentumQuery(theta, previous, 0.2, 0.5, 0.0), 0.2 * clipped(g, 0.5)),
+        (JointMomentumQuery(theta, previous, 0.2, 0.5), clipped(g - 0.8 * h, 0.5)),
     ]
     for query, rows in expected:
         for indices in (None, np.arange(9), np.array([4, 4, 1])):
@@ -221,13 +221,13 @@ def test_a_residual_that_cannot_be_compiled_is_refused_by_name() -> None:
 
     records = Looser().prepare((np.ones((2, 1)), [0.0, 1.0]))
     with pytest.raises(TypeError, match=r"Looser\.residual"):
-        Gradient(np.zeros(1), 1.0).sum_into(Looser(), Batch(records, np.array([0])), np.zeros(1))
+        GradientQuery(np.zeros(1), 1.0).sum_into(Looser(), Batch(records, np.array([0])), np.zeros(1))
 
 
 def test_no_objective_carries_an_address_to_another_process() -> None:
     objective = Logistic()
     records = objective.prepare((np.ones((2, 1)), [0.0, 1.0]))
-    Gradient(np.zeros(1), 1.0).sum_into(objective, Batch(records, np.array([0])), np.zeros(1))
+    GradientQuery(np.zeros(1), 1.0).sum_into(objective, Batch(records, np.array([0])), np.zeros(1))
     address = kernels.address_of(Logistic.residual)
     assert str(address).encode() not in pickle.dumps(objective, protocol=0)
     assert pickle.loads(pickle.dumps(objective)) == objective
@@ -235,12 +235,12 @@ def test_no_objective_carries_an_address_to_another_process() -> None:
 
 def test_rules_refuse_what_would_make_their_bound_false() -> None:
     for wrong in (
-        lambda: Gradient(np.zeros(1), math.nan),
-        lambda: Gradient(np.zeros(1), -1.0),
-        lambda: RecursiveMomentum(
+        lambda: GradientQuery(np.zeros(1), math.nan),
+        lambda: GradientQuery(np.zeros(1), -1.0),
+        lambda: RecursiveMomentumQuery(
             np.zeros(1), np.zeros(1), 2.0, 1.0, 1.0
         ),  # (1−γ)C2 + γC1 would be below the truth
-        lambda: JointMomentum(np.zeros(1), np.zeros(1), -1.0, 1.0),
+        lambda: JointMomentumQuery(np.zeros(1), np.zeros(1), -1.0, 1.0),
         lambda: ClippingRule(1.0, 0.0, 1.0, math.nan, 1.0),
     ):
         with pytest.raises(ValueError, match="must be"):
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_a_number_counts_as_the_bound(name: str, indices: Any
     records = objective.prepare((np.ones((2, 2)), [1.0, 1.0]))
     total = np.zeros(1)
     with np.errstate(all="ignore"):
-        Loss(np.full(records.dim, math.nan), 2.0).sum_into(objective, Batch(records, indices), total)
+        LossQuery(np.full(records.dim, math.nan), 2.0).sum_into(objective, Batch(records, indices), total)
     assert total[0] == 4.0
 
 

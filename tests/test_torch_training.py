@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, GradientDifference, JointMomentum, RecursiveMomentum
+from quietgrad.objectives.base import Batch, GradientDifferenceQuery, JointMomentumQuery, RecursiveMomentumQuery
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.regularizers import L2
 from quietgrad.privacy.ledger import Ledger
@@ -108,10 +108,10 @@ def test_sums_are_those_of_the_definition(micro_batch: int | None) -> None:
         "joint": _clip(now - 0.8 * then, 0.05).sum(0),
     }
     queries: dict[str, Any] = {
-        "gradient": qg.objectives.base.Gradient(theta, 0.3),
-        "difference": GradientDifference(theta, before, 0.01),
-        "momentum": RecursiveMomentum(theta, before, 0.2, 0.3, 0.01),
-        "joint": JointMomentum(theta, before, 0.2, 0.05),
+        "gradient": qg.objectives.base.GradientQuery(theta, 0.3),
+        "difference": GradientDifferenceQuery(theta, before, 0.01),
+        "momentum": RecursiveMomentumQuery(theta, before, 0.2, 0.3, 0.01),
+        "joint": JointMomentumQuery(theta, before, 0.2, 0.05),
     }
     for name, query in queries.items():
         out = torch.zeros_like(theta)

@@ -26,7 +26,7 @@ from quietgrad.federation.parties import Party
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.base import Gradient, Loss
+from quietgrad.objectives.base import GradientQuery, LossQuery
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account
@@ -117,7 +117,7 @@ def probe_federation(
                 objective, InProcess(ears.handlers), identity=people.identity, roster=people.roster, ledger=own,
                 folder=folder,
             ).open(plan)  # fmt: skip
-            query = Gradient(np.zeros(WIDTH), 1.0)
+            query = GradientQuery(np.zeros(WIDTH), 1.0)
             heard = [np.array(session.release("gradient", query), np.float64) for _ in range(count)]
             if end:
                 session.close("enough")
@@ -176,7 +176,7 @@ def probe_federated_choice(*, releases: int = 600) -> list[AuditFinding]:
     ).open(plan)
     rng, shares = np.random.default_rng(0), np.full(grid, 1.0 / grid)
     rho = session.rho_left / (2.0 * releases)
-    queries = [Loss(np.zeros(2), algorithm.loss_clip)] * grid
+    queries = [LossQuery(np.zeros(2), algorithm.loss_clip)] * grid
     z = [spread_choice(session.choose("length", queries, rho=rho), shares, rng) for _ in range(releases)]
     session.close("enough")
     return check_normals(np.stack(z), "choices of a coordinator")
@@ -202,7 +202,7 @@ def probe_lost_rounds(*, spare: int = 2) -> AuditFinding:
     curator = FederatedCurator(register, InProcess(handlers), identity=people.identity, roster=people.roster)
     session = curator.open(plan)
     for _ in range(steps):
-        session.release("gradient", Gradient(np.zeros(2), 1.0))
+        session.release("gradient", GradientQuery(np.zeros(2), 1.0))
     charged = session.close("steps").event
     assert charged is not None
     answered = int(register.uses[0]) // len(holders)  # each party sums in every round

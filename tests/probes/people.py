@@ -14,7 +14,7 @@ from quietgrad.audit.report import AuditFinding
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives import Squared
-from quietgrad.objectives.base import Gradient, Query
+from quietgrad.objectives.base import GradientQuery, Query
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -98,7 +98,9 @@ def probe_drawn_people(
     slot = Slot("gradient", Poisson(rate), releases)
     plan = Plan("probe", {}, Schedule((slot,)), len(sizes), None, 0.0, unit=PrivacyUnit.PERSON)
     session = curator.open(plan)
-    seen = np.stack([session.release("gradient", Gradient(np.zeros(len(sizes)), 1.0)) for _ in range(releases)])
+    seen = np.stack(
+        [session.release("gradient", GradientQuery(np.zeros(len(sizes)), 1.0)) for _ in range(releases)]
+    )
     whole = np.abs(seen - np.round(seen)).max()
     far = float(np.abs(np.round(seen).mean(axis=0) - rate).max())
     # Six deviations of a mean of coins: a false alarm in 10⁷ for all people together.

@@ -23,12 +23,12 @@ from quietgrad.objectives import L2, Logistic, Squared
 from quietgrad.objectives.base import (
     Batch,
     ClippingRule,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
-    Loss,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
+    LossQuery,
     Query,
-    RecursiveMomentum,
+    RecursiveMomentumQuery,
 )
 from quietgrad.objectives.queries.counts import (
     CellSums,
@@ -154,13 +154,13 @@ def every_query(records: Any, *, seed: int = 1) -> Iterator[Query]:
     points = [np.zeros(records.dim), *(s * rng.standard_normal(records.dim) for s in (0.3, 5.0, 1e3))]
     for i, params in enumerate(points):
         previous = points[i - 1]
-        yield Gradient(params, 1.0)
-        yield Gradient(params, 0.01)
-        yield GradientDifference(params, previous, 0.2)
-        yield RecursiveMomentum(params, previous, 0.1, 1.0, 0.2)
-        yield RecursiveMomentum(params, -params, 0.5, 1.0, 1.0)
-        yield JointMomentum(params, previous, 0.1, 0.28)
-        yield Loss(params, 3.0)
+        yield GradientQuery(params, 1.0)
+        yield GradientQuery(params, 0.01)
+        yield GradientDifferenceQuery(params, previous, 0.2)
+        yield RecursiveMomentumQuery(params, previous, 0.1, 1.0, 0.2)
+        yield RecursiveMomentumQuery(params, -params, 0.5, 1.0, 1.0)
+        yield JointMomentumQuery(params, previous, 0.1, 0.28)
+        yield LossQuery(params, 3.0)
 
 
 def probe_losses() -> Iterator[AuditFinding]:

@@ -21,7 +21,7 @@ from quietgrad.curators.base import Curator
 from quietgrad.curators.central import CentralCurator
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import ExhaustedError, LedgerError
-from quietgrad.objectives.base import Batch, ClippingRule, Gradient
+from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
@@ -98,7 +98,7 @@ def probe_ledger(curator: Callable[[Any, Any, Path], Curator] = charging) -> Aud
         session = curator(witness, CanaryRecords(("silent",), 1, 2), path).open(
             Plan("probe", {}, Schedule((Slot("gradient", FullBatch(), 1),)), 1, _BUDGET, 5.0)
         )
-        session.release("gradient", Gradient(np.zeros(2), 1.0))
+        session.release("gradient", GradientQuery(np.zeros(2), 1.0))
     kept = witness.reserved
     return found("L0 ledger", "reservation before release", "kept", 1.0, float(kept), ok=kept)
 
@@ -210,7 +210,7 @@ def probe_fresh_records(curator: CuratorFactory = central) -> AuditFinding:
     try:
         for _ in range(9):
             for slot in slots:
-                session.release(slot.name, Gradient(np.zeros(2), 1.0))
+                session.release(slot.name, GradientQuery(np.zeros(2), 1.0))
     except ExhaustedError:
         pass
     most = float(register.uses.max())

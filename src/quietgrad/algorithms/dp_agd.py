@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, Loss
+from quietgrad.objectives.base import GradientQuery, LossQuery
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.mechanisms import ExponentialMechanism
@@ -73,8 +73,8 @@ class DPAGD(Algorithm):
         )
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "gradient", Asked(Gradient(x0, self.clip))
-        yield "length", Asked((Loss(x0, self.loss_clip),) * self.grid)
+        yield "gradient", Asked(GradientQuery(x0, self.clip))
+        yield "length", Asked((LossQuery(x0, self.loss_clip),) * self.grid)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"longest": self.longest_step, "recent": []})
@@ -98,7 +98,7 @@ class DPAGD(Algorithm):
         n = session.expected_batch("length")
         chosen = session.choose(
             "length",
-            [Loss(c, self.loss_clip) for c in candidates],
+            [LossQuery(c, self.loss_clip) for c in candidates],
             rho=extra["length_rho"],
             offsets=[n * float(session.regularizer.value(c)) for c in candidates],
         )
@@ -121,7 +121,7 @@ class DPAGD(Algorithm):
     def _measure(self, state: State, session: Session) -> Vector:
         """A fresh noisy gradient, or the last one averaged with another that costs only the increase of ρ."""
         cost = self._gradient_cost(state)
-        fresh = session.release("gradient", Gradient(state.params, self.clip), rho=cost)
+        fresh = session.release("gradient", GradientQuery(state.params, self.clip), rho=cost)
         fresh = fresh * (1.0 / session.expected_batch("gradient")) + session.regularizer.gradient(state.params)
         if state.extra.get("refused"):
             old = state.extra["gradient_rho"]

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, JointMomentum
+from quietgrad.objectives.base import GradientQuery, JointMomentumQuery
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Noise, Oracle, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
@@ -47,7 +47,7 @@ class KalmanGradient(Oracle):
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         size = session.expected_batch("gradient")
         if state.value is None:
-            total = session.release("gradient", Gradient(params, self.clip))
+            total = session.release("gradient", GradientQuery(params, self.clip))
             return Estimate(total * (1.0 / size), params, 0.0, 1)
         ahead = params + self.lookahead * (params - state.previous)
         total = session.release("gradient", self._query(ahead, params)) * (self.kappa * self._weight / size)
@@ -57,11 +57,11 @@ class KalmanGradient(Oracle):
     def _weight(self) -> float:
         return (1.0 - self.kappa) / (self.kappa * self.lookahead)
 
-    def _query(self, ahead: Vector, params: Vector) -> JointMomentum:
-        return JointMomentum(ahead, params, min(1.0, 1.0 / self._weight), self.clip / self._weight)
+    def _query(self, ahead: Vector, params: Vector) -> JointMomentumQuery:
+        return JointMomentumQuery(ahead, params, min(1.0, 1.0 / self._weight), self.clip / self._weight)
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "gradient", Asked(Gradient(params, self.clip))
+        yield "gradient", Asked(GradientQuery(params, self.clip))
         yield "gradient", Asked(self._query(params, params))
 
     def config(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Gradient, Objective
+from quietgrad.objectives.base import GradientQuery, Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.second_order import Excess, PackedHessian
 from quietgrad.oracles.base import Estimate, constant_of, noise_multiplier, plan_preview, total_smoothness
@@ -222,7 +222,7 @@ class HessianSelection(Algorithm):
         """The candidates are public: each is asked about as it is."""
         clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
         for x in self.candidates:
-            yield "gradient", Asked(Gradient(x, clip), pinned=("params",))
+            yield "gradient", Asked(GradientQuery(x, clip), pinned=("params",))
             yield "hessian", Asked(PackedHessian(x, smoothness, self.noise == "goe", self.rank), pinned=("params",))
 
     def init(self, x0: Vector) -> State:
@@ -234,7 +234,7 @@ class HessianSelection(Algorithm):
         x, extra = self.candidates[state.step], state.extra
         clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
         query = PackedHessian(x, smoothness, self.noise == "goe", self.rank)
-        gradient = session.release("gradient", Gradient(x, clip)) / session.expected_batch("gradient")
+        gradient = session.release("gradient", GradientQuery(x, clip)) / session.expected_batch("gradient")
         hessian = query.unpack(session.release("hessian", query) / session.expected_batch("hessian"))
         if session.regularizer.smoothness:
             hessian[np.diag_indices(len(x))] += session.regularizer.curvature(x)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, LossConstants
+from quietgrad.objectives.base import GradientQuery, LossConstants
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
@@ -256,7 +256,7 @@ class WeightedAverage(Algorithm):
         if self.method == "one-shot":
             yield "model", Asked(self._fit(x0, session), pinned=("start",))
         else:
-            yield "gradient", Asked(Gradient(x0, self.clip))
+            yield "gradient", Asked(GradientQuery(x0, self.clip))
 
     def _fit(self, start: Vector, session: Session) -> LocalFit:
         rate = self.step_size(session.objective)
@@ -271,7 +271,7 @@ class WeightedAverage(Algorithm):
             state.params = session.release("model", self._fit(state.params, session))
             state.step, state.done = 1, True
             return state
-        gradient = session.release("gradient", Gradient(state.params, self.clip))
+        gradient = session.release("gradient", GradientQuery(state.params, self.clip))
         gradient *= 1.0 / session.expected_batch("gradient")
         gradient += session.regularizer.gradient(state.params)
         state.estimate.value = gradient

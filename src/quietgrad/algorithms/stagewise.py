@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Gradient, LossConstants
+from quietgrad.objectives.base import GradientQuery, LossConstants
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Noise, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
@@ -151,7 +151,7 @@ class StagewiseDPSGD(Algorithm):
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         for slot in session.plan.schedule.slots:
-            yield slot.name, Asked(Gradient(x0, self.clip))
+            yield slot.name, Asked(GradientQuery(x0, self.clip))
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"stage": 1, "stage_step": 0})
@@ -165,7 +165,7 @@ class StagewiseDPSGD(Algorithm):
                 length if self.returns == "last" else 1 + int(session.uniform(f"stage-{stage}") * length)
             )
         slot = self._slot(stage)
-        gradient = session.release(slot, Gradient(state.params, self.clip))
+        gradient = session.release(slot, GradientQuery(state.params, self.clip))
         gradient *= 1.0 / session.expected_batch(slot)
         gradient += session.regularizer.gradient(state.params)
         move = (-self.learning_rate / 2**stage) * gradient

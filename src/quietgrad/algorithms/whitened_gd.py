@@ -33,7 +33,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of
 from quietgrad.curators.base import Session, SupportsPrefetch
-from quietgrad.objectives.base import Loss, Query, following_clip
+from quietgrad.objectives.base import LossQuery, Query, following_clip
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.tables.losses import Logistic, Squared
 from quietgrad.objectives.tables.range_queries import Framed
@@ -98,7 +98,7 @@ def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening
     radius, n, size = whitening.radius, session.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
     information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
-    loss = Loss(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
+    loss = LossQuery(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
     asked = seen(gradient), seen(information), seen(loss)
     if isinstance(session, SupportsPrefetch):
         session.foresee(*asked[: 3 if squares else 2])

@@ -28,7 +28,7 @@ from quietgrad.audit.replicas import Game, Views
 from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.audit.running import CURATORS, run
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Batch, ClippingRule, Gradient
+from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -323,7 +323,7 @@ def attack_person(
             asking(Logistic()), RecordsWithIds((X, np.zeros(len(ids))), people), account="audit"
         )
         many = replace(once, schedule=Schedule((replace(slot, count=runs),)), n_public=len(people))
-        session, query = curator.open(many), Gradient(np.zeros(2), 1.0)
+        session, query = curator.open(many), GradientQuery(np.zeros(2), 1.0)
         scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
     what = f"a person of {size} records, {relation}"
     return attack_profile((scores[0], scores[1]), PrivacyClaim(once), what, _ALPHA)
@@ -431,7 +431,7 @@ def distinguish_fit(runs: int, *, augmented: bool = False) -> tuple[Plan, AuditF
     views = []
     for x, y in worlds:
         curator = CentralCurator(objective, Augmented(x, y) if augmented else (x, y))
-        query, slot = Gradient(curator.initial(), 1.0), plan.schedule.slots[0].name
+        query, slot = GradientQuery(curator.initial(), 1.0), plan.schedule.slots[0].name
         # Each session has a key of its own: samples, masks and noise are fresh.
         seen = [curator.open(plan).release(slot, query).double().numpy() for _ in range(runs)]
         views.append(np.stack(seen))

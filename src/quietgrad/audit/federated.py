@@ -34,7 +34,7 @@ from quietgrad.federation.parties import Party, matched
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Gradient
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import fresh_key
 
@@ -192,7 +192,7 @@ def attack_shared_person(
         curator = FederatedCurator(
             loss, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
         )
-        session, query = curator.open(plan), Gradient(np.zeros(2), 1.0)
+        session, query = curator.open(plan), GradientQuery(np.zeros(2), 1.0)
         scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
         session.close("steps")
         federation.close()

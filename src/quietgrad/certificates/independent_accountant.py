@@ -33,6 +33,7 @@ from quietgrad.privacy.composition import (
 )
 from quietgrad.privacy.events import (
     ZCDP,
+    AllocationSampled,
     Composed,
     Event,
     FixedSizeSampled,
@@ -40,7 +41,6 @@ from quietgrad.privacy.events import (
     Laplace,
     PoissonSampled,
     Pure,
-    RandomAllocation,
     RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
@@ -194,7 +194,7 @@ def _rawest(event: Event, factor: float) -> float:
             | Repeated(inner=inner)
         ):
             return _rawest(inner, factor)
-        case RepeatAndSelect(inner=inner) | RandomAllocation(inner=inner):
+        case RepeatAndSelect(inner=inner) | AllocationSampled(inner=inner):
             return _rawest(inner, factor)
         case Composed(parts=parts):
             return max(_rawest(part, factor) for part in parts)
@@ -256,7 +256,7 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
             if proved is not relation:
                 raise _NoRule(f"a release was proved under {proved}, and {relation} is claimed")
             return pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), **grid)
-        case RandomAllocation(steps_per_epoch=steps, inner=Gaussian(noise_multiplier=z)):
+        case AllocationSampled(steps_per_epoch=steps, inner=Gaussian(noise_multiplier=z)):
             if relation is not Relation.ADD_REMOVE:
                 raise _NoRule("random allocation is understood under add-remove alone")
             return _allocation(1.0 / z, steps, step, delta)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quietgrad.charts import Lines
     from quietgrad.curators.account import Account
     from quietgrad.data import Dataset
-    from quietgrad.report.page import Run
+    from quietgrad.report.page import ReportedRun
 
 app = typer.Typer(add_completion=False)
 
@@ -88,7 +88,7 @@ def report(
     raise typer.Exit(1 if any(refuted.values()) else 0)
 
 
-def _pictures(runs: Sequence[Run], folder: Path, kind: str) -> list[Path]:
+def _pictures(runs: Sequence[ReportedRun], folder: Path, kind: str) -> list[Path]:
     from quietgrad.report.figures import save_chart
     from quietgrad.report.page import charts_of
 

@@ -195,9 +195,9 @@ class Scores:
 
 # Names on the wire and in digests of plans: fixed texts, whatever the classes are called.
 _KINDS: dict[str, type[Any]] = {
-    "Gradient": base.Gradient, "GradientDifference": base.GradientDifference, "Loss": base.Loss,
-    "RecursiveMomentum": base.RecursiveMomentum, "JointMomentum": base.JointMomentum, "LocalFit": LocalFit,
-    "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean,
+    "Gradient": base.GradientQuery, "GradientDifference": base.GradientDifferenceQuery, "Loss": base.LossQuery,
+    "RecursiveMomentum": base.RecursiveMomentumQuery, "JointMomentum": base.JointMomentumQuery,
+    "LocalFit": LocalFit, "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean,
     "SecondMomentMatrix": whitening.SecondMomentMatrix,
     "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
     "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,

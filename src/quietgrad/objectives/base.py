@@ -416,7 +416,7 @@ class _TwoPointQuery(_RuledQuery):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gradient(_RuledQuery):
+class GradientQuery(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
     clip: float
@@ -426,7 +426,7 @@ class Gradient(_RuledQuery):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GradientDifference(_TwoPointQuery):
+class GradientDifferenceQuery(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
 
     clip: float
@@ -436,7 +436,7 @@ class GradientDifference(_TwoPointQuery):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveMomentum(_TwoPointQuery):
+class RecursiveMomentumQuery(_TwoPointQuery):
     """Σ [(1−γ) clip_C2(∇fᵢ(θ) − ∇fᵢ(θ′)) + γ clip_C1(∇fᵢ(θ))]: DP-SRM with its two clips (Remark 4.3).
 
     Clipping ∇fᵢ(θ) and ∇fᵢ(θ′) apart and subtracting would not bound the difference: one record could then
@@ -452,7 +452,7 @@ class RecursiveMomentum(_TwoPointQuery):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class JointMomentum(_TwoPointQuery):
+class JointMomentumQuery(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − (1−γ) ∇fᵢ(θ′)): recursive momentum with one clip, never looser than two."""
 
     gamma: float
@@ -463,7 +463,7 @@ class JointMomentum(_TwoPointQuery):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Loss:
+class LossQuery:
     """Σ min(fᵢ(θ), B): one number per candidate, for a noisy choice between them (DP-AGD)."""
 
     params: Vector

@@ -30,13 +30,13 @@ from quietgrad import settings
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import (
     LARGEST_CLIP,
-    Gradient,
-    GradientDifference,
-    JointMomentum,
+    GradientDifferenceQuery,
+    GradientQuery,
+    JointMomentumQuery,
     Query,
+    RecursiveMomentumQuery,
     following_clip,
 )
-from quietgrad.objectives.base import RecursiveMomentum as RecursiveMomentumQuery
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import (
     Estimate,
@@ -73,12 +73,12 @@ class MiniBatch(Oracle):
         return (slot_of("gradient", sampling, steps, self.noise, self.law),)
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
-        total = session.release("gradient", Gradient(params, self.clip))
+        total = session.release("gradient", GradientQuery(params, self.clip))
         total *= 1.0 / session.expected_batch("gradient")
         return Estimate(total, None, 0.0, state.calls + 1)
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "gradient", Asked(Gradient(params, self.clip))
+        yield "gradient", Asked(GradientQuery(params, self.clip))
 
     def error(self, session: Session) -> EstimateError:
         """σ ≤ C/√b and r = zC/b."""
@@ -148,7 +148,7 @@ class RecursiveMomentum(Oracle):
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         if state.value is None:
-            total = session.release(self._first, Gradient(params, self.clip))
+            total = session.release(self._first, GradientQuery(params, self.clip))
             total *= 1.0 / session.expected_batch(self._first)
             return Estimate(total, params, 0.0, 1)
         total = session.release("next", self._query(params, state.previous))
@@ -158,14 +158,14 @@ class RecursiveMomentum(Oracle):
 
     def _query(self, params: Vector, previous: Vector) -> Query:
         if self.joint_clip:
-            return JointMomentum(params, previous, self.gamma, self.difference_clip)
+            return JointMomentumQuery(params, previous, self.gamma, self.difference_clip)
         difference_clip = self.difference_clip
         if self.smoothness is not None:
             difference_clip = following_clip(min(difference_clip, self.smoothness * norm(params - previous)))
         return RecursiveMomentumQuery(params, previous, self.gamma, self.clip, difference_clip)
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield self._first, Asked(Gradient(params, self.clip))
+        yield self._first, Asked(GradientQuery(params, self.clip))
         varies = {"difference_clip": (0.0, self.difference_clip)}
         adaptive = self.smoothness is not None and not self.joint_clip
         yield "next", Asked(self._query(params, params), varies if adaptive else {})
@@ -227,13 +227,13 @@ class _PathIntegrated(Oracle, ABC):
         moved = math.inf if state.value is None else norm(params - state.previous)
         drift = self._drift(state.drift, moved)
         if state.value is None or self._due(drift, session):
-            total = session.release("o1", Gradient(params, self.lipschitz(session)))
+            total = session.release("o1", GradientQuery(params, self.lipschitz(session)))
             total *= 1.0 / session.expected_batch("o1")
             return Estimate(total, params, 0.0, state.calls + 1)
         if moved == 0.0:
             return state
         bound = self._difference_bound(self.smooth(session) * moved)
-        total = session.release("o2", GradientDifference(params, state.previous, bound))
+        total = session.release("o2", GradientDifferenceQuery(params, state.previous, bound))
         total *= 1.0 / session.expected_batch("o2")
         total += state.value
         return Estimate(total, params, drift, state.calls + 1)
@@ -244,9 +244,9 @@ class _PathIntegrated(Oracle, ABC):
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """A full query with its clip; differences with the clip that the step gives."""
-        yield "o1", Asked(Gradient(params, self.lipschitz(session)))
+        yield "o1", Asked(GradientQuery(params, self.lipschitz(session)))
         most = self._difference_bound(LARGEST_CLIP)
-        yield "o2", Asked(GradientDifference(params, params, most), {"clip": (0.0, most)})
+        yield "o2", Asked(GradientDifferenceQuery(params, params, most), {"clip": (0.0, most)})
 
     @abstractmethod
     def _drift(self, drift: float, moved: float) -> float:

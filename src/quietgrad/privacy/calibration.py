@@ -27,7 +27,7 @@ from quietgrad.privacy.accounting import prove_or_infinite, sensitivity_factor
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.composition import approximate_mu, root_search
-from quietgrad.privacy.events import Event, FixedSizeSampled, Gaussian, PoissonSampled, RandomAllocation, repeated
+from quietgrad.privacy.events import AllocationSampled, Event, FixedSizeSampled, Gaussian, PoissonSampled, repeated
 
 # Raise when any accountant's or calibration's numbers change.
 _REVISION = 1
@@ -129,7 +129,7 @@ def sampled_gaussian(noise_multiplier: float, steps: int, **sampled: Unpack[Samp
             if sampling == "fixed-size":
                 return repeated(FixedSizeSampled(n, batch_size, one), steps)
             epoch = -(-n // batch_size)
-            return repeated(RandomAllocation(epoch, one), -(-steps // epoch))
+            return repeated(AllocationSampled(epoch, one), -(-steps // epoch))
     raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
 
 

@@ -23,6 +23,7 @@ from quietgrad.privacy.events import (
     LARGEST_NUMBER,
     LEAST_NUMBER,
     ZCDP,
+    AllocationSampled,
     Composed,
     Event,
     FailureProbability,
@@ -33,7 +34,6 @@ from quietgrad.privacy.events import (
     Parallel,
     PoissonSampled,
     Pure,
-    RandomAllocation,
     RandomNumberOfReleases,
     RepeatAndSelect,
     Repeated,
@@ -44,7 +44,7 @@ from quietgrad.privacy.events import (
 )
 
 _MOST_CHOICES = 256
-_INSIDE = (PoissonSampled, FixedSizeSampled, RandomAllocation, RandomNumberOfReleases, RepeatAndSelect)
+_INSIDE = (PoissonSampled, FixedSizeSampled, AllocationSampled, RandomNumberOfReleases, RepeatAndSelect)
 
 
 class AccountantRefusal(Exception):
@@ -130,7 +130,7 @@ def _total(event: Event, measure: Callable[[Event], float]) -> float:
                 return mean * fold(inner, leaf)
             case PoissonSampled(inner=inner) | FixedSizeSampled(inner=inner):
                 return fold(inner, leaf)
-            case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            case AllocationSampled(steps_per_epoch=steps, inner=inner):
                 return steps * fold(inner, leaf)
         return measure(part)
 
@@ -172,11 +172,11 @@ def parallel_branches(event: Event) -> list[Event]:
         case FixedSizeSampled(n=n, batch_size=batch_size, inner=inner):
             choices = parallel_branches(inner)
             return choices if n == batch_size else [FixedSizeSampled(n, batch_size, choice) for choice in choices]
-        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+        case AllocationSampled(steps_per_epoch=steps, inner=inner):
             choices = parallel_branches(inner)
             if len(choices) > 1:
                 raise AccountantRefusal(event, "parallel parts on one sample of an epoch are not understood")
-            return choices if steps == 1 else [RandomAllocation(steps, choice) for choice in choices]
+            return choices if steps == 1 else [AllocationSampled(steps, choice) for choice in choices]
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
             choices = parallel_branches(inner)
             if len(choices) > 1:
@@ -221,7 +221,7 @@ def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     if isinstance(event, (PoissonSampled, FixedSizeSampled)):
         kinds.append(event.kind)
         rate, event = event.rate, event.inner
-    elif isinstance(event, RandomAllocation):  # an average of more terms is smaller in convex order
+    elif isinstance(event, AllocationSampled):  # an average of more terms is smaller in convex order
         kinds.append(event.kind)
         rate, event = 1.0 / event.steps_per_epoch, event.inner
     match event:
@@ -276,7 +276,7 @@ def approximate_mu(event: Event, factor: float) -> float:
             case PoissonSampled(rate=rate, inner=inner) | FixedSizeSampled(rate=rate, inner=inner):
                 one = fold(inner, square)
                 return min(one, rate**2 * math.expm1(min(one, 600.0)))
-            case RandomAllocation(steps_per_epoch=steps, inner=inner):
+            case AllocationSampled(steps_per_epoch=steps, inner=inner):
                 one = fold(inner, square)
                 return min(one, math.expm1(min(one, 600.0)) / steps)
             case RandomNumberOfReleases(inner=inner, law=law):

@@ -213,7 +213,7 @@ class FixedSizeSampled(Event, kind="fixed-size"):
 
 
 @dataclass(frozen=True)
-class RandomAllocation(Event, kind="random-allocation"):
+class AllocationSampled(Event, kind="random-allocation"):
     """One epoch of ``steps_per_epoch`` releases of ``inner``: every record draws one and is in that one alone.
 
     The draws are secret, uniform, and independent of each other and of all other epochs.
@@ -339,9 +339,9 @@ def random_allocation(*, steps_per_epoch: int, noise_multiplier: float, epochs: 
     """``epochs`` of Gaussian releases, every record in one secretly drawn release of each epoch.
 
     >>> random_allocation(steps_per_epoch=100, noise_multiplier=1.0)
-    RandomAllocation(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.0))
+    AllocationSampled(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.0))
     """
-    return repeated(RandomAllocation(steps_per_epoch, Gaussian(noise_multiplier)), epochs)
+    return repeated(AllocationSampled(steps_per_epoch, Gaussian(noise_multiplier)), epochs)
 
 
 def repeated(inner: Event, count: int) -> Event:

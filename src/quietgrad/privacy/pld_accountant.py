@@ -44,13 +44,13 @@ from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.composition import AccountantRefusal, approximate_mu, check_relation, count_releases
 from quietgrad.privacy.events import (
     ZCDP,
+    AllocationSampled,
     Event,
     FixedSizeSampled,
     Gaussian,
     Laplace,
     PoissonSampled,
     Pure,
-    RandomAllocation,
     RandomNumberOfReleases,
 )
 from quietgrad.privacy.loss_distribution import (
@@ -503,7 +503,7 @@ def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:
                 "fixed-size batches hide a record only among data sets of the same size; "
                 "use the relation replace-one, or Poisson sampling",
             )
-        case RandomAllocation(steps_per_epoch=steps, inner=inner):
+        case AllocationSampled(steps_per_epoch=steps, inner=inner):
             base = _sampled_base(event, inner, relation, factor)
             if relation is not Relation.ADD_REMOVE or not isinstance(base, GaussianPair):
                 raise AccountantRefusal(

@@ -17,7 +17,7 @@ from quietgrad import __version__
 from quietgrad.errors import DataError
 from quietgrad.files import write_atomically
 from quietgrad.report.certificate import NOT_COVERED, SCORES
-from quietgrad.report.page import Run, page_environment, read_runs
+from quietgrad.report.page import ReportedRun, page_environment, read_runs
 from quietgrad.report.tables import Evaluation, table_section
 from quietgrad.sanitize import sanitize
 
@@ -109,7 +109,7 @@ def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = 
     return targets
 
 
-def _model(run: Run) -> Section:
+def _model(run: ReportedRun) -> Section:
     said = {"data", "records (public number)", "people (public number)", "seconds", "stopped by"}
     facts = [("algorithm", run.result.algorithm), *((name, value) for name, value in run.model if name not in said)]
     return Section(
@@ -117,7 +117,7 @@ def _model(run: Run) -> Section:
     )
 
 
-def _data(run: Run) -> Section:
+def _data(run: ReportedRun) -> Section:
     """What was declared about the data; n is public, declared or counted with noise."""
     result = run.result
     facts = result.details.get("model", {})
@@ -139,7 +139,7 @@ def _data(run: Run) -> Section:
     return Section("Training data", text, tuple(rows))
 
 
-def _guarantee(run: Run) -> Section:
+def _guarantee(run: ReportedRun) -> Section:
     privacy, certificate = run.result.privacy, run.certificate
     if not privacy.is_private or privacy.epsilon is None:
         why = "; ".join(privacy.notes) or "no noise was added"
@@ -176,7 +176,7 @@ def _guarantee(run: Run) -> Section:
     return Section("Privacy guarantee", tuple(words), tuple(rows))
 
 
-def _scores(run: Run, found: Evaluation | None) -> Section:
+def _scores(run: ReportedRun, found: Evaluation | None) -> Section:
     title = f"Scores on {'held-out' if found is None else found.people} people"
     if found is None or found.refuted or not found.privacy.is_private:
         return Section(title, (
@@ -186,7 +186,7 @@ def _scores(run: Run, found: Evaluation | None) -> Section:
     return Section(title, (text,), tuple(found.numbers))
 
 
-def _metadata(run: Run, found: Evaluation | None) -> dict[str, Any]:
+def _metadata(run: ReportedRun, found: Evaluation | None) -> dict[str, Any]:
     """The block that model hubs read: library, task, tags and, where they were released, scores."""
     privacy = run.result.privacy
     task = _TASKS.get(str(run.result.details.get("model", {}).get("task")), "other")

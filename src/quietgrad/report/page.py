@@ -53,7 +53,7 @@ _SECOND_ORDER = {
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A finished run as the page shows it."""
 
     name: str
@@ -103,7 +103,7 @@ class Run:
 
 
 def write_report(
-    folders: Sequence[Path], target: Path, runs: Sequence[Run] | None = None, ledger: Path | None = None
+    folders: Sequence[Path], target: Path, runs: Sequence[ReportedRun] | None = None, ledger: Path | None = None
 ) -> Path:
     """Write the page about the runs in ``folders`` (read before, or now) to ``target`` and return it.
 
@@ -128,7 +128,7 @@ def _shown_or_refused(what: str) -> Iterator[None]:
         ) from None
 
 
-def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
+def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[ReportedRun]:
     """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
     runs = []
     for k, (name, folder, result) in enumerate(_named(folders)):
@@ -143,7 +143,7 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Run]:
                 score = None
             told = result.details.get("repeat")  # the command, without the machine's own folders
             repeat = told if isinstance(told, str) else None
-            runs.append(Run(name, f"run-{k + 1}", result, certificate, repeat, audit, score))
+            runs.append(ReportedRun(name, f"run-{k + 1}", result, certificate, repeat, audit, score))
     return runs
 
 
@@ -169,7 +169,7 @@ def page_environment() -> Environment:
     return environment
 
 
-def render(folders: Sequence[Path], runs: Sequence[Run] | None = None) -> str:
+def render(folders: Sequence[Path], runs: Sequence[ReportedRun] | None = None) -> str:
     """The page about the runs in ``folders`` as text."""
     runs = read_runs(folders) if runs is None else runs
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
@@ -215,7 +215,7 @@ def _samplers(text: str) -> str:
     return "; ".join(f"{', '.join(names)}: {how}" for how, names in alike.items())
 
 
-def _compared(runs: Sequence[Run]) -> list[str]:
+def _compared(runs: Sequence[ReportedRun]) -> list[str]:
     """The scores worth a column: those that are not of training records, if there are any."""
     present = [metric for run in runs for metric in run.metrics]
     better = [metric for metric in present if metric[2] != "private records"]
@@ -232,7 +232,7 @@ def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
     ]
 
 
-def charts_of(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
+def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
     """Each chart that has something to show, and its caption."""
     spent = [
         Series(run.name, [(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))])
@@ -259,7 +259,7 @@ def charts_of(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
     return [(chart, caption) for chart, caption in candidates if chart.svg()]
 
 
-def _second_order_charts(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
+def _second_order_charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
     """Path, escapes and drift of runs that leave saddles; public numbers, like all of the history."""
     said = {
         "moved": ("Path", "distance from the start", "How far the iterate is from where the run began."),
@@ -274,13 +274,13 @@ def _second_order_charts(runs: Sequence[Run]) -> list[tuple[Chart, str]]:
     return charts
 
 
-def _accounts_chart(runs: Sequence[Run]) -> Bars:
+def _accounts_chart(runs: Sequence[ReportedRun]) -> Bars:
     totals = {run.certificate.account.account: run.certificate.account for run in runs if run.certificate.account}
     rows = [(name, total.epsilon, total.cap) for name, total in totals.items() if total.epsilon is not None]
     return Bars("Budget of the account", rows, "ε")
 
 
-def _coefficients(runs: Sequence[Run]) -> tuple[Intervals, str]:
+def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
     """The coefficients of one linear model; with intervals, those farthest from zero for their error first."""
     title, label = "Coefficients", "coefficient"
     nothing = Intervals(title, (), label), ""
@@ -321,7 +321,7 @@ def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
     return shared, f"% of the run's {unit}"
 
 
-def _promises(runs: Sequence[Run]) -> int:
+def _promises(runs: Sequence[ReportedRun]) -> int:
     """How many different promises (δ, relation) the runs were made under; their ε do not compare across them."""
     return len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs})
 

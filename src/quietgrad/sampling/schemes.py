@@ -145,7 +145,7 @@ class RandomAllocation(Sampling, kind="random-allocation"):
     An epoch that was begun is paid for whole. Under replace-one no price is known.
 
     >>> RandomAllocation(100).event(events.Gaussian(1.1), steps=200)
-    Repeated(inner=RandomAllocation(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.1)), count=2)
+    Repeated(inner=AllocationSampled(steps_per_epoch=100, inner=Gaussian(noise_multiplier=1.1)), count=2)
     """
 
     steps_per_epoch: int
@@ -187,7 +187,7 @@ class RandomAllocation(Sampling, kind="random-allocation"):
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         """Return the epochs of ``steps`` releases; an epoch of one release samples nothing."""
-        one = inner if self.steps_per_epoch == 1 else events.RandomAllocation(self.steps_per_epoch, inner)
+        one = inner if self.steps_per_epoch == 1 else events.AllocationSampled(self.steps_per_epoch, inner)
         return events.repeated(one, self.times(steps))
 
     def expected_batch(self, n_public: int) -> float:

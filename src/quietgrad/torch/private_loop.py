@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from quietgrad.algorithms.custom_loop import LoopSampling
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, Gradient, Query
+from quietgrad.objectives.base import Batch, GradientQuery, Query
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
@@ -348,7 +348,7 @@ class PrivateLoop(Loop):
         theta = self.engine.flatten(self.parameters())
         query: Query = _RuledSum(self, theta, self.multiplier(drawn.slot))
         if type(self.rule) is FlatClip:
-            query = Gradient(theta, self.rule.clip)
+            query = GradientQuery(theta, self.rule.clip)
         return self.release(drawn, query)
 
     def step(self, batch: PrivateBatch) -> None:

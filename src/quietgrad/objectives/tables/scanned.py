@@ -20,13 +20,13 @@ import numpy.typing as npt
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import (
     Batch,
-    Gradient,
-    GradientDifference,
+    GradientDifferenceQuery,
+    GradientQuery,
     Indices,
-    JointMomentum,
-    Loss,
+    JointMomentumQuery,
+    LossQuery,
     RecordAdapter,
-    RecursiveMomentum,
+    RecursiveMomentumQuery,
     StreamedRecords,
 )
 from quietgrad.objectives.privacy_units import (
@@ -181,8 +181,8 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 
 
 _ADDITIVE = frozenset({
-    Gradient, GradientDifference, RecursiveMomentum, JointMomentum, Loss, PackedHessian, CellSums, FeatureMean,
-    MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+    GradientQuery, GradientDifferenceQuery, RecursiveMomentumQuery, JointMomentumQuery, LossQuery,
+    PackedHessian, CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
     WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
 })  # fmt: skip
 
