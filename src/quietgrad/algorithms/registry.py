@@ -20,11 +20,6 @@ from importlib import import_module
 from typing import Any, Literal
 
 from quietgrad import settings
-from quietgrad.algorithms.learning_rates import LearningRate, read_rate
-from quietgrad.algorithms.range_estimation import Look, read_look
-from quietgrad.oracles.base import Oracle, read_noise
-from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
-from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.sanitize import did_you_mean
 
 _REPLACE = "replace-one"
@@ -343,5 +338,11 @@ def entry(name: str) -> AlgorithmSpec:
 
 
 def _readers() -> settings.Readers:
+    from quietgrad.algorithms.learning_rates import LearningRate, read_rate
+    from quietgrad.algorithms.range_estimation import Look, read_look
+    from quietgrad.oracles.base import Oracle, read_noise
+    from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
+    from quietgrad.privacy.correlated import CorrelatedNoise
+
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
     return {LearningRate: read_rate, Oracle: make_oracle, Look: read_look, CorrelatedNoise: read_noise, **kinds}

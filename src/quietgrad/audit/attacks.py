@@ -19,24 +19,39 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad import estimators
+from quietgrad.algorithms.dp_sgd import DPGD
+from quietgrad.algorithms.model_selection import HessianSelection
+from quietgrad.algorithms.range_estimation import Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
 from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile, learned
+from quietgrad.audit.federated import attack_shared_person, audit_federations, kept_once, priced
 from quietgrad.audit.mechanisms import AnonymousRecords, ConstantQuery, EmptyObjective
 from quietgrad.audit.noise_checks import categories, check_normals, lengthened, probe_slots
 from quietgrad.audit.replicas import Game, Views
 from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.audit.running import CURATORS, run
+from quietgrad.audit.single_run import judge_guesses
 from quietgrad.curators.central import CentralCurator
+from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
+from quietgrad.estimators.describing import _SHARES, _Describe
+from quietgrad.estimators.search import _rounds
+from quietgrad.estimators.transformers import plan_scaling
+from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.objectives.queries.counts import LabelCounts, LabelSet, Tabulation
 from quietgrad.plans.counting import PublicCount
-from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
-from quietgrad.privacy.rng import fresh_key
+from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
+from quietgrad.training import plan as make_plan
+from quietgrad.training.stationarity import StationarityRelease
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,33 +166,23 @@ def _through_queries(make: Callable[[], Any], game: Callable[[Relation], Game]) 
 
 
 def _hessians() -> Any:
-    from quietgrad.algorithms.model_selection import HessianSelection
-
     return HessianSelection([np.zeros(2)], alpha=1.0, rank=1)  # one candidate: its two releases are always made
 
 
 def _two_scalars() -> Any:
-    from quietgrad.training.stationarity import StationarityRelease
-
     return StationarityRelease()
 
 
 def _tabulate() -> Any:
-    from quietgrad.algorithms.range_estimation import Tabulate
-
     return Tabulate(4)
 
 
 def _cells(relation: Relation) -> Game:
-    from quietgrad.objectives.queries.counts import Tabulation
-
     return QueryGame(_N, relation, Tabulation(), (np.arange(_N)[:, None] % 2, None))
 
 
 def _labels(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """One record's label, which it shares with just so many others that its own count decides."""
-    from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
-
     started = time.perf_counter()
     others, sigma = 6, 0.8
     # The threshold lies halfway between the counts of the two worlds, where they differ most.
@@ -205,12 +210,6 @@ class _Planned(Exception):
 
 def _estimators(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """The plans that estimators make, range and label estimates included: noise of every slot."""
-    from quietgrad import estimators
-    from quietgrad.algorithms.whitened_design import look_for
-    from quietgrad.estimators.describing import _SHARES, _Describe
-    from quietgrad.estimators.transformers import plan_scaling
-    from quietgrad.training import plan as make_plan
-
     X = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 3))  # enough for shapes and pairs of an additive model
     plans = {}
     for name in ("PrivateLogisticRegression", "PrivateLinearRegression", "PrivateAdditiveClassifier"):
@@ -243,11 +242,6 @@ def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
 
 def _search(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """The plan of a search: noise of its scores, the law of the number of rounds, and the best score."""
-    from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
-    from quietgrad.estimators.search import _rounds
-    from quietgrad.plans.schedule import calibrate_plan
-    from quietgrad.privacy.rng import SecureStream
-
     started = time.perf_counter()
     budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
@@ -276,8 +270,6 @@ def _search(runs: int, watch: Watch) -> Iterator[AuditReport]:
 
 def _rounds_of(plan: Plan, pull: float, mean: float, runs: int) -> tuple[Floats, Floats]:
     """The best and the first scores of ``runs`` searches in which a record moves every one as far as it may."""
-    from quietgrad.estimators.search import _rounds
-
     session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
     query = ConstantQuery(1, 1.0, pull)
     scores = []
@@ -308,8 +300,6 @@ def attack_person(
     delta: float = 1e-5,
 ) -> AuditFinding:
     """Tell from one noisy sum whether a person of ``size`` records, all beyond the clip, is in it."""
-    from quietgrad.objectives import Logistic
-
     once = _person_plan(relation, noise_multiplier, delta)
     slot = once.schedule.slots[0]
     rng, scores = np.random.default_rng(0), []
@@ -354,8 +344,6 @@ def with_people(report: AuditReport, noise_multiplier: float) -> AuditReport:
 
 def _people(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """People of several records, and people known to two parties."""
-    from quietgrad.audit.federated import attack_shared_person, kept_once, priced
-
     for relation in Relation:
         started = time.perf_counter()
         found = [attack_person(size, max(400, runs // 2), relation=relation) for size in PERSON_SIZES]
@@ -413,9 +401,6 @@ def _network_worlds() -> tuple[Plan, list[tuple[Any, Any]]]:
     In the second world all other records move up by one place, as they do when a row is removed from a file. The
     first record is far out, so that its contribution is as long as it may be.
     """
-    from quietgrad.algorithms.dp_sgd import DPGD
-    from quietgrad.training import plan as make_plan
-
     x, y = steep_table(50)
     x[0] = 3.0
     plan = make_plan(DPGD(steps=1), n=len(x), budget=Budget(4.0, 1e-5))
@@ -510,8 +495,6 @@ def _networks(runs: int, watch: Watch) -> Iterator[AuditReport]:
 
 def _custom_loop(runs: int, watch: Watch) -> Iterator[AuditReport]:
     """A custom loop: many canaries in one run, and records without gradients for hundreds of steps."""
-    from quietgrad.audit.single_run import judge_guesses
-
     started = time.perf_counter()
     count = max(400, runs // 2)
     coins = np.random.default_rng().random(count) < 0.5
@@ -546,8 +529,6 @@ def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
 
 
 def _federations(runs: int, watch: Watch) -> Iterator[AuditReport]:
-    from quietgrad.audit.federated import audit_federations
-
     yield from audit_federations(max(1000, runs // 4))
 
 

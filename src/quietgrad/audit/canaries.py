@@ -24,12 +24,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
+from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.replicas import (
     Game,
     RecordingSession,
     as_numbers,
 )
 from quietgrad.curators.base import Session
+from quietgrad.objectives import Huber, Logistic
 from quietgrad.objectives.base import (
     BaseObjective,
     Batch,
@@ -333,8 +336,6 @@ def table_game(
     n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = (), every: int = 1
 ) -> QueryGame:
     """A small table in the unit ball for methods that need features."""
-    from quietgrad.objectives import Logistic
-
     rng = np.random.default_rng(0)
     X = rng.uniform(-0.5, 0.5, (n, features))
     y = (X[:, 0] > 0).astype(float)
@@ -361,8 +362,6 @@ class HuberGame(Game):
         """(objective, data) of ``runs`` blocks."""
         import scipy.sparse as sparse
 
-        from quietgrad.objectives import Huber
-
         rows = np.arange(runs) * self.n
         X = sparse.csr_array(
             (np.full(runs, self.row_bound), (rows, np.arange(runs) * self.dim)),
@@ -375,9 +374,6 @@ class HuberGame(Game):
 
 def data_game(algorithm: Algorithm, n: int, relation: Relation) -> Game | None:
     """The worlds for an algorithm that cannot be attacked in gradient space, or ``None``."""
-    from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
-    from quietgrad.algorithms.registry import ALGORITHMS
-
     # Stability scales as 1/n: few records stand for any number.
     if isinstance(algorithm, OutputPerturbation):
         return HuberGame(n, dim=1 if algorithm.mechanism == "pure" else 2)

@@ -34,6 +34,7 @@ from quietgrad.audit.replicas import Views
 from quietgrad.audit.report import AuditFinding, Verdict
 from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Plan
+from quietgrad.privacy.accounting import delta_of, gdp_mu
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import ZCDP, Event
@@ -67,8 +68,6 @@ class PrivacyClaim:
     @cached_property
     def mu(self) -> float | None:
         """μ if everything released is un-sampled Gaussian, else ``None``."""
-        from quietgrad.privacy.accounting import gdp_mu
-
         try:
             return gdp_mu(self.plan.event, relation=self.relation)
         except UnprovableError:
@@ -95,8 +94,6 @@ class PrivacyClaim:
 
 @lru_cache(maxsize=64)
 def _profile(event: Event, relation: Relation) -> dict[float, float]:
-    from quietgrad.privacy.accounting import delta_of
-
     return {e: delta_of(event, epsilon=e, relation=relation) for e in _POINTS}
 
 

@@ -37,6 +37,7 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.rng import fresh_key
+from quietgrad.training import plan as make_plan
 
 TRUSTS: tuple[tuple[str, str | None], ...] = (
     ("curator", None),
@@ -88,8 +89,6 @@ def run_federated(
     >>> run_federated(lambda n: DPGD(steps=3), budget=Budget(6.0, 1e-5), trust="secure", secure="masks").passed
     True
     """
-    from quietgrad.training import plan as make_plan
-
     started = time.perf_counter()
     alpha = (1.0 - confidence) / 4
     parties = parties or (1 if trust == "local" else 3)

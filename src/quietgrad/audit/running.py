@@ -35,6 +35,7 @@ from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.closed_form_accountants import gaussian_delta
+from quietgrad.training import plan as make_plan
 
 Floats = npt.NDArray[np.float64]
 _DRAWS = 400
@@ -194,8 +195,6 @@ def run(
     """
     started = time.perf_counter()
     alpha = _check(runs, confidence, budget)
-    from quietgrad.training import plan as make_plan
-
     holder = _curator(curator)
     n = _default_n(algorithm) if n is None else n
     plan = make_plan(algorithm, n=n, budget=budget, noise_multiplier=noise_multiplier)

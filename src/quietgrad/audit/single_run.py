@@ -34,6 +34,7 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.rng import fresh_key, seed_key
+from quietgrad.training import plan as make_plan
 from quietgrad.vectors import Vector, copy
 
 Floats = npt.NDArray[np.float64]
@@ -252,8 +253,6 @@ def _mixed(
 
 
 def _train(holder: Curator, algorithm: Algorithm, n: int, budget: Budget) -> tuple[RecordingSession, Plan, Vector]:
-    from quietgrad.training import plan as make_plan
-
     plan = make_plan(algorithm, n=n, budget=budget)
     session = RecordingSession(holder.open(plan))
     state = algorithm.init(holder.initial())

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quietgrad.algorithms.additive_gd import AdditiveGD
+from quietgrad.algorithms.custom_loop import LoopReleases
+from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.certificates.document import canonical
 from quietgrad.errors import QuietgradError
 from quietgrad.plans.counting import COUNT, PublicCount
@@ -268,8 +271,6 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
 
     Both as priced for a person who is known to several parties.
     """
-    from dataclasses import replace
-
     from quietgrad.federation.plan import of_several_parties
 
     known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
@@ -289,10 +290,6 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
 
 def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
     """The algorithm at its stated settings; ``None`` if there is no such thing."""
-    from quietgrad.algorithms.additive_gd import AdditiveGD
-    from quietgrad.algorithms.custom_loop import LoopReleases
-    from quietgrad.algorithms.registry import ALGORITHMS, entry
-
     name, config = plan["algorithm"], plan["config"]
     if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
         return None
