@@ -197,10 +197,16 @@ def of_001() -> Iterator[str]:
         spread = f"{row[2]:.1f}" if row[2] >= 0.95 else short(row[2], 1)
         yield f"| {NAMES[row[0]]} | {row[1]:.1f} ± {spread} |"
     yield f"these steps have ε = {resnet['tables'][0]['rows'][0][5]:.0f} in its own setting"
-    for schedule in NAMES:
-        tried = [r["step"] for r in resnet["search"] if r["schedule"] == schedule]
-        assert {f["step"] for f in resnet["fits"] if f["schedule"] == schedule} == {min(tried)}
+    looked = {name: {r["step"]: r["error"] for r in resnet["search"] if r["schedule"] == name} for name in NAMES}
+    for schedule, tried in looked.items():
+        first, second, *_ = sorted(tried, reverse=True)
+        assert tried[second] < tried[first]
+        assert {f["step"] for f in resnet["fits"] if f["schedule"] == schedule} == {second}
     yield "all seven took the one below"
+    assert {name for name, tried in looked.items() if len(tried) > 2} == {"DP-SGDM-const", "DPageS"}
+    moved, staged = looked["DP-SGDM-const"], looked["DPageS"]
+    yield f"momentum {moved[0.2]:.1f} % wrong instead of {moved[0.4]:.1f}"
+    yield f"DPageS {staged[6.0]:.1f} instead of {staged[12.0]:.1f}"
 
 
 def of_002() -> Iterator[str]:
