@@ -185,7 +185,8 @@ def test_hessians_are_the_derivatives_of_gradients(name: str) -> None:
 def test_a_loss_is_known_to_the_compiled_kernels_by_its_own_formula_in_every_process(tmp_path: Path) -> None:
     """Two versions of one file declare two losses: what numba remembered of the first is not run for the second."""
     source = Path(__file__).read_text().split("EVERY: ")[0]
-    program = "import numpy as np, sys\nsys.path.insert(0, {folder!r})\nfrom own_loss import LogCosh, Batch, GradientQuery\n"
+    program = "import numpy as np, sys\nsys.path.insert(0, {folder!r})\n"
+    program += "from own_loss import LogCosh, Batch, GradientQuery\n"
     program += "o = LogCosh(1.0); r = o.prepare((np.ones((1, 1)), [0.0])); out = np.zeros(1)\n"
     program += "GradientQuery(np.array([1.0]), 9.0).sum_into(o, Batch(r, np.array([0])), out)\nprint(out[0])"
     answers = []
