@@ -1,4 +1,4 @@
-"""Twenty tables on which nothing was tuned, at ε = 0.2, 1 and 4, beside diffprivlib and DP-EBM.
+"""Tables outside the benchmark, at ε = 0.2, 1 and 4, beside diffprivlib and DP-EBM.
 
     python -m benchmarks.unseen_tables [NAME ...] | report
 
