@@ -67,10 +67,11 @@ def test_a_card_has_no_number_that_was_not_paid_for(tmp_path: Path, monkeypatch:
     np.savez("rows.npz", X=X[:600], y=y[:600], X_test=X[600:], y_test=y[600:])
     asked = ["--epsilon", "1", "--algorithm", "dp-gd", "--steps", "4", "--row-bound", "2", "--evaluate-train"]
     assert main(["train", "rows.npz", *asked, "--out", "r", "--quiet"]) == 0
-    scores = json.loads(Path("r/result.json").read_text())["metrics"]
+    result = json.loads(Path("r/result.json").read_text())
+    scores, counted = result["metrics"], str(result["data"]["n_public"])  # by chance, noise may be 0
     assert main(["card", "r"]) == 0
     for name in ("MODEL_CARD.md", "model_card.html"):
-        text = (tmp_path / "r" / name).read_text()
+        text = (tmp_path / "r" / name).read_text().replace(counted, "")
         text = words(read(text)).partition("Intended use")[2] if name.endswith("html") else text
         for key in ("test_accuracy", "test_loss", "train_accuracy", "train_loss"):
             assert f"{scores[key]:.4f}" not in text

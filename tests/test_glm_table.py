@@ -168,9 +168,9 @@ def test_the_full_batch_needs_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
         "from quietgrad.objectives import Logistic\n"
-        "from quietgrad.objectives.base import Batch, RecursiveMomentum\n"
+        "from quietgrad.objectives.base import Batch, RecursiveMomentumQuery\n"
         "o = Logistic(); r = o.prepare((np.eye(3), [0, 1, 1])); w = np.zeros(3)\n"
-        "RecursiveMomentum(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
+        "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -180,9 +180,9 @@ def test_batches_of_dense_rows_with_classes_need_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
         "from quietgrad.objectives import Multinomial\n"
-        "from quietgrad.objectives.base import Batch, RecursiveMomentum\n"
+        "from quietgrad.objectives.base import Batch, RecursiveMomentumQuery\n"
         "o = Multinomial(3); r = o.prepare((np.eye(3), [0, 1, 2])); w = np.zeros(9)\n"
-        "RecursiveMomentum(w, w, .1, 1., 1.).sum_into(o, Batch(r, np.array([0, 2])), w.copy())\n"
+        "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, np.array([0, 2])), w.copy())\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

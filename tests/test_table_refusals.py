@@ -123,7 +123,7 @@ def test_refusals_say_what_is_wrong_and_not_what_failed(tmp_path: Path, kind: st
         np.array([0, 1, SECRET] * (N // 3), dtype=object),
         np.array([0, 1, None] * (N // 3), dtype=object),
         np.where(np.arange(N) == 3, np.nan, np.arange(N) % 2),
-        np.linspace(0.0, 1.0, N),
+        np.linspace(0.1, 0.9, N),
         (np.arange(N) % 2)[:-1],
         np.stack([np.arange(N) % 2] * 2, axis=1),
         None,

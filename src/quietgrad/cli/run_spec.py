@@ -352,6 +352,8 @@ class RunSpec:
         combine: Any = self.combine
         if getattr(data.person, "is_source", False):
             return ScannedPeople(data.person, combine, self.records_per_person)
+        if data.person_test is not None:  # refused before anything is charged
+            UnitGrouping.of(data.person_test, records=len(data.y_test))
         return UnitGrouping.of(
             data.person, combine=combine, records_per_person=self.records_per_person, records=data.n
         )

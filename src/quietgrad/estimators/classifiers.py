@@ -81,7 +81,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
                 raise DataError("y: Complex data not supported; give labels.")
             X, y = self._validated(X, y)
-            check_labels(y, declared=public is not None)
+            check_labels(y, public)
             declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:

@@ -148,16 +148,17 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     return checked
 
 
-def check_labels(y: Any, *, declared: bool) -> None:
+def check_labels(y: Any, declared: Sequence[Any] | None) -> None:
     """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end.
 
-    Where classes are declared, a label that is none of them counts as the first, whatever number it is.
+    Where classes are declared, a label that is none of them counts as the first. Only if no label is one of them
+    are labels refused like undeclared ones.
     """
     if not _all_finite(y):
         raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
     if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
         raise DataError("y: some labels are text and some are not. Make them all of one kind.")
-    if not declared:
+    if declared is None or not np.isin(y, np.asarray(declared)).any():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one about many different labels comes and goes with a record
             check_classification_targets(y)

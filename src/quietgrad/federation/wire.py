@@ -211,8 +211,8 @@ _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) f
 def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
     """A query as JSON values and arrays.
 
-    >>> from quietgrad.objectives.base import Gradient
-    >>> fields, arrays = pack(Gradient(np.zeros(2), 1.5))
+    >>> from quietgrad.objectives.base import GradientQuery
+    >>> fields, arrays = pack(GradientQuery(np.zeros(2), 1.5))
     >>> fields
     {'kind': 'Gradient', 'params': {'array': 'q0'}, 'clip': 1.5}
     """
@@ -278,8 +278,8 @@ def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
 def template(asked: Asked, relation: Relation) -> tuple[Query, Template]:
     """The query that an algorithm declares, and what a party lets it be.
 
-    >>> from quietgrad.objectives.base import RecursiveMomentum
-    >>> query = RecursiveMomentum(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
+    >>> from quietgrad.objectives.base import RecursiveMomentumQuery
+    >>> query = RecursiveMomentumQuery(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
     >>> template(Asked(query, {"difference_clip": (0.0, 0.5)}), Relation.ADD_REMOVE)[1]["query.difference_clip"]
     {'from': 0.0, 'to': 0.5}
     """
