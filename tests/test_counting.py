@@ -92,7 +92,7 @@ def test_a_run_states_its_count_and_its_budget(method: Any, tmp_path: Path) -> N
     assert len(held) == 2
     assert {run_of(each.reservation.run) for each in held} == {result.details["run"]}
     spent = qg.Ledger(path).spent("default", delta=1e-5, relation="add-remove").epsilon
-    assert 0.99 < spent <= 1.0
+    assert 0.9 < spent <= 1.0  # a filter leaves what is too little for another step
     result.save(tmp_path / "run")
     assert not qg.load(tmp_path / "run").privacy.refuted
     body = issue(tmp_path / "run", ledger=path).body
