@@ -168,7 +168,7 @@ def scan() -> list[str]:
     share = [rate[f"threads {k}"]["share_of_pyarrow"]["wall, of its faster way"] for k in (1, 2)]
     return [
         f"a gradient pass over {rate['rows']:.0e} × {rate['columns']} numbers in Parquet, 1 / 2 threads".replace(
-            "1e+07", "10⁷"
+            "e+06", "·10⁶"
         ),
         f"{each(share, '.2')} of pyarrow's read rate; {rate['speedup_two_cores']:.2f}× from one core to two, "
         f"memory grows by {rate['memory_growth_mb']:.0f} MB; on Dask {cluster['overhead_ms']:.0f} ms more a release",

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from quietgrad.objectives.base import Batch, ClippingRule, Indices, Objective, Regularizer, rounding_safe_clip
-from quietgrad.objectives.tables.table import Floats, Table, csr_around
+from quietgrad.objectives.tables.table import Floats, Table, csr_around, frozen
 
 if TYPE_CHECKING:
     from quietgrad.objectives.tables.linear import LinearObjective
 
+
+_ROWS_AT_ONCE = 1 << 19  # numbers: two megabytes of float32
 
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
@@ -38,8 +40,48 @@ class Block(NamedTuple):
     factors: Floats | None
 
 
+class ColumnMajor:
+    """Some rows of a column-major float32 table: its products are summed in float64 without a copy in float64.
+
+    A part of a scan is used once and forgotten; to convert it would cost as much as to use it.
+
+    >>> X = np.asfortranarray(np.array([[1.0, 2.0], [3.0, 4.0]], dtype=np.float32))
+    >>> rows = ColumnMajor(X.T, 0, 2)
+    >>> (rows @ np.array([[1.0], [1.0]])).tolist(), (rows.T @ np.array([[1.0], [1.0]])).tolist()
+    ([[3.0], [7.0]], [[4.0], [6.0]])
+    """
+
+    def __init__(self, columns: Any, first: int, last: int, transposed: bool = False) -> None:
+        self.columns, self.first, self.last, self._transposed = columns, first, last, transposed
+
+    @property
+    def T(self) -> ColumnMajor:
+        return ColumnMajor(self.columns, self.first, self.last, not self._transposed)
+
+    def __matmul__(self, other: Floats) -> Floats:
+        from quietgrad.objectives.tables import kernels
+
+        product = kernels.column_sums if self._transposed else kernels.column_scores
+        vector = np.ascontiguousarray(other[:, 0])
+        found: Floats = product(self.columns, self.first, self.last, vector)[:, None]
+        return found
+
+    def toarray(self) -> Floats:
+        """The rows as a matrix of float64."""
+        return np.asarray(self.columns[:, self.first : self.last].T, dtype=np.float64)
+
+
 def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]:
     """All records, or those at ``indices``, a few MB at a time."""
+    X = records.X
+    if indices is None and records.outputs == 1 and not records.is_sparse and X.flags.fnc and X.dtype == np.float32:
+        columns = frozen(X.T)
+        step = max(1, _ROWS_AT_ONCE // records.features)
+        for start in range(0, len(records), step):
+            which = slice(start, min(start + step, len(records)))
+            factors = records.factors[which, None] if records.factors.size else None
+            yield Block(which, ColumnMajor(columns, which.start, which.stop), factors)
+        return
     for which, rows in records.blocks(indices):
         yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
 

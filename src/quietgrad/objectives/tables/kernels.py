@@ -208,3 +208,66 @@ def add_scalar(
         out[j] -= shortened * shift[j] * scale[j]
     if column != 0.0:
         out[features] += column * total
+
+
+@_SUM
+def row_squares(columns: Any) -> Any:
+    """‖xᵢ‖² of every row, from a matrix whose rows are the columns of the table; four at a time, in float64."""
+    features, count = columns.shape
+    out = np.zeros(count)
+    for start in range(0, count, 1024):
+        stop = min(start + 1024, count)
+        total = out[start:stop]
+        for j in range(0, features - 3, 4):
+            a, b = columns[j, start:stop], columns[j + 1, start:stop]
+            c, d = columns[j + 2, start:stop], columns[j + 3, start:stop]
+            for i in range(total.size):
+                p, q, r, s = np.float64(a[i]), np.float64(b[i]), np.float64(c[i]), np.float64(d[i])
+                total[i] += p * p + q * q + r * r + s * s
+        for j in range(features - features % 4, features):
+            a = columns[j, start:stop]
+            for i in range(total.size):
+                p = np.float64(a[i])
+                total[i] += p * p
+    return out
+
+
+@_SUM
+def column_scores(columns: Any, first: int, last: int, weights: Any) -> Any:
+    """Σⱼ wⱼxᵢⱼ of the rows from ``first`` to ``last``, from a matrix whose rows are the columns of the table."""
+    features = columns.shape[0]
+    out = np.zeros(last - first)
+    for start in range(first, last, 1024):
+        stop = min(start + 1024, last)
+        total = out[start - first : stop - first]
+        for j in range(0, features - 3, 4):
+            a, b = columns[j, start:stop], columns[j + 1, start:stop]
+            c, d = columns[j + 2, start:stop], columns[j + 3, start:stop]
+            p, q, r, s = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
+            for i in range(total.size):
+                total[i] += (
+                    p * np.float64(a[i]) + q * np.float64(b[i]) + r * np.float64(c[i]) + s * np.float64(d[i])
+                )
+        for j in range(features - features % 4, features):
+            a = columns[j, start:stop]
+            p = weights[j]
+            for i in range(total.size):
+                total[i] += p * np.float64(a[i])
+    return out
+
+
+@_SUM
+def column_sums(columns: Any, first: int, last: int, factors: Any) -> Any:
+    """Σᵢ fᵢxᵢⱼ over the rows from ``first`` to ``last``, for every column."""
+    features = columns.shape[0]
+    out = np.zeros(features)
+    for start in range(first, last, 1024):
+        stop = min(start + 1024, last)
+        f = factors[start - first : stop - first]
+        for j in range(features):
+            a = columns[j, start:stop]
+            total = 0.0
+            for i in range(f.size):
+                total += f[i] * np.float64(a[i])
+            out[j] += total
+    return out

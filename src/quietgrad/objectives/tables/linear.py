@@ -32,6 +32,7 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables import full_batch
 from quietgrad.objectives.tables.full_batch import (
+    Block,
     PersonSum,
     RowSum,
     blocks_of,
@@ -260,8 +261,9 @@ class LinearObjective(BaseObjective, ABC):
         in_order = len(order) == len(records) and bool((order[1:] > order[:-1]).all())
         if not in_order and len(order) and not 0 <= order.min() <= order.max() < len(records):
             raise IndexError("batch: a person's record lies outside the table")
-        for block in blocks_of(records, None if in_order else order):
-            y = records.y[block.which]
+        for which, rows in records.blocks(None if in_order else order):
+            block = Block(which, rows, records.factors[which, None] if records.factors.size else None)
+            y = records.y[which]
             residuals = self.residuals(at.scores(block), y)
             total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
         return total.result()
