@@ -348,6 +348,53 @@ def test_quoted_text_is_cut_between_lines(tmp_path: Path, width: int, monkeypatc
     np.testing.assert_array_equal(y, data.y)
 
 
+_CELLS = (
+    "1",
+    " 2.5",
+    "-0.0",
+    "1e300",
+    "1e-320",
+    "+7",
+    ".5",
+    "5.",
+    "",
+    "nan",
+    "inf",
+    "1_0",
+    "0x10",
+    "nan(1)",
+    "-999",
+)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_plain_text_is_read_alike_by_both_readers(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick reader agrees with the strict one, or leaves the text to it."""
+    from quietgrad.data import arrow_csv, tables
+
+    monkeypatch.setattr(arrow_csv, "_LEAST", 0)
+    schema = {
+        "label": {"column": "y", "classes": ["0", "1"]},
+        "missing": ["", "-999"],
+        "columns": {"a": {"bounds": [-10, 10], "fill": 3}, "b": {"bounds": [-10, 10]}},
+    }
+
+    def read(text: bytes) -> Any:
+        try:
+            data = tables.parse_csv(text, qg.data.read_schema(schema) if declared else None)
+            return np.asarray(data.X).tobytes(), data.y.tolist()
+        except DataError as error:
+            return str(error)
+
+    for cell in _CELLS:
+        for end in ("\n", "\r\n"):
+            text = f"a,b,y{end}1,2,0{end}{cell},4,1{end}{end}5,6, 1{end}".encode()
+            quick = read(text)
+            with monkeypatch.context() as patch:
+                patch.setattr(tables, "quick_chunks", lambda *given: None)
+                assert read(text) == quick, cell
+
+
 def test_rows_with_gaps_are_left_out_where_the_schema_says_so(tmp_path: Path) -> None:
     columns: dict[str, Any] = {**SCHEMA["columns"], "age": {"bounds": [0, 100]}}
     schema = {**SCHEMA, "columns": columns, "drop_incomplete": True}

@@ -343,7 +343,7 @@ def _csv(unit: FilePartition, columns: list[str], rows: int) -> Iterator[Any]:
     )
     first = dialect.header
     with _text_stream(unit.path, unit.filesystem) as stream:
-        for block in line_blocks(stream):
+        for block in line_blocks(stream, quoted=True):
             lines = block.partition(b"\n")[2] if first else block
             first = False
             yield from read_block(lines, dialect.names, parse, convert).to_batches(max_chunksize=rows)

@@ -18,8 +18,10 @@ import numpy.typing as npt
 from quietgrad import files
 from quietgrad.data.arrow_csv import (
     DictionaryColumn,
+    NotPlainError,
     by_word,
     coded,
+    quick_chunks,
     unique_small_ints,
 )
 from quietgrad.data.columns import NotNumericError, to_numbers
@@ -74,6 +76,12 @@ def parse_csv(
             raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
         # Ids are taken as they are written: 007 is not 7.
         apart = _ColumnRoles(person, keep, tuple(drop), labelled)
+        quick = None if apart != _ColumnRoles() else quick_chunks(content, header, delimiter, schema, label)
+        if quick is not None:
+            try:
+                return _assemble(quick, header, schema, label, task, classes, name, apart)
+            except NotPlainError:
+                pass  # what the quick reader cannot take, the strict one reads or refuses, saying why
         chunks = _column_chunks(rows, header, name)
         return _assemble(chunks, header, schema, label, task, classes, name, apart)
     except csv.Error as error:
