@@ -85,15 +85,8 @@ def private_loop(model: nn.Module, x: Tensor, y: Tensor, size: int) -> Callable[
     return step
 
 
-def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int, *, given: bool) -> Callable[[], None]:
-    """One step of a user's loop made private; ``given``: with a criterion of ours."""
-    loss: Any = nn.CrossEntropyLoss()
-    private, optimizer, loader, *criterion = qt.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), noise_multiplier=1.0,
-        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
-        criterion=loss if given else None,
-    )  # fmt: skip
-    of = criterion[0] if given else loss
+def users_step(private: Any, optimizer: Any, of: Any, loader: Any) -> Callable[[], None]:
+    """One step of the loop that a user writes around what make_private returned."""
     samples = (batch for _ in range(10**6) for batch in loader)
 
     def step() -> None:
@@ -103,6 +96,18 @@ def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int, *, given: bool) 
         optimizer.step()
 
     return step
+
+
+def own_loop(model: nn.Module, x: Tensor, y: Tensor, size: int, *, given: bool) -> Callable[[], None]:
+    """One step of a user's loop made private; ``given``: with a criterion of ours."""
+    loss: Any = nn.CrossEntropyLoss()
+    private, optimizer, loader, *criterion = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), noise_multiplier=1.0,
+        max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=size),
+        criterion=loss if given else None,
+    )  # fmt: skip
+    of = criterion[0] if given else loss
+    return users_step(private, optimizer, of, loader)
 
 
 def opacus(model: nn.Module, x: Tensor, y: Tensor, size: int, *, mode: str) -> Callable[[], None]:
@@ -114,15 +119,7 @@ def opacus(model: nn.Module, x: Tensor, y: Tensor, size: int, *, mode: str) -> C
         grad_sample_mode=mode, criterion=nn.CrossEntropyLoss(),
     )  # fmt: skip
     private, optimizer, of, loader = made if mode == "ghost" else (*made[:2], nn.CrossEntropyLoss(), made[2])
-    samples = (batch for _ in range(10**6) for batch in loader)
-
-    def step() -> None:
-        inputs, labels = next(samples)
-        optimizer.zero_grad()
-        of(private(inputs), labels).backward()
-        optimizer.step()
-
-    return step
+    return users_step(private, optimizer, of, loader)
 
 
 def took(step: Callable[[], object], count: int = 1) -> float:

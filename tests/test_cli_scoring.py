@@ -188,3 +188,29 @@ def test_a_cell_that_is_none_of_its_kind_is_not_shown(cell: str, kind: dict[str,
     with pytest.raises(DataError, match="column 'a'") as refused:
         parse_csv(f'a,y\n"{cell}",1\n'.encode(), schema)
     assert "secret" not in str(refused.value)
+
+
+def test_a_score_beyond_the_cap_leaves_the_model_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1, 1, (20_000, 2))
+    np.savez("people.npz", X=X, y=(X[:, 0] > 0) * 1)
+    told = [
+        "train",
+        "people.npz",
+        "--epsilon",
+        "1",
+        "--row-bound",
+        "2",
+        "--holdout",
+        "0.3",
+        "--out",
+        "r",
+        "--quiet",
+    ]
+    assert main([*told, "--cap-epsilon", "0.801"]) == 0
+    assert "not released: account 'people.npz': this run would exceed the cap" in capsys.readouterr().out
+    assert (tmp_path / "r" / "report.html").exists()

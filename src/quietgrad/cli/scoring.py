@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.cli.scanned_data import scan_scores
-from quietgrad.errors import DataError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import read_bytes, read_json, write_atomically
 
 if TYPE_CHECKING:
@@ -82,9 +82,8 @@ def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_
 
     if data.person is not None:
         raise DataError(
-            "--holdout: under replace-one it splits records only, because replacing one person could move "
-            "others to "
-            "the other side. Use --relation add-remove, or give held-out people with --test."
+            "--holdout: under replace-one it splits records only, because replacing one person could move others "
+            "to the other side. Use --relation add-remove, or give held-out people with --test."
         )
     return np.isin(np.arange(data.n), public_order(data.n, seed)[: int(share * data.n)])
 
@@ -203,10 +202,13 @@ def held_out_score(spec: RunSpec, out: Path, data: Any, model: Any, n: float) ->
         model.classes_ = np.asarray(data.X_test.classes)
     elif classes:
         labels = np.asarray(model.classes_)[labels.astype(int)]
-    return private_score(
-        model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
-        account=spec.payer(out), person=data.person_test, target_bounds=data.label_bounds,
-    )  # fmt: skip
+    try:
+        return private_score(
+            model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
+            account=spec.payer(out), person=data.person_test, target_bounds=data.label_bounds,
+        )  # fmt: skip
+    except BudgetError as refused:  # the model is trained and paid for: it is not undone for want of a score
+        return f"not released: {refused}"
 
 
 def clipped_features(details: Mapping[str, Any]) -> list[str]:
