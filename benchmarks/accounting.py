@@ -19,7 +19,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -50,7 +49,7 @@ PEER_PROCESS = (
 )
 FULL_BATCH_PROCESS = (
     "from quietgrad.privacy.calibration import calibrate;"
-    "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one', cache=False)"
+    "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one')"
 )
 
 
@@ -70,10 +69,10 @@ def peer(bracket: Any = None) -> float:
     )
 
 
-def ours(cache: bool) -> float:
+def ours() -> float:
     """quietgrad's calibration of the same run."""
     prove_or_infinite.cache_clear()  # a process remembers its proofs; what is timed here is making them
-    return calibrate(epsilon=EPSILON, delta=DELTA, n=N, batch_size=BATCH, steps=STEPS, cache=cache)
+    return calibrate(epsilon=EPSILON, delta=DELTA, n=N, batch_size=BATCH, steps=STEPS)
 
 
 def cpu(run: Callable[[], Any], repeats: int) -> float:
@@ -87,12 +86,12 @@ def cpu(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times)
 
 
-def process(code: str, repeats: int, environment: dict[str, str]) -> float:
+def process(code: str, repeats: int) -> float:
     """Median CPU seconds of a fresh interpreter that runs ``code``, imports included."""
     times = []
     for _ in range(repeats):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+        subprocess.run([sys.executable, "-c", code], check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     return statistics.median(times)
@@ -100,45 +99,35 @@ def process(code: str, repeats: int, environment: dict[str, str]) -> float:
 
 def main() -> None:
     """Measure, print, write the result."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["QUIETGRAD_CACHE"] = directory
-        environment = dict(os.environ)
-        cold_process = []
-        for repeat in range(5):
-            cold = environment | {"QUIETGRAD_CACHE": f"{directory}/{repeat}"}
-            cold_process.append(process(QUIETGRAD_PROCESS, 1, cold))
-        z, peer_z = ours(cache=True), peer()
-        bracket = dp_accounting.ExplicitBracketInterval(1.0, 2.0)
-        seconds = {
-            "quietgrad cold": cpu(lambda: ours(cache=False), 15),
-            "quietgrad from cache": cpu(lambda: [ours(cache=True) for _ in range(50)], 9) / 50,
-            "dp-accounting": cpu(peer, 5),
-            PEER_WITH_BRACKET: cpu(lambda: peer(bracket), 5),
-            "quietgrad cold, process": statistics.median(cold_process),
-            "quietgrad from cache, process": process(QUIETGRAD_PROCESS, 5, environment),
-            "dp-accounting, process": process(PEER_PROCESS, 3, environment),
-            "quietgrad full batch (exact Gaussian)": cpu(
-                lambda: calibrate(epsilon=1.0, delta=DELTA, steps=50, sampling="full", cache=False), 15
+    z, peer_z = ours(), peer()
+    bracket = dp_accounting.ExplicitBracketInterval(1.0, 2.0)
+    seconds = {
+        "quietgrad cold": cpu(ours, 15),
+        "dp-accounting": cpu(peer, 5),
+        PEER_WITH_BRACKET: cpu(lambda: peer(bracket), 5),
+        "quietgrad cold, process": process(QUIETGRAD_PROCESS, 5),
+        "dp-accounting, process": process(PEER_PROCESS, 3),
+        "quietgrad full batch (exact Gaussian)": cpu(
+            lambda: calibrate(epsilon=1.0, delta=DELTA, steps=50, sampling="full"), 15
+        ),
+        "quietgrad full batch, process": process(FULL_BATCH_PROCESS, 5),
+        "quietgrad fixed-size": cpu(
+            lambda: calibrate(
+                epsilon=EPSILON,
+                delta=DELTA,
+                n=N,
+                batch_size=BATCH,
+                steps=STEPS,
+                sampling="fixed-size",
+                relation="replace-one",
             ),
-            "quietgrad full batch, process": process(FULL_BATCH_PROCESS, 5, environment),
-            "quietgrad fixed-size": cpu(
-                lambda: calibrate(
-                    epsilon=EPSILON,
-                    delta=DELTA,
-                    n=N,
-                    batch_size=BATCH,
-                    steps=STEPS,
-                    sampling="fixed-size",
-                    relation="replace-one",
-                    cache=False,
-                ),
-                9,
-            ),
-            "quietgrad fixed-size, RDP bound, one evaluation": cpu(_rdp_evaluation(), 3),
-            "quietgrad one evaluation, T = 1e6": cpu(
-                lambda: account(poisson_gaussian(1e-3, 3.8, 10**6), delta=DELTA, relation="add-remove"), 5
-            ),
-        }
+            9,
+        ),
+        "quietgrad fixed-size, RDP bound, one evaluation": cpu(_rdp_evaluation(), 3),
+        "quietgrad one evaluation, T = 1e6": cpu(
+            lambda: account(poisson_gaussian(1e-3, 3.8, 10**6), delta=DELTA, relation="add-remove"), 5
+        ),
+    }
     event = dp_accounting.PoissonSampledDpEvent(RATE, dp_accounting.GaussianDpEvent(z))
     check = pld.PLDAccountant().compose(dp_accounting.SelfComposedDpEvent(event, STEPS)).get_epsilon(DELTA)
     result = {
@@ -158,9 +147,7 @@ def main() -> None:
             "cold": seconds["dp-accounting"] / seconds["quietgrad cold"],
             "cold, peer given a bracket": seconds["dp-accounting, bracket [1, 2] given"]
             / seconds["quietgrad cold"],
-            "from cache": seconds["dp-accounting"] / seconds["quietgrad from cache"],
             "cold, process": seconds["dp-accounting, process"] / seconds["quietgrad cold, process"],
-            "from cache, process": seconds["dp-accounting, process"] / seconds["quietgrad from cache, process"],
         },
     }
     RESULT.parent.mkdir(exist_ok=True)

@@ -24,7 +24,7 @@ from quietgrad.privacy.accounting import (
     prove,
     sensitivity_factor,
 )
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_epsilon, gaussian_mu
 from quietgrad.privacy.events import (
     ZCDP,
@@ -32,7 +32,6 @@ from quietgrad.privacy.events import (
     Event,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     MaxOverParties,
     Parallel,
     PoissonSampled,
@@ -89,9 +88,7 @@ def test_sampling_at_rate_one_is_no_sampling() -> None:
         assert prove(event, delta=DELTA, relation=relation) == prove(Gaussian(2.0), delta=DELTA, relation=relation)
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "saving"), [(0.1, 15.9), (0.2, 15.1), (0.5, 14.1), (1.0, 13.3), (3.0, 11.9), (8.0, 10.3)]
-)
+@pytest.mark.parametrize(("epsilon", "saving"), [(0.1, 15.9), (1.0, 13.3), (8.0, 10.3)])
 def test_random_round_saves_noise(epsilon: float, saving: float) -> None:
     """A uniformly random round needs 10–16 % less noise than the last one, in the Gaussian regime."""
     rounds = 2000
@@ -108,10 +105,8 @@ def test_random_round_saves_noise(epsilon: float, saving: float) -> None:
 # Poisson/add
 NOISE_TABLE = [
     (32561, 100, 1500, 0.2, 8.765, 4.693, 4.203, 3.880, 2.311, 2.101),
-    (32561, 100, 1500, 0.5, 3.982, 2.504, 2.229, 1.691, 1.365, 1.114),
     (60000, 512, 2000, 1.2, 5.491, 3.225, 2.845, 2.417, 1.518, 1.423),
     (60000, 512, 2000, 3.0, 2.704, 1.894, 1.726, 1.115, 0.909, 0.863),
-    (60000, 512, 2000, 7.0, 1.534, 1.349, 1.279, 0.698, 0.669, 0.639),
 ]
 
 
@@ -135,49 +130,6 @@ def test_noise_table(row: tuple[float, ...]) -> None:
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), rdp_poisson, epsilon, relation=ADD, accountant="rdp")
     assert_noise(lambda z: poisson_gaussian(b / n, z, steps), pld_poisson, epsilon, relation=ADD)
     assert lower < pld_fixed < rdp_fixed
-
-
-@pytest.mark.parametrize(
-    ("n", "b", "steps", "epsilon", "poisson", "fixed"),
-    [
-        (60000, 512, 2000, 1, 1.619, 3.661),
-        (60000, 512, 2000, 8, 0.613, 1.291),
-        (60000, 512, 10000, 8, 0.814, 1.840),
-        (50000, 512, 5000, 10, 0.701, 1.537),
-        (50000, 512, 5000, 2, 1.622, 3.698),
-        (50000, 2048, 2000, 2, 3.758, 8.087),
-    ],
-)
-def test_stagewise_noise_table(n: int, b: int, steps: int, epsilon: float, poisson: float, fixed: float) -> None:
-    assert_noise(lambda z: poisson_gaussian(b / n, z, steps), poisson, epsilon, relation=ADD)
-    assert_noise(lambda z: fixed_size_gaussian(n, b, z, steps), fixed, epsilon, relation=REPLACE)
-
-
-@pytest.mark.parametrize(
-    ("n", "b", "s", "steps", "delta", "lower", "ours", "rdp"),
-    [
-        (100, 1, 1, 1000, 1e-5, 1.828, 2.199, 3.576),
-        (100, 5, 2, 500, 1e-6, 2.873, 3.241, 6.615),
-        (5, 1, 3, 100, 1e-5, 2.977, 3.151, 7.011),
-    ],
-)
-def test_fixed_size_table(
-    n: int, b: int, s: float, steps: int, delta: float, lower: float, ours: float, rdp: float
-) -> None:
-    event = fixed_size_gaussian(n, b, 2 * s, steps)
-    assert account(event, delta=delta, relation=REPLACE) == pytest.approx(ours, rel=1e-3)
-    assert account(event, delta=delta, relation=REPLACE, accountant="rdp") == pytest.approx(rdp, rel=1e-3)
-    assert account(poisson_gaussian(b / n, s, steps), delta=delta, relation=ADD) == pytest.approx(lower, rel=1e-3)
-
-
-def test_first_step_of_its_own_rate() -> None:
-    """Four times the batch in step 0 costs 0.5 % more noise: 1.430 against 1.423."""
-    rate = 512 / 60000
-
-    def event(z: float) -> Event:
-        return Composed((PoissonSampled(4 * rate, Gaussian(z)), poisson_gaussian(rate, z, 2000)))
-
-    assert_noise(event, 1.430, 1.2, relation=ADD)
 
 
 # ---- conventions ----
@@ -218,22 +170,19 @@ def test_sensitivity_factor_and_rho() -> None:
 @pytest.mark.parametrize(
     ("relation", "event", "theirs"),
     [
-        (ADD, PoissonSampled(0.02, Gaussian(0.9)), ("poisson", 0.02, "gaussian", 0.9)),
-        (ADD, PoissonSampled(0.3, Gaussian(5.0)), ("poisson", 0.3, "gaussian", 5.0)),
-        (REPLACE, PoissonSampled(0.02, Gaussian(1.3)), ("poisson", 0.02, "gaussian", 1.3)),
-        (REPLACE, PoissonSampled(0.5, Gaussian(8.0)), ("poisson", 0.5, "gaussian", 8.0)),
-        (ADD, Laplace(9.0), (None, 1.0, "laplace", 9.0)),
-        (ADD, PoissonSampled(0.1, Laplace(2.0)), ("poisson", 0.1, "laplace", 2.0)),
+        (ADD, PoissonSampled(0.02, Gaussian(0.9)), (0.02, 0.9)),
+        (ADD, PoissonSampled(0.3, Gaussian(5.0)), (0.3, 5.0)),
+        (REPLACE, PoissonSampled(0.02, Gaussian(1.3)), (0.02, 1.3)),
+        (REPLACE, PoissonSampled(0.5, Gaussian(8.0)), (0.5, 8.0)),
     ],
 )
 @pytest.mark.parametrize("steps", [1, 60])
 def test_pld_agrees_with_dp_accounting(
-    relation: str, event: Event, theirs: tuple[str | None, float, str, float], steps: int
+    relation: str, event: Event, theirs: tuple[float, float], steps: int
 ) -> None:
     from dp_accounting import NeighboringRelation, dp_event, pld
 
-    noise = {"gaussian": dp_event.GaussianDpEvent, "laplace": dp_event.LaplaceDpEvent}[theirs[2]](theirs[3])
-    one = dp_event.PoissonSampledDpEvent(theirs[1], noise) if theirs[0] else noise
+    one = dp_event.PoissonSampledDpEvent(theirs[0], dp_event.GaussianDpEvent(theirs[1]))
     which = NeighboringRelation.ADD_OR_REMOVE_ONE if relation == ADD else NeighboringRelation.REPLACE_ONE
     accountant = pld.PLDAccountant(which).compose(dp_event.SelfComposedDpEvent(one, steps))
     ours = account(events.repeated(event, steps), delta=DELTA, relation=relation, accountant="pld")
@@ -248,8 +197,7 @@ def test_pld_agrees_with_dp_accounting(
     [
         (gaussian(2.0, 10), ADD, "gaussian-exact"),
         (Pure(1.0, Relation.ADD_REMOVE), ADD, "pure"),
-        (Laplace(2.0), REPLACE, "pure"),
-        (Composed((Laplace(2.0), Gaussian(2.0))), REPLACE, "pld"),
+        (Composed((Pure(1.0, Relation.REPLACE_ONE), Gaussian(2.0))), REPLACE, "pld"),
         (Repeated(Pure(0.05, Relation.REPLACE_ONE), 400), REPLACE, "pld"),
         (
             Composed((Pure(0.5, Relation.REPLACE_ONE), fixed_size_gaussian(100, 3, 5.0, 5))),
@@ -282,14 +230,6 @@ def test_best_is_the_smallest_and_is_named(event: Event, relation: str, name: st
             continue
         assert proof.epsilon <= alone * (1 + 1e-6)
     assert delta_of(event, epsilon=proof.epsilon, relation=relation) <= DELTA * (1 + 1e-6)
-
-
-def test_proof_within_a_budget() -> None:
-    proof = prove(Gaussian(4.0), delta=DELTA, relation=ADD)
-    assert proof.within(Budget(1.0, DELTA))
-    assert not proof.within(Budget(0.5, DELTA))
-    assert not proof.within(Budget(1.0, DELTA, Relation.REPLACE_ONE))
-    assert not proof.within(Budget(1.0, DELTA / 2))
 
 
 @given(
@@ -352,8 +292,8 @@ def test_poisson_curve_tends_to_the_unsampled_one() -> None:
     assert np.isinf(_poisson_replace_curve(0.5, 20.0)[-1])  # left out, not guessed
 
 
-@pytest.mark.parametrize("shape", [0.0, 1e-9, 0.5, 1.0, 3.0, math.inf])
-@pytest.mark.parametrize("mean", [1.0, 1.0 + 2.0**-52, 1.0 + 1e-9, 1.01, 2.0, 30.0, 1e6])
+@pytest.mark.parametrize("shape", [0.0, 1e-9, 1.0, math.inf])
+@pytest.mark.parametrize("mean", [1.0, 1.0 + 2.0**-52, 1.01, 30.0, 1e6])
 @pytest.mark.parametrize("z", [1.0, 20.0])
 def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> None:
     """Everywhere but where K = 1 for certain: there one run is released, and one run is what it costs."""
@@ -484,15 +424,24 @@ def test_slack_adds_to_delta() -> None:
     ("event", "relation", "message"),
     [
         (fixed_size_gaussian(100, 10, 1.0, 5), ADD, r"FixedSize.*use the relation replace-one, or Poisson"),
-        (PoissonSampled(0.1, Laplace(1.0)), REPLACE, r"Poisson.*use FixedSize, or the relation add-remove"),
+        (
+            PoissonSampled(0.1, Pure(1.0, Relation.REPLACE_ONE)),
+            REPLACE,
+            r"Poisson.*use FixedSize, or the relation add-remove",
+        ),
         (PoissonSampled(0.1, gaussian(1.0, 2)), REPLACE, r"Poisson.*single Gaussian"),
         (PoissonSampled(0.1, ZCDP(0.1, Relation.ADD_REMOVE)), ADD, r"ZCDP.*; and Poisson"),
-        (PoissonSampled(0.1, Repeated(Laplace(1.0), 2)), ADD, r"sample anew"),
+        (PoissonSampled(0.1, Repeated(Pure(1.0, Relation.ADD_REMOVE), 2)), ADD, r"sample anew"),
         (Pure(1.0, Relation.REPLACE_ONE), ADD, r"Pure.*proved under replace-one, not under add-remove"),
         (Repeated(ZCDP(1.0, Relation.ADD_REMOVE), 3), REPLACE, r"ZCDP.*proved under add-remove"),
-        (PoissonSampled(0.1, Repeated(Laplace(1.0), 2)), REPLACE, r"Poisson"),
         (FixedSizeSampled(9, 3, Pure(2000.0, Relation.REPLACE_ONE)), REPLACE, r"use a larger noise multiplier"),
-        (Repeated(PoissonSampled(0.1, Repeated(Parallel((Laplace(1.0), Gaussian(1.0))), 999)), 9), ADD, r"Poisson"),
+        (
+            Repeated(
+                PoissonSampled(0.1, Repeated(Parallel((Pure(1.0, Relation.ADD_REMOVE), Gaussian(1.0))), 999)), 9
+            ),
+            ADD,
+            r"Poisson",
+        ),
     ],
 )
 def test_what_nobody_can_prove_is_refused_by_name(event: Event, relation: str, message: str) -> None:
@@ -530,11 +479,6 @@ def test_bad_numbers() -> None:
         RepeatAndSelect(Gaussian(1.0), 0.5)
 
 
-def test_numpy_numbers_are_numbers() -> None:
-    event = poisson_gaussian(rate=float(np.float64(0.1)), noise_multiplier=2.0, steps=3)
-    assert isinstance(account(event, delta=DELTA, relation=ADD), float)
-
-
 def test_what_decides_about_the_rest_is_added_by_basic_composition() -> None:
     step, first = poisson_gaussian(0.01, 1.1, 1000), Upfront(0.01, Relation.ADD_REMOVE)
     alone = account(step, delta=1e-5, relation="add-remove")
@@ -559,7 +503,6 @@ def test_what_decides_about_the_rest_is_added_by_basic_composition() -> None:
         {"event": "gaussian", "noise_multiplier": 1e-200},
         {"event": "gaussian", "noise_multiplier": 1e300},
         {"event": "gaussian", "noise_multiplier": True},
-        {"event": "laplace", "noise_multiplier": 5e-324},
         {"event": "zcdp", "rho": 1e200, "relation": "add-remove"},
         {"event": "pure", "epsilon": 1e-30, "relation": "add-remove"},
         {"event": "poisson", "rate": 1e-300, "inner": {"event": "gaussian", "noise_multiplier": 1.0}},
@@ -580,7 +523,6 @@ def test_at_the_ends_of_the_range_there_is_a_number_or_a_refusal(z: float, relat
     for event in (
         gaussian(z, 10**6),
         poisson_gaussian(1e-15, z, 10**6),
-        Laplace(z),
         fixed_size_gaussian(10**15, 1, z),
     ):
         try:

@@ -18,7 +18,6 @@ from quietgrad.privacy.events import (
     Composed,
     Event,
     Gaussian,
-    Laplace,
     PoissonSampled,
     Pure,
     RandomNumberOfReleases,
@@ -45,7 +44,7 @@ def masses(kind: str, size: int) -> Floats:
 
 
 @pytest.mark.parametrize("kind", ["one point", "flat", "rough", "bell", "cliff"])
-@pytest.mark.parametrize("size", [8, 160, 4096, 5 * 2**11, 6 * 2**12, 2**15])
+@pytest.mark.parametrize("size", [8, 160, 5 * 2**11, 2**15])
 def test_no_coefficient_of_a_transform_is_further_off_than_said(kind: str, size: int) -> None:
     """Against sums in 64-bit mantissas with exact roots of unity; the bound has room for machines that differ."""
     values = masses(kind, size)
@@ -100,9 +99,7 @@ def test_tilted_masses_are_upper_bounds_of_the_exact_ones(mass: list[float], sha
             assert found.delta(0.7 * bounds.high) == pytest.approx(float(truth), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("steps", "delta"), [(10**6, 1e-9), (10**6, 1e-10), (10**6, 1e-12), (10**7, 1e-9), (10**7, 1e-12)]
-)
+@pytest.mark.parametrize(("steps", "delta"), [(10**6, 1e-9), (10**6, 1e-12), (10**7, 1e-12)])
 def test_millions_of_steps_reach_the_exact_gaussian(steps: int, delta: float) -> None:
     event = poisson_gaussian(1 - 1e-12, math.sqrt(steps), steps)
     exact = gaussian_epsilon(1.0, delta)
@@ -133,10 +130,7 @@ def two_point_delta(up: float, down: float, chance: float, steps: int, epsilon: 
     ("rate", "pure", "steps", "delta"),
     [
         (None, 2e-3, 10**6, 1e-9),
-        (None, 2e-3, 10**6, 1e-12),
-        (0.01, 0.2, 10**6, 1e-9),
         (0.01, 0.2, 10**6, 1e-12),
-        (1e-3, 1.0, 10**7, 1e-12),
     ],
 )
 def test_millions_of_randomised_responses_reach_the_binomial(
@@ -169,7 +163,11 @@ def test_random_rounds_and_mixtures_are_tilted_alike() -> None:
     rounds = RandomNumberOfReleases(
         PoissonSampled(0.01, Gaussian(1.5)), ((5_000, 0.5), (20_000, 0.3), (40_000, 0.2))
     )
-    parts: tuple[Event, ...] = (rounds, poisson_gaussian(0.002, 1.0, 30_000), Repeated(Laplace(400.0), 50))
+    parts: tuple[Event, ...] = (
+        rounds,
+        poisson_gaussian(0.002, 1.0, 30_000),
+        Repeated(Pure(0.0025, Relation.ADD_REMOVE), 50),
+    )
     together, worst = Composed(parts), Composed((poisson_gaussian(0.01, 1.5, 40_000), *parts[1:]))
     for delta in (1e-11, 1e-14):
         proof = prove(together, delta=delta, relation=ADD)

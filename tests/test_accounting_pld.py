@@ -20,11 +20,9 @@ from quietgrad.privacy.events import (
     Event,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     PoissonSampled,
     Pure,
     Repeated,
-    fixed_size_gaussian,
     gaussian,
     poisson_gaussian,
 )
@@ -32,7 +30,6 @@ from quietgrad.privacy.loss_distribution import (
     DiscretizedPLD,
     FixedSizePair,
     GaussianPair,
-    LaplacePair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
@@ -44,10 +41,8 @@ ADD, REPLACE = "add-remove", "replace-one"
 PAIRS: list[TailPair] = [
     GaussianPair(0.01),
     GaussianPair(3.0),
-    LaplacePair(0.7),
     PurePair(1.3),
     PoissonPair(GaussianPair(1.0), 0.01),
-    PoissonPair(LaplacePair(2.0), 0.3),
     PoissonPair(PurePair(2.0), 0.3),
     FixedSizePair(GaussianPair(2.0), 0.02),
     FixedSizePair(PurePair(1.0), 0.5),
@@ -57,7 +52,7 @@ PAIRS: list[TailPair] = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("step", [1e-2, 1e-3])
+@pytest.mark.parametrize("step", [1e-2])
 def test_rounded_pairs_keep_both_masses_and_dominate(pair: TailPair, step: float) -> None:
     grid = pair.on_grid(step, 1e-12)
     assert np.all(grid.mass >= 0)
@@ -120,7 +115,7 @@ def normal(x: mpmath.mpf, mean: float, s: float) -> mpmath.mpf:
     return mpmath.npdf(x, mean, s)
 
 
-@pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.02, 1.0, 0.2), (0.3, 2.5, 0.5), (0.001, 0.7, 0.01)])
+@pytest.mark.parametrize(("rate", "z", "epsilon"), [(0.02, 1.0, 0.2), (0.3, 2.5, 0.5)])
 @pytest.mark.parametrize("relation", [ADD, REPLACE])
 def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float, relation: str) -> None:
     """One Poisson-sampled Gaussian: the worse order of the two densities, integrated by mpmath."""
@@ -148,7 +143,7 @@ def test_poisson_profile_equals_quadrature(rate: float, z: float, epsilon: float
     )
 
 
-@pytest.mark.parametrize("delta", [1e-3, 1e-6, 1e-9, 1e-11])
+@pytest.mark.parametrize("delta", [1e-3, 1e-11])
 @pytest.mark.parametrize(("z", "steps"), [(1.0, 1), (20.0, 400), (100.0, 10_000)])
 def test_composition_on_the_grid_reaches_the_exact_gaussian(z: float, steps: int, delta: float) -> None:
     """Sampling at a rate of 1 − 10⁻¹² is an un-sampled Gaussian composed by Fourier transform, not by formula."""
@@ -228,7 +223,7 @@ def test_mixed_releases_share_one_grid() -> None:
     parts: tuple[Event, ...] = (
         poisson_gaussian(0.02, 1.2, 50),
         Gaussian(8.0),
-        Repeated(Laplace(20.0), 4),
+        Repeated(Pure(0.05, Relation.ADD_REMOVE), 4),
         Pure(0.1, Relation.ADD_REMOVE),
         PoissonSampled(0.05, Pure(0.5, Relation.ADD_REMOVE)),
     )
@@ -238,25 +233,12 @@ def test_mixed_releases_share_one_grid() -> None:
     assert together < sum(account(part, delta=2e-6, relation=ADD) for part in parts)
 
 
-def test_fixed_size_takes_pure_releases_too() -> None:
-    """One ε₀-DP release on a q-sample is log(1 + q(e^{ε₀} − 1))-DP under replace-one."""
-    event = FixedSizeSampled(10, 2, Pure(1.0, Relation.REPLACE_ONE))
-    amplified = math.log1p(0.2 * math.expm1(1.0))
-    assert delta_of(event, epsilon=amplified + 1e-4, relation=REPLACE) < 1e-12
-    assert account(event, delta=1e-9, relation=REPLACE) == pytest.approx(amplified, rel=1e-3)
-    assert account(fixed_size_gaussian(10, 2, 3.0), delta=1e-5, relation=REPLACE) < 5
-
-
 @pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
 @pytest.mark.parametrize(
     ("z", "rate", "steps", "delta"),
     [
-        (0.15, 1e-8, 10**6, 1e-10),
-        (0.15, 1e-8, 10**5, 1e-10),
         (0.15, 1e-6, 10**5, 1e-10),
-        (0.2, 1e-6, 10**5, 1e-10),
         (0.2, 1e-8, 10**6, 1e-10),
-        (0.3, 1e-7, 10**4, 1e-12),
     ],
 )
 def test_little_noise_on_rare_samples_is_never_looser_than_its_own_moments(

@@ -117,10 +117,6 @@ def test_calibrate_finds_what_account_confirms(capsys: pytest.CaptureFixture[str
     noise = str(found["noise_multiplier"])
     steps = answer(capsys, "calibrate", *shared, "--find", "steps", "--noise-multiplier", noise)["steps"]
     assert 200 <= steps <= 202
-    batch = answer(
-        capsys, "calibrate", *shared[:6], "--find", "batch-size", "--noise-multiplier", noise, "--steps", "200"
-    )
-    assert batch["batch_size"] == 50
 
 
 def test_plan_in_words_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:

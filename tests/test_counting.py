@@ -145,7 +145,6 @@ def test_no_exact_number_is_printed_or_stored(
 ) -> None:
     """3000 and 2999 rows were told apart with certainty: n was printed, stored and used."""
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("QUIETGRAD_CACHE", str(tmp_path / "cache"))
     n = 20_473  # not a number that is likely to stand anywhere by chance
     X, y = rows(n)
     np.savez(tmp_path / "rows.npz", X=X, y=y)

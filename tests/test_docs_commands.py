@@ -200,7 +200,6 @@ def test_the_commands_of_a_page_run_and_say_what_it_shows(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("QUIETGRAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     if given := PAGES[name]:
         given(tmp_path)

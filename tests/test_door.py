@@ -27,7 +27,7 @@ from quietgrad.federation import Party, simulate
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.plans.schedule import plan as make_plan
-from quietgrad.privacy import calibration, events, mechanisms
+from quietgrad.privacy import events, mechanisms
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger_state import COUNTED
 from quietgrad.privacy.rng import seed_key
@@ -51,34 +51,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- one price ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration cache that remembers a third of the noise for every question."""
-    monkeypatch.setattr(
-        calibration, "load_calibration", lambda question: 1.2 if question["ask"] == "noise_multiplier" else 10.0**8
-    )
-
-
-@pytest.mark.usefixtures("poisoned")
-def test_an_altered_cache_makes_nothing_dearer() -> None:
-    X, y = problem(N)
-    assert qg.plan(qg.DPGD(steps=30), n=N, budget=BUDGET).epsilon() <= 1.0
-    result = simulate(
-        qg.DPGD(steps=3), objective(), [Party(X[:150], y[:150]), Party(X[150:], y[150:])], budget=BUDGET
-    )
-    assert result.privacy.epsilon is not None
-    assert result.privacy.epsilon <= 1.0
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0, n_public=len(y))
-    search = PrivateSearch(model, {"regularization": [0.0, 0.1]}, epsilon=2.0, account="poisoned").fit(X, y)
-    assert search.privacy_epsilon_ <= 2.0
-    z = qg.calibrate(epsilon=1.0, delta=1e-5, n=1000, batch_size=100, steps=200)
-    assert qg.account(events.poisson_gaussian(0.1, z, 200), delta=1e-5, relation="add-remove") <= 1.0
-    from quietgrad.privacy.calibration import calibrate_steps
-
-    steps = calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=2.0, n=1000, batch_size=100)
-    assert qg.account(events.poisson_gaussian(0.1, 2.0, steps), delta=1e-5, relation="add-remove") <= 1.0
 
 
 # --- one account ----------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.savez(home / "rows.npz", X=X, y=(X[:, 0] > 0) * 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QUIETGRAD_STATE", str(home / "state"))
-        patch.setenv("QUIETGRAD_CACHE", str(home / "cache"))
         args = ["--algorithm", "dp-gd", "--steps", "4", "--epsilon", "1", "--n-public", "300"]
         args += ["--out", str(home / "run"), "--quiet"]
         (home / "run").mkdir()

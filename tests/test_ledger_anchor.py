@@ -98,13 +98,6 @@ def test_an_edit_before_the_anchor_fails_with_and_without_it(ledger: Ledger) -> 
         Ledger(ledger.path).head()
 
 
-def test_another_ledger_does_not_have_the_anchor(ledger: Ledger, tmp_path: Path) -> None:
-    other = Ledger(tmp_path / "other.jsonl")
-    for name in "abcdef":
-        other.reserve("people", Gaussian(4.0), run=name, **PROMISE)
-    assert not other.verify(ledger.head()).ok
-
-
 def test_a_ledger_that_is_gone_is_older_than_any_anchor(ledger: Ledger) -> None:
     kept = ledger.head()
     for file in list(ledger.path.parent.glob("ledger.jsonl*")):

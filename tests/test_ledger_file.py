@@ -10,8 +10,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -320,26 +318,6 @@ def test_full_disk_where_even_taking_back_fails(path: Path, monkeypatch: pytest.
     report = Ledger(path).verify()
     assert report.ok
     assert len(Ledger(path).book().held) == 4  # the line is whole, so it counts: too much, never too little
-
-
-def test_a_real_limit_on_the_file_size(path: Path) -> None:
-    script = f"""
-import resource
-from quietgrad.errors import LedgerError
-from quietgrad.privacy.events import Gaussian
-from quietgrad.privacy.ledger import Ledger
-size = {path.stat().st_size} + 100
-resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-try:
-    Ledger({str(path)!r}).reserve("people", Gaussian(2.0), run="x", delta=1e-5, relation="add-remove")
-except LedgerError as error:
-    print(error)
-"""
-    before = path.read_bytes()
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "File too large" in done.stdout
-    assert path.read_bytes() == before
-    assert Ledger(path).verify().ok
 
 
 def test_places_where_no_ledger_can_be(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

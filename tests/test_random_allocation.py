@@ -14,11 +14,10 @@ from quietgrad.errors import UnprovableError
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.accounting import account, delta_of, prove
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_delta
 from quietgrad.privacy.events import Repeated
 from quietgrad.privacy.random_allocation import AllocationPair, law_of_sum
 from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.sampling import RandomAllocation, from_json
+from quietgrad.sampling import RandomAllocation
 
 
 def call(strike: np.ndarray, mu: float) -> np.ndarray:
@@ -32,7 +31,7 @@ def exact_profiles(mu: float, steps: int, epsilon: float) -> tuple[float, float]
     """δ(ε) of one epoch in both orders: all coordinates but one by the trapezoidal rule, that one in closed
     form.
     """
-    nodes = {2: 20001, 3: 1201, 4: 121}[steps]
+    nodes = {2: 20001, 3: 1201}[steps]
     g, width = np.linspace(-9.0, 9.0 + mu, nodes, retstep=True)
     y, weight = np.exp(mu * g - mu * mu / 2), np.exp(-g * g / 2) * width / math.sqrt(2 * math.pi)
     total, mass = np.zeros(1), np.ones(1)
@@ -47,12 +46,12 @@ def exact_profiles(mu: float, steps: int, epsilon: float) -> tuple[float, float]
     return above, math.exp(epsilon) * float(mass @ np.maximum(put, 0.0)) / steps
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4])
-@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("sigma", [0.5, 3.0])
 def test_one_epoch_is_the_mixture_of_all_its_steps(steps: int, sigma: float) -> None:
     grid = AllocationPair(1 / sigma, steps).on_grid(1e-4, 1e-18)
-    resolved = {2: 1e-6, 3: 1e-4, 4: 2e-3}[steps]  # how far the integral itself is right
-    for epsilon in (0.0, 0.1, 0.5, 1.0, 2.0, 4.0)[: 4 if steps == 4 and sigma < 1.0 else 6]:
+    resolved = {2: 1e-6, 3: 1e-4}[steps]  # how far the integral itself is right
+    for epsilon in (0.0, 0.1, 0.5, 1.0, 2.0, 4.0):
         exact = exact_profiles(1 / sigma, steps, epsilon)
         for losses, true in zip((grid, grid.reversed()), exact, strict=True):
             if true < 1e-9:
@@ -62,17 +61,7 @@ def test_one_epoch_is_the_mixture_of_all_its_steps(steps: int, sigma: float) -> 
                 assert losses.epsilon(true) <= epsilon * 1.01
 
 
-def test_an_epoch_of_one_step_hides_nothing() -> None:
-    grid = AllocationPair(0.7, 1).on_grid(1e-4, 1e-18)
-    for epsilon in (0.1, 1.0, 3.0):
-        for losses in (grid, grid.reversed()):
-            assert gaussian_delta(0.7, epsilon) <= losses.delta(epsilon) * (1 + 1e-9)
-            assert losses.epsilon(gaussian_delta(0.7, epsilon)) <= epsilon * 1.005
-
-
-@pytest.mark.parametrize(
-    ("sigma", "steps", "epochs"), [(0.6, 5, 3), (1.0, 30, 1), (0.8, 12, 8), (2.0, 4, 20), (0.7, 10, 40)]
-)
+@pytest.mark.parametrize(("sigma", "steps", "epochs"), [(0.6, 5, 3), (1.0, 30, 1), (0.7, 10, 40)])
 def test_simulated_runs_never_cost_more(sigma: float, steps: int, epochs: int) -> None:
     """δ at the proved ε, simulated in both orders; a correct bound fails with probability below 10⁻⁵ altogether."""
     rng = np.random.default_rng([steps, epochs])
@@ -142,44 +131,18 @@ def test_what_has_no_proof_is_refused() -> None:
     with pytest.raises(UnprovableError, match="under add-remove"):
         account(epoch, delta=1e-5, relation="replace-one")
     with pytest.raises(UnprovableError, match="Gaussian releases"):
-        account(events.AllocationSampled(50, events.Laplace(1.0)), delta=1e-5, relation="add-remove")
+        account(
+            events.AllocationSampled(50, events.Pure(1.0, Relation.ADD_REMOVE)),
+            delta=1e-5,
+            relation="add-remove",
+        )
     with pytest.raises(ValueError, match="steps_per_epoch"):
         events.random_allocation(steps_per_epoch=0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="steps_per_epoch"):
         events.random_allocation(steps_per_epoch=10**10, noise_multiplier=1.0)
 
 
-def test_events_and_sampling_survive_json() -> None:
-    event = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.5, epochs=3)
-    assert events.from_json(event.to_json()) == event
-    assert from_json(RandomAllocation(50).to_json()) == RandomAllocation(50)
-
-
 # --- samples --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["sampler", "scanning"])
-def test_every_record_is_in_one_step_of_every_epoch(how: str) -> None:
-    sampler = getattr(RandomAllocation(7), how)(500, SecureStream(seed_key(3), "batches"))
-    epochs = [[sampler.batch(7 * e + t) for t in range(7)] for e in range(3)]
-    for epoch in epochs:
-        assert sorted(np.concatenate(epoch).tolist()) == list(range(500))
-    bins = [
-        np.concatenate([np.full(len(b), t) for t, b in enumerate(e)])[np.argsort(np.concatenate(e))] for e in epochs
-    ]
-    for one, other in pairwise(bins):  # agree as often as independent draws do: 500/7, five deviations
-        assert abs((one == other).sum() - 500 / 7) < 5 * math.sqrt(500 * 6 / 49)
-    assert sampler.batch(8).tolist() == epochs[1][1].tolist()  # in any order of asking
-
-
-def test_steps_are_uniform_and_independent_of_each_other() -> None:
-    """Chi-square over (step of record 0, step of record 1) in 9000 epochs; false alarms below 10⁻⁶."""
-    sampler = RandomAllocation(3).sampler(2, SecureStream(seed_key(5), "batches"))
-    table = np.zeros((3, 3))
-    for epoch in range(9000):
-        bins = [next(t for t in range(3) if r in np.asarray(sampler.batch(3 * epoch + t))) for r in (0, 1)]
-        table[bins[0], bins[1]] += 1
-    assert float(((table - 1000.0) ** 2 / 1000.0).sum()) < 45.0  # 8 degrees of freedom
 
 
 def test_an_epoch_of_one_step_is_everybody() -> None:

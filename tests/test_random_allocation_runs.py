@@ -101,31 +101,11 @@ def test_a_table_in_another_order_is_another_run(
     assert epsilons["shuffled"] > 1.3
 
 
-def test_a_person_draws_one_step_with_all_their_records() -> None:
-    rng = np.random.default_rng(1)
-    ids = np.repeat(np.arange(60), 3)[rng.permutation(180)]
-    X = rng.normal(size=(180, 3))
-    method = qg.DPSGD(steps=12, batch_size=10, sampling="random-allocation")
-    result = qg.minimize(Logistic(), (X, (X[:, 0] > 0) * 1.0), method, budget=BUDGET, person=ids, n_public=60)
-    assert "each person in one secret step of every epoch of 6 steps" in result.privacy.sampling
-    assert str(result.privacy.unit) == "person"
-
-
 def test_parties_are_told_to_draw_poisson_samples() -> None:
     X, y = problem(300)
     parties = [Party(X[:150], y[:150]), Party(X[150:], y[150:])]
     with pytest.raises(ValueError, match="is for one curator"):
         simulate(METHOD, Logistic(), parties, budget=BUDGET)
-
-
-def test_a_scan_is_allocated_row_by_row(tmp_path: Path) -> None:
-    X, y = problem(300)
-    file = tmp_path / "table.csv"
-    header = ",".join([*(f"x{j}" for j in range(X.shape[1])), "y"])
-    np.savetxt(file, np.column_stack([X, y]), delimiter=",", header=header, comments="")
-    result = qg.minimize(Logistic(), qg.data.scan(file, target="y"), METHOD, budget=BUDGET, n_public=300)
-    assert result.privacy.accountant == "pld-random-allocation"
-    assert (result.privacy.epsilon or math.inf) <= 1.0
 
 
 # --- loops ----------------------------------------------------------------------------------------------------

@@ -139,30 +139,6 @@ def of_more_pictures() -> Iterator[str]:
     assert {row["variance_factor"] for row in results("cifar")["parties"]} == {1.0}
 
 
-def of_bands() -> Iterator[str]:
-    """DP-SRM and DP-SGD with the same bands."""
-    rows = results("bands")["tables"][0]["rows"]
-    lead = {}
-    for data, epsilon, batch, ratio, bands, *values in rows:
-        digits = 4 if data == "a9a" else 2
-        said = [f"{short(values[k], digits)} ± {short(values[k + 1], digits)}" for k in (0, 2)]
-        lead[data, epsilon, bands] = values[4]
-        ahead = f"{values[4]:+.1f}".replace("-", "−")
-        yield f"| {data} | {epsilon:g} | {batch} | {ratio:.1f} | {bands} | {said[0]} | {said[1]} | {ahead} |"
-    yield f"DP-SRM is ahead by {lead['a9a', 0.2, 1]:.1f} standard errors with plain Poisson samples"
-    assert abs(lead["a9a", 0.2, 16]) < 2.0
-    yield "with 16 bands the two are within two"
-    assert max(lead["mnist", 2.0, 16], lead["mnist", 8.0, 16]) < -7.0
-    yield "On MNIST DP-SGD is ahead by more than seven standard errors at both ε"
-    plain, banded = (-lead["a9a", 1.0, bands] for bands in (1, 16))
-    ahead = f"{plain:.1f} standard errors with plain Poisson samples and by {banded:.1f} with 16 bands"
-    yield f"DP-SGD leads by {ahead}"
-    tried = {(row[0], row[1]): row[11] for row in rows}
-    assert tried["a9a", 0.2] == "75 / 75"
-    yield "{} settings of DP-SGD and {} of DP-SRM".format(*tried["a9a", 1.0].split(" / "))
-    assert all((row[3] > 1.0) == ((row[0], row[1]) != ("a9a", 1.0)) for row in rows)
-
-
 NAMES = {
     "DPageS": "stages (DPageS)", "DPageEM": "stages, early momentum (DPageEM)",
     "DP-SGD-const": "DP-SGD, constant rate",
@@ -295,7 +271,6 @@ SAID: dict[str, Callable[[], Iterator[str]]] = {
         of_curves,
         of_pictures,
         of_more_pictures,
-        of_bands,
         of_001,
         of_002,
         of_003,
@@ -319,7 +294,6 @@ FILES = {
     ("002", "Figures 1 to 16"): ("weighted_average",),
     ("003", "Constants"): ("saddles", "sosp"),
     ("004", "Table 3"): ("output_perturbation",),
-    ("studies", "DP-SRM"): ("bands",),
 }
 
 

@@ -27,7 +27,6 @@ from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy import calibration
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
@@ -45,7 +44,6 @@ Y = (X[:, 0] > 0) * 1.0
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    monkeypatch.setenv("QUIETGRAD_CACHE", str(tmp_path / "cache"))
 
 
 # --- noise ----------------------------------------------------------------------------------------------------
@@ -206,12 +204,6 @@ def test_a_cap_without_a_ledger_is_held_against_the_projects() -> None:
         qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, cap=Budget(0.1, 1e-5))
     with pytest.raises(BudgetError, match="exceed the cap"):
         PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, cap=Budget(0.1, 1e-5)).fit(X, Y)
-
-
-def test_an_altered_calibration_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = plan(DPGD(steps=30), n=1000, budget=BUDGET)
-    monkeypatch.setattr(calibration, "load_calibration", lambda question: 2.0)
-    assert plan(DPGD(steps=30), n=1000, budget=BUDGET).noise_multiplier == right.noise_multiplier
 
 
 # --- labels ---------------------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import L2, Huber, Logistic
 from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.project import project_ledger
+from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.training import checkpoint
 from quietgrad.training.runs import FILE
 from tests.common import ROWS, objective, problem

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -72,17 +71,6 @@ def test_kernel_at_the_ends_of_the_words() -> None:
     assert out[3] == 1  # step 3 hits position n − 1 again, where step 1 had put record 1
 
 
-def test_every_ordered_pair_is_equally_likely() -> None:
-    n, draws = 6, 60_000
-    sampler = FixedSize(n, 2).sampler(n, stream())
-    counts = Counter(tuple(sampler.batch(i)) for i in range(draws))  # type: ignore[arg-type]
-    cells = [counts[pair] for pair in permutations(range(n), 2)]
-    assert sum(cells) == draws
-    assert not chi2_rejects(cells, np.full(30, draws / 30))
-    tilted = np.full(30, draws / 30) * np.repeat([0.95, 1.05], 15)
-    assert chi2_rejects(cells, tilted)
-
-
 def inclusions(sampling: Sampling, n: int, draws: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
     sampler = sampling.sampler(n, stream(1))
     member = np.zeros((draws, n), bool)
@@ -146,15 +134,6 @@ def test_binomial_table_is_exact(n: int, rate: float) -> None:
         exact = math.comb(n, k) * hit**k * (out_of - hit) ** (n - k) * 2**64 // out_of**n
         stated = int(mass[k - table.lowest]) if 0 <= k - table.lowest < len(mass) else 0
         assert abs(stated - exact) <= 2
-
-
-def test_empty_batches_happen_and_are_batches() -> None:
-    sampler = Poisson(0.01).sampler(10, stream())
-    batches = [sampler.batch(i) for i in range(100)]
-    assert any(b is not None and b.size == 0 and b.dtype == np.int64 for b in batches)
-    nobody = Poisson(0.3).sampler(0, stream())
-    assert [len(nobody.batch(i)) for i in range(3)] == [0, 0, 0]  # type: ignore[arg-type]
-    assert FixedSize(1, 1).sampler(1, stream()).batch(0).tolist() == [0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("sampling", [FixedSize(1000, 300), FixedSize(10**6, 100), Poisson(0.3), Poisson(0.001)])
@@ -304,12 +283,6 @@ def test_each_scheme_knows_its_event_its_divisor_and_its_json(
     assert sampling.expected_batch(1000) == divisor
     assert from_json(json.loads(json.dumps(sampling.to_json()))) == sampling
     assert sampling.kind.split("-")[0] in sampling.describe().lower().replace(" ", "-")
-
-
-def test_all_records_means_none() -> None:
-    assert FullBatch().sampler(10, stream()).batch(3) is None
-    assert Poisson(1.0).sampler(10, stream()).batch(3) is None
-    assert Poisson(1.0).by_id([4, 5], stream()).batch(3).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def calibration() -> dict[str, Any]:
         prove_or_infinite.cache_clear()
         return calibrate(
             epsilon=task.RUN_EPSILON, delta=task.DELTA, n=task.RUN_N, batch_size=task.RUN_BATCH,
-            steps=task.RUN_STEPS, cache=False,
+            steps=task.RUN_STEPS,
         )  # fmt: skip
 
     def epsilon() -> float:

@@ -173,7 +173,7 @@ def _second_finding(claim: CertificateClaim, ours: ProvedGuarantee | None, sched
     theorem = _theorem(schedule)
     if theorem is None:
         words = (
-            "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
+            "one accountant: the event stands for many releases (a filter), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", None, words)
@@ -193,7 +193,7 @@ def _theorem(schedule: Schedule | None) -> str | None:
         mechanism = slot.mechanism
         if not mechanism.together:
             continue
-        again = sensitivity_again(mechanism) if mechanism.whole_run else None
+        again = sensitivity_again(mechanism)
         if again is None or not again <= mechanism.factor * (1.0 + 1e-9):
             return None
         said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
@@ -217,8 +217,7 @@ def _ledger_findings(body: dict[str, Any], claim: CertificateClaim, file: str | 
     whole = [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
     book = LedgerState()
     try:
-        for entry in entries:
-            book.apply(entry)
+        book.fold(entries)
     except LedgerError as error:
         problem = problem or str(error)
     if not problem:

@@ -1,6 +1,6 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian and Laplace releases, un-sampled or Poisson-sampled, and pure ones; its
+Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its
 Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
 is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
 which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
@@ -38,7 +38,6 @@ from quietgrad.privacy.events import (
     Event,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     PoissonSampled,
     Pure,
     RandomNumberOfReleases,
@@ -185,7 +184,7 @@ def _check_size(core: Event, releases: dict[Event, int], relation: Relation) -> 
 def _rawest(event: Event, factor: float) -> float:
     """Δ/σ of the least noisy release inside, whatever sampling does for it."""
     match event:
-        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+        case Gaussian(noise_multiplier=z):
             return factor / z
         case (
             PoissonSampled(inner=inner)
@@ -227,15 +226,12 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
 
-    factor = sensitivity_factor(relation)
     grid = {"value_discretization_interval": step}
     match part:
         case Gaussian() | PoissonSampled():
             rate, inner = (
                 (part.rate, list(count_releases(part.inner))) if isinstance(part, PoissonSampled) else (1.0, [part])
             )
-            if len(inner) == 1 and isinstance(inner[0], Laplace) and relation is Relation.ADD_REMOVE:
-                return pld.from_laplace_mechanism(inner[0].noise_multiplier, sampling_prob=rate, **grid)
             if len(inner) != 1 or not isinstance(inner[0], Gaussian):
                 kinds = " and ".join(sorted({each.kind for each in inner}))
                 raise _NoRule(f"it has no rule for a sample of {kinds} releases")
@@ -250,8 +246,6 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
                 log_mass_truncation_bound=min(-50.0, math.log(delta) - 20.0),
                 **grid,
             )
-        case Laplace(noise_multiplier=z):  # un-sampled, so that only Δ ÷ scale counts
-            return pld.from_laplace_mechanism(z / factor, **grid)
         case Pure(epsilon=epsilon, relation=proved):
             if proved is not relation:
                 raise _NoRule(f"a release was proved under {proved}, and {relation} is claimed")
@@ -368,8 +362,6 @@ def _translated(event: Event, relation: Relation, factor: float) -> Any:
     match event:
         case Gaussian(noise_multiplier=z):
             return theirs.GaussianDpEvent(z / factor)
-        case Laplace(noise_multiplier=z):
-            return theirs.LaplaceDpEvent(z / factor)
         case ZCDP(rho=rho, relation=proved) if proved is relation:
             return theirs.ZCDpEvent(rho)
         case Pure(epsilon=epsilon, relation=proved) if proved is relation:

@@ -106,7 +106,6 @@ calibrate_app = typer.Typer(add_completion=False)
 _NEEDS = {
     "noise-multiplier": ("steps",),
     "steps": ("noise_multiplier",),
-    "batch-size": ("steps", "noise_multiplier", "n"),
 }
 
 
@@ -116,7 +115,7 @@ _NEEDS = {
 def calibrate(
     epsilon: Epsilon = None,
     delta: Delta = 1e-5,
-    find: Annotated[str, typer.Option(help="noise-multiplier, steps or batch-size.")] = "noise-multiplier",
+    find: Annotated[str, typer.Option(help="noise-multiplier or steps.")] = "noise-multiplier",
     sampling: SamplingKind = "poisson",
     n: Records = None,
     batch_size: Batch = None,
@@ -126,10 +125,9 @@ def calibrate(
         float | None, typer.Option(help="σ of the noise on the sum ÷ C; given when another is sought.")
     ] = None,
     relation: RelationName = DEFAULT_RELATION,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Search again even if the answer is kept.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the least noise, the most steps or the largest batch within a budget; ε is proved."""
+    """Find the least noise or the most steps within a budget; ε is proved."""
     promise = budget(epsilon, delta, relation)
     given: dict[str, Any] = {"steps": steps, "noise_multiplier": noise_multiplier, "n": n}
     if find not in _NEEDS:
@@ -141,17 +139,14 @@ def calibrate(
     from quietgrad.privacy import calibration as room
     from quietgrad.privacy.accounting import prove
 
-    shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n, "cache": not no_cache}
+    shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n}
     noise = given["noise_multiplier"]
     sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
             given["noise_multiplier"] = room.calibrate(**shared, **sample, steps=given["steps"])
-        elif find == "steps":
-            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise)
         else:
-            found = room.calibrate_batch_size(**shared, noise_multiplier=noise, steps=given["steps"])
-            sample["batch_size"] = found
+            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise)
         event = room.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
     answers = {**given, **sample}

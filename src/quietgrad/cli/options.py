@@ -66,7 +66,7 @@ Gamma = Annotated[float | None, typer.Option(help="DP-SRM: weight of the fresh g
 Sampling = Annotated[
     str | None,
     typer.Option(
-        help="poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns.",
+        help="poisson, random-allocation, fixed-size, full, single-pass or turns.",
         show_default=False,
     ),
 ]

@@ -157,8 +157,6 @@ def brief(sampling: dict[str, Any]) -> str:
         return f"{sampling['batch_size']} of {sampling['n']}"
     if kind == "turns":
         return f"one of {sampling['cohorts']} cohorts, in turn"
-    if kind == "poisson-turns":
-        return f"one of {sampling['cohorts']} cohorts, in turn; poisson, rate {sampling['rate']:.4g}"
     return "all records" if kind == "full" else kind
 
 

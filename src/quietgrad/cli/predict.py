@@ -321,7 +321,7 @@ def evaluate(
     from quietgrad.estimators.runs import from_run
     from quietgrad.estimators.scoring import private_score
     from quietgrad.files import is_multi_file
-    from quietgrad.privacy.project import project_path
+    from quietgrad.privacy.ledger import project_path
     from quietgrad.training.result import ledger_of
 
     model = from_run(folder)

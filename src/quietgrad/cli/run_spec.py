@@ -425,7 +425,7 @@ class RunSpec:
 
     def link_ledger(self, folder: Path) -> None:
         """Let ``ledger.jsonl`` in the folder lead to the project's ledger, if that is what pays."""
-        from quietgrad.privacy.project import project_path
+        from quietgrad.privacy.ledger import project_path
 
         own = folder / "ledger.jsonl"
         if self.non_private or self.ledger_in(folder) is not None:

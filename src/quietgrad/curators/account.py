@@ -19,7 +19,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account as price
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.privacy.ledger_state import (
     COUNTED,
     DEFAULT,
@@ -31,7 +31,6 @@ from quietgrad.privacy.ledger_state import (
     run_of,
     unnamed,
 )
-from quietgrad.privacy.project import project_ledger
 
 __all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "note_pickled", "spent"]
 

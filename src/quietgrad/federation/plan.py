@@ -29,7 +29,6 @@ from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, chec
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import noise_multiplier_for_rho
-from quietgrad.privacy.banded import BandedToeplitzNoise
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.sampling import Sampling
@@ -115,8 +114,6 @@ class FederatedPlan(Plan):
         for slot in self.schedule.slots:
             if slot.sampling.only_central:
                 raise ValueError(slot.sampling.only_central)
-            if isinstance(slot.mechanism, BandedToeplitzNoise):
-                raise ValueError("noise in bands is for one curator; parties' turns have noise='correlated'.")
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):

@@ -5,7 +5,7 @@ to the plan's. A *schedule* is all slots of an algorithm and how they compose. A
 noise that meets it; a curator opens a session for a plan and refuses whatever the plan does not hold.
 
 :func:`calibrate_plan` finds the noise with which the releases meet a budget. Nothing else in quietgrad calibrates a
-plan. It proves the plan's own events before it returns the plan, so no cached number can exceed the budget.
+plan. It proves the plan's own events before it returns the plan, so no search can exceed the budget.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Slot:
                 self.mechanism.event(self.sampling.event, z, relation, 1), tuple(law.items())
             )
         count = count or self.count
-        held = None if self.mechanism.whole_run else self.sampling.participation(count)
+        held = None if self.mechanism.together else self.sampling.participation(count)
         # Where a record is certainly not in every release, it pays for those that it is in.
         times = self.sampling.times(count) if held is None else held[0]
         return self.mechanism.event(self.sampling.event, z, relation, times)

@@ -5,8 +5,8 @@ other coordinate. Every value is an upper bound with a proof behind it; no centr
 
 ====================  ==============================================================================
 ``gaussian-exact``    un-sampled Gaussian releases, also with random rounds: nothing lost
-``pure``              pure-DP and Laplace releases: ε adds up, and the claim holds with δ = 0
-``pld``               Gaussian, Laplace and pure releases, un-sampled, Poisson-sampled or on fixed-size
+``pure``              pure-DP releases: ε adds up, and the claim holds with δ = 0
+``pld``               Gaussian and pure releases, un-sampled, Poisson-sampled or on fixed-size
                       batches, epochs of random allocation, random rounds (reported as ``pld-poisson``,
                       ``pld-fixed-size``, ``pld-random-allocation`` or ``pld``)
 ``zcdp``              Gaussian, pure and zCDP releases
@@ -171,16 +171,17 @@ def prove(event: Event, *, delta: float, relation: str | Relation, accountant: s
 @lru_cache(maxsize=512)  # a plan is proved when it is priced, explained, reserved and stated
 def prove_or_infinite(event: Event, delta: float, relation: Relation, accountant: str = "best") -> ProvedGuarantee:
     """``prove`` for inputs already checked, with ε = ∞ where it raises for too little noise."""
-    slack, failure, upfront = total_slack(event), total_failure(event), _upfront(event, relation)
+    slack, failure = total_slack(event), total_failure(event)
+    upfront, choices = _taken_apart(event, relation)
     rest = delta - failure
     worst = ProvedGuarantee(
         upfront if 2 * slack <= rest else math.inf, delta, relation, "pure" if upfront else "none"
     )
     if rest <= 0.0:
         return worst
-    for core in _cores(event):
+    for choice in choices:
         epsilon, name = _best(
-            core, relation, accountant, lambda profile: _epsilon_with_slack(profile, rest, slack), delta=rest
+            choice, relation, accountant, lambda profile: _epsilon_with_slack(profile, rest, slack), delta=rest
         )
         epsilon += upfront - math.log1p(-failure)
         if epsilon >= worst.epsilon:
@@ -199,29 +200,28 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
         raise ValueError(f"epsilon={epsilon!r}: must be ≥ 0 and finite.")
     relation = Relation.parse(relation)
     failure = total_failure(event)
-    epsilon -= _upfront(event, relation)
+    upfront, choices = _taken_apart(event, relation)
+    epsilon -= upfront
     if epsilon < 0.0:
         return 1.0  # what was released before the rest costs more by itself
     epsilon = max(0.0, epsilon + math.log1p(-failure))
     worst = 0.0
-    for core in _cores(event):
-        value, _ = _best(core, relation, accountant, lambda profile: profile.delta(epsilon), epsilon=epsilon)
+    for choice in choices:
+        value, _ = _best(choice, relation, accountant, lambda profile: profile.delta(epsilon), epsilon=epsilon)
         worst = max(worst, value)
     return min(1.0, worst + failure + (1 + math.exp(min(epsilon, 700.0))) * total_slack(event))
 
 
-def _upfront(event: Event, relation: Relation) -> float:
+def _taken_apart(event: Event, relation: Relation) -> tuple[float, list[Event]]:
+    """What ``Upfront`` releases add to ε, and the choices of parallel parts of which the worst counts."""
     try:
-        return total_upfront(event, relation)
+        upfront = total_upfront(event, relation)
     except AccountantRefusal as refusal:
         raise _unprovable(relation, [refusal]) from None
-
-
-def _cores(event: Event) -> list[Event]:
     try:
-        return parallel_branches(event)
+        return upfront, parallel_branches(event)
     except AccountantRefusal:
-        return [event]  # too many choices of parallel parts: only curves, which take maxima, can follow
+        return upfront, [event]  # too many choices of parallel parts: only curves, which take maxima, can follow
 
 
 def _epsilon_with_slack(profile: PrivacyProfile, delta: float, slack: float) -> float:
@@ -259,7 +259,7 @@ def _best(
 
     attempts: dict[str, Callable[[], PrivacyProfile]] = {
         "gaussian-exact": lambda: gaussian_profile(event, factor),
-        "pure": lambda: pure_profile(event, relation, factor),
+        "pure": lambda: pure_profile(event, relation),
         "pld": pld,
         "zcdp": lambda: zcdp_profile(event, relation, factor),
         "rdp": lambda: rdp_profile(event, relation, factor),
@@ -271,7 +271,9 @@ def _best(
     best, winner = math.inf, ""
     refusals: list[AccountantRefusal] = []
     for name, attempt in attempts.items():
-        if math.isfinite(best) and (name in ("zcdp", "rdp") or _settled(winner, event)):
+        # Nothing is below an exact answer, nor below the ε of one pure release that stands alone.
+        alone = winner == "pure" and sum(count_releases(event).values()) == 1
+        if math.isfinite(best) and (name in ("zcdp", "rdp") or winner == "gaussian-exact" or alone):
             break
         try:
             profile = attempt()
@@ -284,11 +286,6 @@ def _best(
     if not winner:
         raise _unprovable(relation, refusals)
     return best, winner
-
-
-def _settled(winner: str, event: Event) -> bool:
-    """Whether no other accountant is worth asking: the exact one answered, or one pure release stands alone."""
-    return winner == "gaussian-exact" or (winner == "pure" and sum(count_releases(event).values()) == 1)
 
 
 def _unprovable(relation: Relation, refusals: list[AccountantRefusal]) -> UnprovableError:

@@ -1,26 +1,15 @@
-"""Calibration: from a budget to the noise multiplier, the number of steps or the batch size that keep it.
+"""Calibration: from a budget to the noise multiplier or the number of steps that keep it.
 
 All answers are on the safe side: the ε proved for them is at most the target. A noise multiplier is also at most
 0.1 % of ε away from it. Searches start from the central limit (a guess, checked by a proof), follow the secant of
-log ε over log z and need few proofs; results are cached on disk.
-
-A cached calibration is one small file, written whole or not at all, and used only if it is intact. The directory
-is ``QUIETGRAD_CACHE`` or ``~/.cache/quietgrad``. A cache never fails: what cannot be read is computed, what cannot
-be written is not remembered. Files are replaced atomically, so processes may share it.
+log ε over log z and need few proofs.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import os
-import secrets
 from collections.abc import Callable
-from functools import lru_cache, partial
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 from quietgrad.errors import BudgetError
 from quietgrad.privacy.accounting import prove_or_infinite, sensitivity_factor
@@ -28,62 +17,6 @@ from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.composition import approximate_mu, root_search
 from quietgrad.privacy.events import AllocationSampled, Event, FixedSizeSampled, Gaussian, PoissonSampled, repeated
-
-# Raise when any accountant's or calibration's numbers change.
-_REVISION = 1
-
-
-def directory() -> Path:
-    """Return the directory that calibrations are remembered in."""
-    return Path(os.environ.get("QUIETGRAD_CACHE") or Path.home() / ".cache" / "quietgrad")
-
-
-def load_calibration(question: dict[str, Any]) -> float | None:
-    """Return the remembered answer to ``question``, or None."""
-    key = _key(question)
-    try:
-        entry = json.loads(_path(key).read_bytes())
-        answer = entry["answer"]
-        intact = entry["key"] == key and entry["check"] == _digest(f"{key} {answer!r}")
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError):
-        return None
-    return float(answer) if intact else None
-
-
-def store_calibration(question: dict[str, Any], answer: float) -> None:
-    """Keep ``answer`` to ``question`` for later processes, if the directory can be written."""
-    key = _key(question)
-    answer = float(answer)
-    entry = {"key": key, "answer": answer, "check": _digest(f"{key} {answer!r}")}
-    try:
-        path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            part.write_text(json.dumps(entry))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
-    except (OSError, RuntimeError):
-        return
-
-
-def _path(key: str) -> Path:
-    return directory() / "calibration" / f"{_digest(key)}.json"
-
-
-@lru_cache(maxsize=1)
-def _versions() -> tuple[str, ...]:
-    return tuple(f"{name} {version(name)}" for name in ("numpy", "scipy", "dp-accounting"))
-
-
-def _key(question: dict[str, Any]) -> str:
-    return json.dumps({"revision": _REVISION, "versions": _versions(), **question}, sort_keys=True)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
 
 _TOLERANCE = 1e-3  # of ε
 _MOST_NOISE = 1e9
@@ -139,7 +72,6 @@ def calibrate(
     delta: float,
     steps: int,
     relation: str | Relation = DEFAULT_RELATION,
-    cache: bool = True,
     **sampled: Unpack[Sampled],
 ) -> float:
     """Return the least noise multiplier with which ``steps`` Gaussian releases are (ε, δ)-DP.
@@ -147,51 +79,33 @@ def calibrate(
     Args:
         epsilon, delta, relation: the guarantee.
         steps: number of releases.
-        cache: whether to look the answer up on disk, and keep it there.
         sampled: ``sampling``, ``n``, ``batch_size`` and ``rate``, as in :class:`Sampled`.
 
-    >>> z = calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000, cache=False)
+    >>> z = calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=512, steps=2000)
     >>> round(z, 2)
     1.42
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    return calibrate_event(lambda z: sampled_gaussian(z, steps, **sampled), budget=budget, cache=cache)
+    return calibrate_event(lambda z: sampled_gaussian(z, steps, **sampled), budget=budget)
 
 
-def calibrate_event(
-    make_event: Callable[[float], Event], *, budget: Budget, key: object | None = None, cache: bool = True
-) -> float:
+def calibrate_event(make_event: Callable[[float], Event], *, budget: Budget) -> float:
     """Return the least noise multiplier z with ε(``make_event(z)``) ≤ ``budget.epsilon``, to 0.1 % of ε.
 
     Args:
         make_event: the whole run as a function of z; its ε must not grow with z.
         budget: the budget to keep.
-        key: JSON-able text that tells apart functions which agree at z = 1 and z = 2 but not elsewhere.
-        cache: whether to look the answer up on disk, and keep it there.
 
     >>> budget = Budget(1.0, 1e-5)
-    >>> round(calibrate_event(lambda z: repeated(Gaussian(z), 100), budget=budget, cache=False), 1)
+    >>> round(calibrate_event(lambda z: repeated(Gaussian(z), 100), budget=budget), 1)
     37.3
     """
-    question = {
-        "ask": "noise_multiplier",
-        "budget": budget.to_json(),
-        "events": [make_event(1.0).to_json(), make_event(2.0).to_json()],
-        "key": key,
-    }
-    # A remembered number was written to a file that anybody may have changed: it is proved again, or forgotten.
-    known = load_calibration(question) if cache else None
-    if known is not None and _keeps(make_event, known, budget):
-        return known
     factor = sensitivity_factor(budget.relation)
-    answer = _least_noise(
+    return _least_noise(
         lambda z: prove_or_infinite(make_event(z), budget.delta, budget.relation).epsilon,
         budget,
         _guess_noise(lambda z: approximate_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
     )
-    if cache:
-        store_calibration(question, answer)
-    return answer
 
 
 def calibrate_steps(
@@ -200,55 +114,43 @@ def calibrate_steps(
     delta: float,
     noise_multiplier: float,
     relation: str | Relation = DEFAULT_RELATION,
-    cache: bool = True,
     **sampled: Unpack[Sampled],
 ) -> int:
     """Return the most Gaussian releases that stay (ε, δ)-DP with a given noise multiplier.
 
     Arguments as for :func:`calibrate`. Raises ``BudgetError`` if not even one does.
 
-    >>> calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=37.31, sampling="full", cache=False)
+    >>> calibrate_steps(epsilon=1.0, delta=1e-5, noise_multiplier=37.31, sampling="full")
     100
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    make = partial(sampled_gaussian, noise_multiplier, **sampled)
-    return _most(make, "steps", budget, _MOST_STEPS, 0.5, cache)
 
+    def epsilon_at(count: int) -> float:
+        return prove_or_infinite(
+            sampled_gaussian(noise_multiplier, count, **sampled), budget.delta, budget.relation
+        ).epsilon
 
-def calibrate_batch_size(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    steps: int,
-    n: int,
-    sampling: Literal["poisson", "fixed-size"] = "poisson",
-    relation: str | Relation = DEFAULT_RELATION,
-    cache: bool = True,
-) -> int:
-    """Return the largest (expected) batch with which ``steps`` Gaussian releases stay (ε, δ)-DP.
-
-    Arguments as for :func:`calibrate`. Raises ``BudgetError`` if not even batches of one record do.
-
-    >>> calibrate_batch_size(epsilon=1.2, delta=1e-5, noise_multiplier=1.43, steps=2000, n=60000, cache=False)
-    515
-    """
-    budget = Budget(epsilon, delta, Relation.parse(relation))
-    if sampling not in ("poisson", "fixed-size"):
-        raise ValueError(f"sampling={sampling!r}: must be 'poisson' or 'fixed-size' to have a batch size.")
-
-    def make(batch_size: int) -> Event:
-        return sampled_gaussian(noise_multiplier, steps, sampling=sampling, n=n, batch_size=batch_size)
-
-    return _most(make, "batch_size", budget, n, 1.0, cache)
-
-
-def _keeps(make: Callable[[Any], Event], number: float, budget: Budget) -> bool:
-    """Whether the event at a remembered number is proved to keep the budget."""
-    try:
-        return prove_or_infinite(make(number), budget.delta, budget.relation).epsilon <= budget.epsilon
-    except ValueError:  # not even a number that an event can be made of
-        return False
+    low, high = 1, _MOST_STEPS + 1  # ε(low) ≤ target < ε(high)
+    epsilon = epsilon_at(1)
+    if epsilon > budget.epsilon:
+        raise BudgetError(
+            f"epsilon={budget.epsilon:g}: steps=1 already costs ε = {epsilon:.4g}. "
+            "Use a larger noise multiplier or a larger epsilon."
+        )
+    count, tries = 1, 0  # ε grows about like √count
+    while high - low > 1:
+        ratio = (budget.epsilon / epsilon) ** 2 if 0.0 < epsilon < math.inf else 4.0
+        guess = math.floor(count * min(max(ratio, 0.25), 64.0))
+        tries += 1
+        if tries % 4 == 0 and high <= _MOST_STEPS:  # the guess closes in from one side; halving closes the other
+            guess = (low + high) // 2
+        count = min(max(guess, low + 1), high - 1)
+        epsilon = epsilon_at(count)
+        if epsilon <= budget.epsilon:
+            low = count
+        else:
+            high = count
+    return low
 
 
 def _guess_noise(mu_at: Callable[[float], float], mu: float) -> float:
@@ -292,43 +194,3 @@ def _least_noise(epsilon_at: Callable[[float], float], budget: Budget, guess: fl
             z = 2 * z if epsilon > target else z / 2
         if not low < z < high:
             z = math.sqrt(low * high) if low > 0.0 and high < math.inf else (2 * low if low else high / 2)
-
-
-def _most(make: Callable[[int], Event], name: str, budget: Budget, limit: int, power: float, cache: bool) -> int:
-    """The largest count ≤ ``limit`` with ε(make(count)) within budget; ε grows about like count**power."""
-    question = {
-        "ask": name,
-        "budget": budget.to_json(),
-        "events": [make(1).to_json(), make(min(2, limit)).to_json()],
-        "limit": limit,
-    }
-    known = load_calibration(question) if cache else None
-    if known is not None and 1 <= known <= limit and _keeps(make, int(known), budget):
-        return int(known)
-
-    def epsilon_at(count: int) -> float:
-        return prove_or_infinite(make(count), budget.delta, budget.relation).epsilon
-
-    low, high = 1, limit + 1  # ε(low) ≤ target < ε(high)
-    epsilon = epsilon_at(1)
-    if epsilon > budget.epsilon:
-        raise BudgetError(
-            f"epsilon={budget.epsilon:g}: {name}=1 already costs ε = {epsilon:.4g}. "
-            "Use a larger noise multiplier or a larger epsilon."
-        )
-    count, tries = 1, 0
-    while high - low > 1:
-        ratio = (budget.epsilon / epsilon) ** (1 / power) if 0.0 < epsilon < math.inf else 4.0
-        guess = math.floor(count * min(max(ratio, 0.25), 64.0))
-        tries += 1
-        if tries % 4 == 0 and high <= limit:  # the guess closes in from one side; halving closes the other
-            guess = (low + high) // 2
-        count = min(max(guess, low + 1), high - 1)
-        epsilon = epsilon_at(count)
-        if epsilon <= budget.epsilon:
-            low = count
-        else:
-            high = count
-    if cache:
-        store_calibration(question, low)
-    return low

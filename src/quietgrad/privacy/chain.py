@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.files import check_regular, os_error_text, read_json, write_atomically
+from quietgrad.files import check_regular, os_error_text, read_json, sync_folder, write_atomically
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
@@ -137,9 +137,7 @@ class Chain:
                 reading = self._reading(fd, trust_head=not adopt)
                 if reading.problems:
                     raise LedgerError(f"{self.path}: {reading.problems[0]}")
-                writer = Writer(self, fd, reading)
-                writer.prepare()
-                yield writer
+                yield Writer(self, fd, reading)
 
     @contextlib.contextmanager
     def _locked(self, flags: int, kind: int) -> Iterator[int]:
@@ -218,30 +216,22 @@ _HOW_TO_ADOPT = "bring it back, or accept the file as it is with `quietgrad ledg
 
 
 class Writer:
-    """Appends to a locked, checked chain; lives inside ``Chain.writing`` only."""
+    """Appends to a locked, checked chain; lives inside ``Chain.writing`` only.
+
+    Its ``entries`` are all entries, those just appended included. A torn tail is put aside first.
+    """
 
     def __init__(self, chain: Chain, fd: int, reading: ChainContents) -> None:
-        self._chain = chain
-        self._fd = fd
-        self._reading = reading
-
-    @property
-    def entries(self) -> tuple[ChainEntry, ...]:
-        """All entries, those just appended included."""
-        return self._reading.entries
-
-    def prepare(self) -> None:
-        """Put a torn tail aside and make sure that there is a first line."""
-        torn = self._reading.torn
-        if torn:
+        self._chain, self._fd, self.entries = chain, fd, reading.entries
+        if reading.torn:
             try:
-                os.ftruncate(self._fd, os.fstat(self._fd).st_size - len(torn))
+                os.ftruncate(fd, os.fstat(fd).st_size - len(reading.torn))
             except OSError as error:
                 raise self._failed(error) from None
         if not self.entries:
             self.append("open", {"format": FORMAT, "version": 1, "id": os.urandom(8).hex()})
-        if torn:
-            kept = base64.b64encode(torn).decode("ascii")
+        if reading.torn:
+            kept = base64.b64encode(reading.torn).decode("ascii")
             self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
 
     def append(self, kind: str, body: dict[str, Any]) -> ChainEntry:
@@ -254,9 +244,11 @@ class Writer:
         try:
             _write_all(self._fd, canonical(vars(entry)) + b"\n")
             os.fsync(self._fd)
-            self._write_head(entry)
+            # The head is replaced in one step. One that is a line behind after a crash is still a true head.
+            head = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
+            write_atomically(self._chain.head, head, sync_name=False)
             if entry.seq == 1:
-                _fsync_directory(self._chain.path.parent)
+                sync_folder(self._chain.path.parent)
         except OSError as error:
             # Shrinking needs no space. If even this fails, what is left counts or is a torn tail.
             with contextlib.suppress(OSError):
@@ -265,20 +257,14 @@ class Writer:
                 os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
             raise self._failed(error) from None
-        self._reading = ChainContents((*self.entries, entry))
-        self._chain._seen = ((entry.seq, *_signature(self._fd)), self._reading)
+        self.entries = (*self.entries, entry)
+        self._chain._seen = ((entry.seq, *_signature(self._fd)), ChainContents(self.entries))
         return entry
-
-    def _write_head(self, entry: ChainEntry) -> None:
-        """Replace the head in one step. A head that is a line behind after a crash is still a true head."""
-        content = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
-        write_atomically(self._chain.head, content, sync_name=False)
 
     def _failed(self, error: OSError) -> LedgerError:
         return LedgerError(
             f"{self._chain.path}: cannot write the ledger ({os_error_text(error)}); nothing was reserved, so "
-            f"nothing "
-            "may be released. Make room or permit writing, then run again."
+            "nothing may be released. Make room or permit writing, then run again."
         )
 
 
@@ -321,11 +307,3 @@ def _signature(fd: int) -> tuple[int, ...]:
 def _write_all(fd: int, data: bytes) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -42,7 +42,6 @@ from quietgrad.privacy.events import (
     FailureProbability,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     PoissonSampled,
     Pure,
     RandomNumberOfReleases,
@@ -91,7 +90,7 @@ def zcdp_profile(event: Event, relation: Relation, factor: float) -> RenyiProfil
             case ZCDP(rho=rho, relation=proved):
                 check_relation(part, proved, relation)
                 return rho
-            case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+            case Gaussian(noise_multiplier=z):
                 return (factor / z) ** 2 / 2
             case Pure(epsilon=epsilon, relation=proved):
                 check_relation(part, proved, relation)
@@ -125,10 +124,6 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
                 check_relation(part, proved, relation)
                 # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
                 return _array((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
-            case Laplace(noise_multiplier=z):
-                e = factor / z
-                near, far = np.log(a / (2 * a - 1)) + (a - 1) * e, np.log((a - 1) / (2 * a - 1)) - a * e
-                return _array(np.logaddexp(near, far) / (a - 1))
             case PoissonSampled() | FixedSizeSampled():
                 return _sampled_curve(part, relation, factor)
             case RandomNumberOfReleases(inner=inner, law=law):
@@ -255,17 +250,14 @@ class PureProfile:
         return -math.expm1(-below) / (1 + math.exp(-self.total))
 
 
-def pure_profile(event: Event, relation: Relation, factor: float) -> PureProfile:
-    """Return the sum of the ε of pure-DP and Laplace releases; ``factor`` is Δ/C. Refuses all others."""
+def pure_profile(event: Event, relation: Relation) -> PureProfile:
+    """Return the sum of the ε of pure-DP releases. Refuses all others."""
 
     def leaf(part: Event) -> float:
-        match part:
-            case Pure(epsilon=epsilon, relation=proved):
-                check_relation(part, proved, relation)
-                return epsilon
-            case Laplace(noise_multiplier=z):
-                return factor / z
-        raise AccountantRefusal(part, f"a {part.kind} event is not pure DP")
+        if not isinstance(part, Pure):
+            raise AccountantRefusal(part, f"a {part.kind} event is not pure DP")
+        check_relation(part, part.relation, relation)
+        return part.epsilon
 
     return PureProfile(fold(event, leaf))
 

@@ -29,7 +29,6 @@ from quietgrad.privacy.events import (
     FailureProbability,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     MaxOverParties,
     Parallel,
     PoissonSampled,
@@ -149,9 +148,9 @@ def parallel_branches(event: Event) -> list[Event]:
         case Composed(parts=parts):
             lists = [choices for part in parts if (choices := parallel_branches(part))]
             _check_number(event, math.prod(len(choices) for choices in lists))
-            return _distinct([composed(pick) for pick in product(*lists)]) if lists else []
+            return list(dict.fromkeys(composed(pick) for pick in product(*lists))) if lists else []
         case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            return _undominated(_distinct([choice for part in parts for choice in parallel_branches(part)]))
+            return _undominated(list(dict.fromkeys(choice for part in parts for choice in parallel_branches(part))))
         case Repeated(inner=inner, count=count):
             choices = parallel_branches(inner)
             if len(choices) < 2:
@@ -190,10 +189,6 @@ def _check_number(event: Event, number: int) -> None:
         raise AccountantRefusal(event, f"its parallel parts combine in {number} ways, more than {_MOST_CHOICES}")
 
 
-def _distinct(events: list[Event]) -> list[Event]:
-    return list(dict.fromkeys(events))
-
-
 def _undominated(events: list[Event]) -> list[Event]:
     """Drop what another choice covers: same kind of release, no less noise, no higher rate, no more often."""
     keys = [_strength(event) for event in events]
@@ -224,9 +219,8 @@ def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     elif isinstance(event, AllocationSampled):  # an average of more terms is smaller in convex order
         kinds.append(event.kind)
         rate, event = 1.0 / event.steps_per_epoch, event.inner
-    match event:
-        case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
-            return (*kinds, event.kind), (count, rate, 1 / z)
+    if isinstance(event, Gaussian):
+        return (*kinds, event.kind), (count, rate, 1 / event.noise_multiplier)
     return None
 
 
@@ -267,7 +261,7 @@ def approximate_mu(event: Event, factor: float) -> float:
 
     def square(part: Event) -> float:
         match part:
-            case Gaussian(noise_multiplier=z) | Laplace(noise_multiplier=z):
+            case Gaussian(noise_multiplier=z):
                 return (factor / z) ** 2
             case Pure(epsilon=epsilon):
                 return epsilon**2

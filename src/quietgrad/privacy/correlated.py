@@ -24,7 +24,6 @@ What must not depend on other people is *when* a record takes part (see :class:`
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -41,85 +40,12 @@ from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 Floats = npt.NDArray[np.float64]
 
 _BUFFERS = 4
-ROUNDED_UP = 1.0 + 1e-12
+_ROUNDED_UP = 1.0 + 1e-12
 _MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
 
 
-class CorrelatedNoise(Mechanism, ABC):
-    """Gaussian noise w = S⁻¹u over the releases of a run, S lower triangular and Toeplitz with c₀ = 1.
-
-    The transcript is a causal bijection of S·sums + z·C·s·u with independent normals u, whatever S is; subclasses
-    say which S, how its inverse is applied step by step, and what one record can do to S·sums.
-    """
-
-    releases: int
-
-    noise: ClassVar[str] = "correlated Gaussian"
-    white: ClassVar[bool] = True
-
-    @abstractmethod
-    def coefficients(self, releases: int | None = None) -> Floats:
-        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
-
-    @abstractmethod
-    def rows(self, key: bytes, label: str) -> NoiseRecurrence:
-        """The noise of unit scale, by number of the release."""
-
-    @property
-    @abstractmethod
-    def inverse(self) -> Floats:
-        """g, the first column of S⁻¹."""
-
-    @property
-    def loudness(self) -> float:
-        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
-        return self.factor * float(np.linalg.norm(self.inverse))
-
-    def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """The event of what has a price together."""
-        return events.Gaussian(multiplier)
-
-    @abstractmethod
-    def strategy(self) -> tuple[Floats, range]:
-        """The first column of S, and which columns one record moves together at most."""
-
-    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
-        """The innovations u, which are S·releases ÷ (z·C·s); releases themselves are not independent."""
-        column, columns = self.strategy()
-        scale = multiplier * bound * worst_move(column, columns)
-        heard: list[Floats] = []
-
-        def normals(release: Floats, number: int, rng: np.random.Generator) -> Floats:
-            del heard[number:]
-            heard.append(release / scale)
-            return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
-
-        return Probe(normals)
-
-    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """Rows of S⁻¹u, scaled by z·C·s."""
-        return _CancellingSource(self, key, label)
-
-    def reach(self, dim: int) -> float:
-        """Louder than independent noise by s·‖g‖."""
-        return self.loudness * super().reach(dim)
-
-    def _check_numbers(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
-                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
-
-    def _check_floats(self, *names: str) -> None:
-        for name in names:
-            values = getattr(self, name)
-            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
-                raise ValueError(f"{name}: must be a list of numbers.")
-            object.__setattr__(self, name, tuple(values))
-
-
 @dataclass(frozen=True)
-class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
+class BufferedToeplitzNoise(Mechanism, kind="correlated"):
     """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
 
     Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
@@ -143,16 +69,23 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     lam: tuple[float, ...]
     alpha: tuple[float, ...]
 
+    noise: ClassVar[str] = "correlated Gaussian"
+    white: ClassVar[bool] = True
     in_mpc: ClassVar[bool] = False
     together: ClassVar[str] = (
         "all releases of the run are together one Gaussian release, whatever is asked in each: their noise is "
         "correlated"
     )
-    whole_run: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._check_numbers("releases", "participations", "separation")
-        self._check_floats("lam", "alpha")
+        numbers = {"releases": self.releases, "participations": self.participations, "separation": self.separation}
+        for name, value in numbers.items():
+            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
+                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
+        for name, values in (("lam", self.lam), ("alpha", self.alpha)):
+            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
+                raise ValueError(f"{name}: must be a list of numbers.")
+            object.__setattr__(self, name, tuple(values))
         if not 1 <= len(self.lam) == len(self.alpha) <= 64:
             raise ValueError("lam, alpha: must be as many of the one as of the other.")
         # Written so that a NaN is refused.
@@ -161,8 +94,9 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         if not (all(value > 0.0 for value in self.alpha) and math.fsum(self.alpha) <= 1.0):
             raise ValueError("alpha: every weight must be above 0, and all together at most 1.")
 
-    @classmethod
-    def made(cls, releases: int, participations: int = 1, separation: int | None = None) -> BufferedToeplitzNoise:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def made(releases: int, participations: int = 1, separation: int | None = None) -> BufferedToeplitzNoise:
         """The strategy for T releases of which a record is in at most k, at least b apart (default: in one).
 
         Quadrature of (1−x)^(−1/2), whose square makes prefix sums: C(2k,k)/4^k = (1/π)∫λ^k (λ(1−λ))^(−1/2) dλ with
@@ -172,22 +106,33 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         >>> BufferedToeplitzNoise.made(64, 4, 16).separation
         16
         """
-        return _made(releases, participations, releases if separation is None else separation)
+        apart = releases if separation is None else separation
+        halvings = 0 if participations == 1 else releases.bit_length()
+        found = []
+        for horizon in sorted({max(1.0, releases / 2**j) for j in range(1 + halvings)}, reverse=True):
+            x = np.linspace(math.log(0.5 / horizon), math.log(3.0), _BUFFERS)
+            lam = 1.0 / (1.0 + np.exp(x))
+            alpha = ((x[1] - x[0]) / math.pi) * lam**1.5 * np.sqrt(1.0 - lam)
+            buffers = tuple(lam.tolist()), tuple(alpha.tolist())
+            found.append(BufferedToeplitzNoise(releases, participations, apart, *buffers))
+        return min(found, key=BufferedToeplitzNoise._error) if len(found) > 1 else found[0]
 
     # --- the strategy -----------------------------------------------------------------------------------------
 
     def coefficients(self, releases: int | None = None) -> Floats:
-        """c₀ … c_{T−1}, the first column of S."""
+        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
         count = self.releases if releases is None else releases
         powers = np.arange(count - 1)[:, None] * np.log(self.lam)
         return np.concatenate([[1.0], np.exp(powers) @ np.array(self.alpha)])
 
+    @lru_cache(maxsize=256)  # noqa: B019 a value, of which few are made
     def sensitivity(self, releases: int | None = None) -> float:
         """s: how far one record of bound 1 can move S·sums; after the first ``releases`` only, if given."""
         count = self.releases if releases is None else releases
         if not 1 <= count <= self.releases:
             raise BudgetError(f"{count} releases: the correlated noise was made for {self.releases}.")
-        return _sensitivity(self, count)
+        columns = range(0, count, self.separation)[: self.participations]
+        return _worst_move(self.coefficients(count), columns) * _ROUNDED_UP
 
     def strategy(self) -> tuple[Floats, range]:
         """A record in k releases b apart moves the columns 0, b, 2b, … of S."""
@@ -208,10 +153,27 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         """s of the whole run, by which the noise is louder than z·C."""
         return self.sensitivity()
 
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
+        return self.factor * float(np.linalg.norm(self.inverse))
+
     @cached_property
     def inverse(self) -> Floats:
-        """g, the first column of S⁻¹."""
-        return _inverse(self.lam, self.alpha, self.releases)
+        """g, the first column of S⁻¹: S is N/D with D = Π(1 − λ_i x), so S⁻¹ is D/N."""
+        from scipy.signal import lfilter
+
+        below = np.array([1.0])
+        for value in self.lam:
+            below = np.convolve(below, [1.0, -value])
+        above = below.copy()
+        for i, weight in enumerate(self.alpha):
+            others = np.array([1.0])
+            for j, value in enumerate(self.lam):
+                if j != i:
+                    others = np.convolve(others, [1.0, -value])
+            above[1 : 1 + len(others)] += weight * others
+        return np.asarray(lfilter(below, above, np.eye(1, self.releases)[0]), np.float64)
 
     def gain(self) -> float:
         """Root mean square error of prefix sums under independent noise of the same ε ÷ that of this noise."""
@@ -223,6 +185,9 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
 
     # --- what a mechanism is ----------------------------------------------------------------------------------
 
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Gaussian(multiplier)
+
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """``Gaussian(z·s_T/s_j)`` after j releases: the noise is that of T, the sensitivity that of j.
 
@@ -233,7 +198,6 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         return events.Gaussian(multiplier * (self.factor / self.sensitivity(count)))
 
     def over(self, releases: int, participations: int, separation: int) -> BufferedToeplitzNoise:
-        """Made again for another run."""
         return BufferedToeplitzNoise.made(releases, participations, separation)
 
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
@@ -241,8 +205,8 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         if participation is None:
             raise ValueError(
                 f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use sampling='single-pass' or 'turns', or 'poisson-turns' for secret samples. The whole "
-                "table in every release (DP-GD) gains nothing from it."
+                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) gains "
+                "nothing from it."
             )
         k, b = participation
         if k > 1 and b == 1:
@@ -254,30 +218,46 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
                 "those."
             )
 
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The innovations u, which are S·releases ÷ (z·C·s); releases themselves are not independent."""
+        column, columns = self.strategy()
+        scale = multiplier * bound * _worst_move(column, columns)
+        heard: list[Floats] = []
+
+        def normals(release: Floats, number: int, rng: np.random.Generator) -> Floats:
+            del heard[number:]
+            heard.append(release / scale)
+            return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
+
+        return Probe(normals)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _CorrelatedSource(self, key, label)
+
+    def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
+        """The noise of unit scale, by number of the release."""
+        return BufferedToeplitzRecurrence(self, key, label)
+
+    def reach(self, dim: int) -> float:
+        return self.loudness * super().reach(dim)
+
     def describe(self, multiplier: float) -> str:
-        """One Gaussian release, whatever the number of releases."""
-        s = self.factor
         return (
             f"Gaussian noise correlated over the releases, of scale {multiplier:.4g}·C times the sensitivity "
-            f"{s:.4g} of the run: all of them together are one Gaussian release of noise multiplier "
+            f"{self.factor:.4g} of the run: all of them together are one Gaussian release of noise multiplier "
             f"{multiplier:.4g}, each record in at most {self.participations} of them, at least {self.separation} "
             "apart"
         )
 
     def stated(self, multiplier: float) -> str:
-        """One release, however many."""
         return (
             f"correlated: one Gaussian release of noise multiplier {multiplier:.4g} over the whole run; each "
             f"record in at most {self.participations} releases, at least {self.separation} apart"
         )
 
-    def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
-        """By four buffers and no past."""
-        return BufferedToeplitzRecurrence(self, key, label)
 
-
-class NoiseRecurrence(ABC):
-    """w_k = (S⁻¹u)_k by number k, from what is kept of the rows before it.
+class BufferedToeplitzRecurrence:
+    """w = S⁻¹u by number k: w_k = u_k − α·B and B ← λ·B + w_k, with four buffers B that start empty.
 
     Rows are a function of the key and of k alone: after an interruption the buffers are made again from
     the stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
@@ -296,8 +276,9 @@ class NoiseRecurrence(ABC):
     True
     """
 
-    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str, kept: int) -> None:
-        self._releases, self._kept = mechanism.releases, kept
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
+        self._releases = mechanism.releases
+        self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
         self._units = StandardNormals(key, f"unit/{label}", mechanism.releases)
         self._next = 0
         self._buffers: Floats | None = None
@@ -312,24 +293,12 @@ class NoiseRecurrence(ABC):
                 "vectors of one length."
             )
         if self._buffers is None or release < self._next:
-            self._buffers, self._next = np.zeros((self._kept, dim)), 0
+            self._buffers, self._next = np.zeros((len(self._alpha), dim)), 0
         row: Floats = np.empty(0)
         for number in range(self._next, release + 1):
             row = self._step(number, self._units.row(number, dim), self._buffers)
         self._next = release + 1
         return row
-
-    @abstractmethod
-    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
-        """w of ``number`` as a new array, from u and what is ``kept``, which is brought up to date."""
-
-
-class BufferedToeplitzRecurrence(NoiseRecurrence):
-    """w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty."""
-
-    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
-        super().__init__(mechanism, key, label, len(mechanism.alpha))
-        self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
 
     def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
         row: Floats = unit - np.dot(self._alpha, kept)
@@ -338,8 +307,8 @@ class BufferedToeplitzRecurrence(NoiseRecurrence):
         return row
 
 
-class _CancellingSource(NoiseSource):
-    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str) -> None:
+class _CorrelatedSource(NoiseSource):
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
         self._louder = mechanism.factor
         self._asked: tuple[float, float, int] | None = None
@@ -355,54 +324,12 @@ class _CancellingSource(NoiseSource):
         add_discretized_gaussian(total, self._rows.row(release, len(total)), *self._grid)
 
 
-def worst_move(column: Floats, columns: range) -> float:
+def _worst_move(column: Floats, columns: range) -> float:
     """The norm of the sum of these columns of S: how far a record of bound 1 can move S·sums."""
     moved = np.zeros(len(column))
     for first in columns:
         moved[first:] += column[: len(column) - first]
     return float(np.linalg.norm(moved))
-
-
-@lru_cache(maxsize=256)
-def _sensitivity(mechanism: BufferedToeplitzNoise, count: int) -> float:
-    columns = range(0, count, mechanism.separation)[: mechanism.participations]
-    return worst_move(mechanism.coefficients(count), columns) * ROUNDED_UP
-
-
-@lru_cache(maxsize=64)
-def _made(releases: int, participations: int, separation: int) -> BufferedToeplitzNoise:
-    horizons = [releases / 2**j for j in range(1 + (0 if participations == 1 else releases.bit_length()))]
-    found = [
-        BufferedToeplitzNoise(releases, participations, separation, *_buffers(max(1.0, horizon)))
-        for horizon in sorted({max(1.0, h) for h in horizons}, reverse=True)
-    ]
-    return min(found, key=lambda mechanism: mechanism._error()) if len(found) > 1 else found[0]
-
-
-def _buffers(horizon: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    x = np.linspace(math.log(0.5 / horizon), math.log(3.0), _BUFFERS)
-    lam = 1.0 / (1.0 + np.exp(x))
-    alpha = ((x[1] - x[0]) / math.pi) * lam**1.5 * np.sqrt(1.0 - lam)
-    return tuple(lam.tolist()), tuple(alpha.tolist())
-
-
-def _inverse(lam: tuple[float, ...], alpha: tuple[float, ...], count: int) -> Floats:
-    """S is N/D with D = Π(1 − λ_i x), so S⁻¹ is D/N."""
-    from scipy.signal import lfilter
-
-    below = np.array([1.0])
-    for value in lam:
-        below = np.convolve(below, [1.0, -value])
-    above = below.copy()
-    for i, weight in enumerate(alpha):
-        others = np.array([1.0])
-        for j, value in enumerate(lam):
-            if j != i:
-                others = np.convolve(others, [1.0, -value])
-        above[1 : 1 + len(others)] += weight * others
-    impulse = np.zeros(count)
-    impulse[0] = 1.0
-    return np.asarray(lfilter(below, above, impulse), np.float64)
 
 
 def _prefix_error(inverse: Floats) -> float:

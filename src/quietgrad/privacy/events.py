@@ -163,13 +163,6 @@ class Gaussian(Event, kind="gaussian"):
 
 
 @dataclass(frozen=True)
-class Laplace(Event, kind="laplace"):
-    """One release of a scalar sum with Laplace noise of scale z·C."""
-
-    noise_multiplier: float
-
-
-@dataclass(frozen=True)
 class Pure(Event, kind="pure"):
     """A release proved ε-DP (δ = 0) under ``relation``: L2-Laplace noise, noisy max, AboveThreshold."""
 

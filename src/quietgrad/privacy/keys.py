@@ -25,6 +25,7 @@ from quietgrad.files import (
     sync_folder,
     write_atomically,
 )
+from quietgrad.privacy.ledger_state import state_folder
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 _PR_SET_DUMPABLE = 4
@@ -56,8 +57,7 @@ class KeyFile:
     @staticmethod
     def directory() -> Path:
         """Return the folder that holds the keys."""
-        state = os.environ.get("QUIETGRAD_STATE")
-        return (Path(state) if state else Path.home() / ".local" / "state" / "quietgrad") / "keys"
+        return state_folder() / "keys"
 
     @classmethod
     def waiting(cls) -> list[PendingKey]:

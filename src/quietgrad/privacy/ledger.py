@@ -4,14 +4,20 @@
 closing gives back only what a stop that did not look at the data left unreleased; a run that crashed counts in
 full. All entries of one account compose: an account is a group of people by the user's word, so a renamed or
 re-split copy of a table belongs to the same account. Caps bound an account's total and are entries themselves.
+
+Where no ledger is named, the project's pays, so that every run has one. A project is the folder with a file
+``quietgrad.toml`` (it may be empty) around the working folder. Without one it is all that this user does, and the
+ledger is in the state folder (``$QUIETGRAD_STATE``, else ``~/.local/state/quietgrad``).
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
@@ -28,6 +34,7 @@ from quietgrad.privacy.ledger_state import (
     fingerprint,
     may_give_back,
     salted,
+    state_folder,
 )
 
 if TYPE_CHECKING:
@@ -95,7 +102,9 @@ class Ledger:
         a person with k records is not known.
         ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
         """
-        account = check_account_name(account)
+        account, unit = check_account_name(account), PrivacyUnit.parse(unit)
+        if not isinstance(event, events.Event):
+            raise TypeError(f"event={event!r}: must be an event of quietgrad.privacy.events.")
         if not isinstance(run, str):
             raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
         new_id = os.urandom(8).hex()
@@ -103,10 +112,10 @@ class Ledger:
             "id": new_id,
             "account": account,
             "run": run or new_id,
-            "event": _check_event("event", event).to_json(),
+            "event": event.to_json(),
             "delta": check_delta(delta),
             "relation": str(Relation.parse(relation)),
-            "unit": str(PrivacyUnit.parse(unit)),
+            "unit": str(unit),
             **({} if condition is None else {"condition": check_condition(condition)}),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
@@ -115,8 +124,7 @@ class Ledger:
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
             body["account"] = account = book.name(account)
-            check_unit(account, book.units(account), PrivacyUnit.parse(unit))
-            _check_caps(book, account, event, relation, cap)
+            _check_charge(book, account, event, Relation.parse(relation), cap, unit)
             found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
             for message in found:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
@@ -133,9 +141,8 @@ class Ledger:
         unit: str | PrivacyUnit = "record",
     ) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
-        book = self.book()
-        check_unit(check_account_name(account), book.units(account), PrivacyUnit.parse(unit))
-        _check_caps(book, check_account_name(account), _check_event("event", event), relation, cap)
+        asked = Relation.parse(relation)
+        _check_charge(self.book(), check_account_name(account), event, asked, cap, PrivacyUnit.parse(unit))
 
     def close(
         self,
@@ -158,7 +165,7 @@ class Ledger:
             reserved = held.reservation.event
             counts = reserved
             if spent_event is not None:
-                if may_give_back(_check_event("spent_event", spent_event), reserved, data_dependent=data_dependent):
+                if may_give_back(spent_event, reserved, data_dependent=data_dependent):
                     counts = spent_event
                 elif not data_dependent:
                     raise ValueError(
@@ -277,9 +284,7 @@ class Ledger:
 
     def book(self) -> LedgerState:
         """The reservations, caps and charges that the entries add up to."""
-        book = LedgerState()  # not the writers' own, which another thread may be changing
-        self._fold(book, self.entries())
-        return book
+        return LedgerState().fold(self.entries(), self.path)  # not the writers', which a thread may be changing
 
     def verify(self, head: str | None = None) -> VerifyReport:
         """Check every line, the chain, the head and the sense of it all; never raises for what it finds.
@@ -293,53 +298,18 @@ class Ledger:
         book = LedgerState()
         if not problems:
             try:
-                for entry in reading.entries:
-                    book.apply(entry)
+                book.fold(reading.entries)
             except LedgerError as error:
                 problems.append(str(error))
-        return VerifyReport(
-            ok=not problems,
-            entries=len(reading.entries),
-            problems=tuple(problems),
-            torn_tail=bool(reading.torn),
-            accounts=book.accounts(),
-        )
-
-    def _repr_html_(self) -> str:
-        """What each account has spent, in a notebook; at its cap's δ and relation, else its newest run's."""
-        from quietgrad.charts import Bars, in_a_notebook
-
-        book = self.book()
-        rows: list[tuple[str, object]] = []
-        bars = []
-        for name in book.accounts():
-            cap, held = book.cap(name), book.of(name)
-            promise = cap or held[-1].reservation
-            try:
-                epsilon = self.spent(name, delta=promise.delta, relation=promise.relation).epsilon
-            except UnprovableError:
-                rows.append((name, "no common ε can be proved"))
-                continue
-            bars.append((name, epsilon, None if cap is None else cap.epsilon))
-            left = "" if cap is None else f" of {cap.epsilon:.4g}"
-            rows.append((name, f"ε = {epsilon:.4g}{left} at δ = {promise.delta:g} ({promise.relation})"))
-        return in_a_notebook(f"Ledger {self.path.name}", rows, (Bars("Budget by account", bars, "ε"),))
+        torn, accounts = bool(reading.torn), book.accounts()
+        return VerifyReport(not problems, len(reading.entries), tuple(problems), torn, accounts)
 
     def _book(self, entries: Sequence[ChainEntry]) -> LedgerState:
         """For writers: fold what is new since the last call, or everything if the past is not the same."""
         last = self._folded.last
         if last is None or len(entries) < last.seq or entries[last.seq - 1].hash != last.hash:
             self._folded = LedgerState()
-        self._fold(self._folded, entries)
-        return self._folded
-
-    def _fold(self, book: LedgerState, entries: Sequence[ChainEntry]) -> None:
-        done = book.last.seq if book.last else 0
-        try:
-            for entry in entries[done:]:
-                book.apply(entry)
-        except LedgerError as error:
-            raise LedgerError(f"{self.path}: {error}") from None
+        return self._folded.fold(entries, self.path)
 
     def _held(self, entries: Sequence[ChainEntry], reservation_id: str) -> ReservationState:
         """The reservation of that id, open or closed."""
@@ -351,22 +321,6 @@ class Ledger:
             return book.open(reservation_id)
         except ValueError as error:
             raise LedgerError(f"{self.path}: {error}") from None
-
-
-def _check_event(name: str, value: events.Event) -> events.Event:
-    if not isinstance(value, events.Event):
-        raise TypeError(f"{name}={value!r}: must be an event of quietgrad.privacy.events.")
-    return value
-
-
-def check_unit(account: str, known: Sequence[PrivacyUnit], asked: PrivacyUnit) -> None:
-    """Raise ``BudgetError`` if an account that counts one unit is to be charged for another."""
-    if any(unit is not asked for unit in known):
-        other = PrivacyUnit.PERSON if asked is PrivacyUnit.RECORD else PrivacyUnit.RECORD
-        raise BudgetError(
-            f"account {account!r}: its entries are about a {other} each and this run about a {asked}, so they do "
-            f"not add up. Run it by {other} too, or name another account; nothing was reserved."
-        )
 
 
 def _check_relation(planned: Sequence[Relation], asked: Relation) -> None:
@@ -385,37 +339,61 @@ def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> P
     return prove(event, delta=delta, relation=relation)
 
 
-def _check_caps(
-    book: LedgerState, account: str, event: events.Event, relation: str | Relation, cap: Budget | None
+def _check_charge(
+    book: LedgerState, account: str, event: events.Event, relation: Relation, cap: Budget | None, unit: PrivacyUnit
 ) -> None:
-    """Hold ``event`` against the account's own cap in the ledger and the one given."""
-    for bound in dict.fromkeys([*book.caps_of(account), cap]):
-        if bound is not None:
-            planned = (*book.relations(account), Relation.parse(relation))
-            _check_cap(account, bound, book.counted(account), event, planned)
-
-
-def _check_cap(
-    account: str, cap: Budget, counted: list[events.Event], event: events.Event, planned: Sequence[Relation]
-) -> None:
-    """Raise ``BudgetError`` unless the account's events and ``event`` together stay within the cap."""
-    try:
-        _check_relation(planned, cap.relation)
-        together = _prove([*counted, event], cap.delta, cap.relation).epsilon
-        if together <= cap.epsilon:
-            return
-        already = _prove(counted, cap.delta, cap.relation).epsilon
-        asked = _prove([event], cap.delta, cap.relation).epsilon
-    except UnprovableError as error:
+    """Raise ``BudgetError`` if the account counts another unit, or would exceed its own caps or the one given."""
+    if any(known is not unit for known in book.units(account)):
+        other = PrivacyUnit.PERSON if unit is PrivacyUnit.RECORD else PrivacyUnit.RECORD
         raise BudgetError(
-            f"account {account!r}: its cap is stated under {cap.relation}, and its releases have no proof under "
-            f"that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
-            "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
-            f"{cap.relation}: relation={str(cap.relation)!r}."
-        ) from None
-    raise BudgetError(
-        f"account {account!r}: this run would exceed the cap. "
-        f"Cap: ε={cap.epsilon:.4g} (δ={cap.delta:g}, {cap.relation}). Spent: ε={already:.4g}. "
-        f"This run: ε={asked:.4g}. Together: ε={together:.4g}. Nothing was charged or released. "
-        "Lower epsilon, or raise the cap with `quietgrad ledger cap`."
-    )
+            f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
+            f"not add up. Run it by {other} too, or name another account; nothing was reserved."
+        )
+    counted, planned = book.counted(account), (*book.relations(account), relation)
+    for bound in dict.fromkeys([*book.caps_of(account), cap]):
+        if bound is None:
+            continue
+        try:
+            _check_relation(planned, bound.relation)
+            together = _prove([*counted, event], bound.delta, bound.relation).epsilon
+            if together <= bound.epsilon:
+                continue
+            already = _prove(counted, bound.delta, bound.relation).epsilon
+            asked = _prove([event], bound.delta, bound.relation).epsilon
+        except UnprovableError as error:
+            raise BudgetError(
+                f"account {account!r}: its cap is stated under {bound.relation}, and its releases have no proof "
+                f"under that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
+                "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
+                f"{bound.relation}: relation={str(bound.relation)!r}."
+            ) from None
+        raise BudgetError(
+            f"account {account!r}: this run would exceed the cap. "
+            f"Cap: ε={bound.epsilon:.4g} (δ={bound.delta:g}, {bound.relation}). Spent: ε={already:.4g}. "
+            f"This run: ε={asked:.4g}. Together: ε={together:.4g}. Nothing was charged or released. "
+            "Lower epsilon, or raise the cap with `quietgrad ledger cap`."
+        )
+
+
+_open: dict[tuple[int, Path], Ledger] = {}  # kept open: what was read and checked once is not read again
+_lock = threading.Lock()
+
+
+def project_path() -> Path:
+    """Where the project's ledger is, or will be."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "quietgrad.toml").is_file():
+            return folder / "ledger.jsonl"
+    return state_folder() / "ledger.jsonl"
+
+
+def project_ledger(timeout: float = 120.0) -> Ledger:
+    """The project's ledger; its folder is made, the file with the first entry."""
+    path = project_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _lock:
+        place = (os.getpid(), path)
+        if place not in _open:
+            _open[place] = Ledger(path, timeout=timeout)
+        return _open[place]

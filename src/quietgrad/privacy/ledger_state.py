@@ -151,18 +151,19 @@ class LedgerState:
     held: dict[str, ReservationState] = field(default_factory=dict)
     caps: dict[str, dict[str, Budget]] = field(default_factory=dict)  # by identity, then by spelling, newest last
     names: dict[str, str] = field(default_factory=dict)  # by identity: the first spelling, which is shown
-    openings: dict[str, int] = field(
-        default_factory=dict
-    )  # by run: how often it was opened, the first time included
+    openings: dict[str, int] = field(default_factory=dict)  # by run: how often it was opened, the first included
     last: ChainEntry | None = None
 
-    def apply(self, entry: ChainEntry) -> None:
-        """Fold in the next entry; ``LedgerError`` names a line that chains but makes no sense."""
-        try:
-            self._apply(entry.kind, entry.body, entry.time)
-        except (KeyError, TypeError, ValueError) as error:
-            raise LedgerError(f"line {entry.seq} ({entry.kind}) makes no sense: {error}") from None
-        self.last = entry
+    def fold(self, entries: Sequence[ChainEntry], path: Path | None = None) -> LedgerState:
+        """Fold in what comes after the last entry; ``LedgerError`` names a line that chains but makes no sense."""
+        for entry in entries[self.last.seq if self.last else 0 :]:
+            try:
+                self._apply(entry.kind, entry.body, entry.time)
+            except (KeyError, TypeError, ValueError) as error:
+                where = "" if path is None else f"{path}: "
+                raise LedgerError(f"{where}line {entry.seq} ({entry.kind}) makes no sense: {error}") from None
+            self.last = entry
+        return self
 
     def _apply(self, kind: str, body: dict[str, Any], time: str) -> None:
         if kind == "reserve":
@@ -188,7 +189,12 @@ class LedgerState:
             rests = replace(old.reservation, condition=check_condition(body["condition"]))
             self.held[old.reservation.id] = replace(old, reservation=rests)
         elif kind == "cap":
-            self._cap(str(body["account"]), Budget.from_json(body), every_spelling="identity" in body)
+            account, who = str(body["account"]), canonical_account_name(str(body["account"]))
+            self.names.setdefault(who, account)
+            # Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold.
+            others = {} if "identity" in body else self.caps.get(who, {})
+            kept = {spelling: cap for spelling, cap in others.items() if spelling != account}
+            self.caps[who] = {**kept, account: Budget.from_json(body)}
         elif kind == "resume":
             run, number = str(body["run"]), body["opening"]
             if number != self.openings.get(run, 0) + 1:
@@ -196,13 +202,6 @@ class LedgerState:
             self.openings[run] = number
         elif kind not in ("open", "quarantine", "adopt"):
             raise ValueError("unknown kind; it was written by a newer quietgrad.")
-
-    def _cap(self, account: str, budget: Budget, *, every_spelling: bool) -> None:
-        """Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold."""
-        who = canonical_account_name(account)
-        self.names.setdefault(who, account)
-        kept = {} if every_spelling else {k: v for k, v in self.caps.get(who, {}).items() if k != account}
-        self.caps[who] = {**kept, account: budget}
 
     def open(self, reservation_id: str) -> ReservationState:
         """The open reservation of that id; ``ValueError`` if there is none."""
@@ -357,6 +356,12 @@ def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent
 _KEY_BYTES = 32
 
 
+def state_folder() -> Path:
+    """The folder of this user's keys and default ledger: ``$QUIETGRAD_STATE`` or ``~/.local/state/quietgrad``."""
+    state = os.environ.get("QUIETGRAD_STATE")
+    return Path(state) if state else Path.home() / ".local" / "state" / "quietgrad"
+
+
 def salted(mark: str) -> str:
     """A fingerprint as a line of a ledger holds it: who does not know the mark cannot tell two lines of one table.
 
@@ -383,9 +388,7 @@ def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:
 
     Put shapes and types into a chunk of their own: only the bytes count, not where a chunk ends.
     """
-    from quietgrad.privacy.keys import KeyFile  # brings the cipher library, which ledgers do not need
-
-    mac = hmac.new(_key(KeyFile.directory().parent / "fingerprint.key"), digestmod="sha256")
+    mac = hmac.new(_key(state_folder() / "fingerprint.key"), digestmod="sha256")
     for chunk in chunks:
         mac.update(chunk)
     return mac.hexdigest()

@@ -114,21 +114,6 @@ class GaussianPair(_Symmetric):
 
 
 @dataclass(frozen=True)
-class LaplacePair(_Symmetric):
-    """Laplace(1, 1/ε) against Laplace(0, 1/ε): losses between −ε and ε with atoms at both ends."""
-
-    epsilon: float
-
-    def above(self, loss: Array) -> tuple[Array, Array]:
-        inside = loss < self.epsilon
-        p = np.where(inside, 1.0 - 0.5 * np.exp((np.minimum(loss, self.epsilon) - self.epsilon) / 2), 0.0)
-        return p, np.where(inside, 0.5 * np.exp(-(loss + self.epsilon) / 2), 0.0)
-
-    def reach_above(self, tail: float) -> float:
-        return self.epsilon
-
-
-@dataclass(frozen=True)
 class PurePair(_Symmetric):
     """Randomised response, which dominates every ε-DP release: the loss is ε or −ε."""
 

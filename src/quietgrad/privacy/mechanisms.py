@@ -107,9 +107,7 @@ class Mechanism(ABC):
     one_curator: ClassVar[bool] = False
     """Whether it needs somebody who sees all records' exact numbers."""
     together: ClassVar[str] = ""
-    """Which releases have a price together only, in words, if noise is correlated: nothing may stand between."""
-    whole_run: ClassVar[bool] = False
-    """Whether these are all releases of a run."""
+    """In words, that all releases of the run have a price together only, if noise is correlated."""
     white: ClassVar[bool] = False
     """Whether the noise of a release is Gaussian and independent from coordinate to coordinate."""
     amplified: ClassVar[bool] = False
@@ -209,7 +207,7 @@ def from_json(data: Any) -> Mechanism:
 
 def kinds() -> dict[str, type[Mechanism]]:
     """All mechanisms, by kind."""
-    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
+    import quietgrad.privacy.correlated  # noqa: F401 — registers a kind of noise that builds on this module
 
     return _KINDS
 

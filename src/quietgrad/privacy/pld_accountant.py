@@ -48,7 +48,6 @@ from quietgrad.privacy.events import (
     Event,
     FixedSizeSampled,
     Gaussian,
-    Laplace,
     PoissonSampled,
     Pure,
     RandomNumberOfReleases,
@@ -60,7 +59,6 @@ from quietgrad.privacy.loss_distribution import (
     DominatingPair,
     FixedSizePair,
     GaussianPair,
-    LaplacePair,
     PoissonPair,
     PoissonReplacePair,
     PurePair,
@@ -396,7 +394,7 @@ class _EvaluationPoint(TypedDict):
     epsilon: float | None
 
 
-_Base = GaussianPair | LaplacePair | PurePair
+_Base = GaussianPair | PurePair
 
 
 @dataclass(frozen=True)
@@ -521,8 +519,6 @@ def _base(event: Event, relation: Relation, factor: float) -> _Base:
     match event:
         case Gaussian(noise_multiplier=z):
             return GaussianPair(factor / z)
-        case Laplace(noise_multiplier=z):
-            return LaplacePair(factor / z)
         case Pure(epsilon=epsilon, relation=proved):
             check_relation(event, proved, relation)
             return PurePair(epsilon)

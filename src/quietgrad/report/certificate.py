@@ -271,17 +271,15 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return f"{sampling['batch_size']} fresh records"
         case "turns":
             return f"one of {sampling['cohorts']} cohorts, in turn"
-        case "poisson-turns":
-            return f"one of {sampling['cohorts']} cohorts, in turn; of it Poisson, rate {sampling['rate']:.4g}"
     return "as stated above"
 
 
 def _amplification(slot: dict[str, Any]) -> str:
     sampling = slot.get("sampling", {})
-    if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
+    if mechanism_from(slot.get("mechanism", "gaussian")).together or sampling.get("rate") == 1.0:
         return "no record is used twice" if sampling.get("sampling") == "single-pass" else "none"
     match sampling.get("sampling"):
-        case "poisson" | "random-allocation" | "fixed-size" | "poisson-turns":
+        case "poisson" | "random-allocation" | "fixed-size":
             return "by secret sampling"
         case "single-pass":
             return "no record is used twice"

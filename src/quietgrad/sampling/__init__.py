@@ -2,7 +2,7 @@
 
 ``FullBatch`` · ``Poisson`` · ``RandomAllocation`` (every record in one secret step of each epoch) · ``FixedSize``
 (without replacement) · ``SinglePass`` (disjoint, every record once) · ``CyclicCohorts`` (cohorts, one after the
-other) · ``CyclicPoisson`` (secret samples of them).
+other).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -13,13 +13,21 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from quietgrad.sampling.base import KINDS, Sampler, Sampling, from_json
-from quietgrad.sampling.cyclic import CyclicCohorts, CyclicPoisson
-from quietgrad.sampling.schemes import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
+from quietgrad.sampling.samplers import Sampler
+from quietgrad.sampling.schemes import (
+    KINDS,
+    CyclicCohorts,
+    FixedSize,
+    FullBatch,
+    Poisson,
+    RandomAllocation,
+    Sampling,
+    SinglePass,
+    from_json,
+)
 
 __all__ = [
     "CyclicCohorts",
-    "CyclicPoisson",
     "FixedSize",
     "FullBatch",
     "Poisson",
@@ -32,9 +40,7 @@ __all__ = [
     "sampling_of",
 ]
 
-SamplingName = Literal[
-    "poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns", "poisson-turns"
-]
+SamplingName = Literal["poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns"]
 """The kinds of schemes that settings may name."""
 
 

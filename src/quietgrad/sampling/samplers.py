@@ -11,20 +11,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.privacy.rng import SecureStream, inversion_table
-
-if TYPE_CHECKING:
-    from quietgrad.sampling import Sampler
-
 
 Indices = npt.NDArray[np.int64]
 
@@ -33,6 +29,22 @@ _MOST_AHEAD = 256  # batches drawn at a time
 _WORDS_AHEAD = 1 << 16  # and about this many records, half a megabyte
 _FRACTION_BITS = 192
 _TAIL_BITS = 72
+_STRETCH = 1 << 18  # rows of a table beyond memory that are looked at together
+
+
+class Sampler(Protocol):
+    """Draws the batch of each release; what it returns is secret."""
+
+    def batch(self, i: int) -> Indices | None:
+        """Return the record positions of release ``i``; ``None`` means all records."""
+        ...
+
+
+class Everyone:
+    """Every batch is all records."""
+
+    def batch(self, i: int) -> Indices | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -233,31 +245,6 @@ class AllocationSampler:
         return self._turns.batch(i)
 
 
-class BernoulliSubsampler:
-    """Of the batches of another sampler, the records whose coins say so: record r in release i by a keyed function.
-
-    Cohorts are read from block 0 of the stream; release i has block i + 1.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> everybody = CohortSampler(np.zeros(1000, np.int64), 1)
-    >>> sampler = BernoulliSubsampler(everybody, 0.1, SecureStream(seed_key(0), "batches"))
-    >>> 50 < len(sampler.batch(3)) < 150, sampler.batch(3).tolist() == sampler.batch(4).tolist()
-    (True, False)
-    """
-
-    def __init__(self, turns: Sampler, rate: float, stream: SecureStream) -> None:
-        self._turns, self._stream = turns, stream
-        self._threshold = int(rate * 2.0**64)  # exact; P(word < threshold) is the rate rounded down to 2⁻⁶⁴
-
-    def batch(self, i: int) -> Indices:
-        """Return the records of release ``i`` (possibly none)."""
-        members = self._turns.batch(i)
-        assert members is not None, "cohorts are lists of records"
-        if self._threshold == 2**64:
-            return members
-        return members[self._stream.at(i + 1, members) < np.uint64(self._threshold)]
-
-
 class SinglePassOrder(ABC):
     """Slots handed out in order, each once; refuses when there are not enough left."""
 
@@ -328,72 +315,33 @@ def _check_records(n: int) -> None:
         raise ValueError(f"{n} records: must be between 0 and 2^31 − 1.")
 
 
-_STRETCH = 1 << 18
-
-
-def _chosen(n: int, wanted: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]]) -> Indices:
-    found = [rows[wanted(rows)] for rows in _stretches(n)]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-
-def _stretches(n: int) -> Iterator[npt.NDArray[np.int64]]:
-    for start in range(0, n, _STRETCH):
-        yield np.arange(start, min(start + _STRETCH, n), dtype=np.int64)
-
-
-class PoissonScan:
-    """Poisson batches: row r is in batch i if a keyed function of (i, r) says so.
+class RowScan:
+    """Batches of rows that are not listed: row r is in release i if ``drawn(i, [r])``, a keyed function, says so.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> sampler = PoissonScan(1000, 0.1, SecureStream(seed_key(0), "batches"))
-    >>> 50 < len(sampler.batch(3)) < 150, sampler.batch(3).tolist() == sampler.batch(3).tolist()
-    (True, True)
-    """
-
-    def __init__(self, n_records: int, rate: float, stream: SecureStream) -> None:
-        self._n, self._stream = n_records, stream
-        self._threshold = np.uint64(int(rate * 2.0**64))  # exact; P(word < threshold) is the rate to 2⁻⁶⁴
-
-    def batch(self, i: int) -> Indices:
-        """Return the rows of release ``i``, in increasing order (possibly none)."""
-        return _chosen(self._n, lambda rows: self._stream.at(i, rows) < self._threshold)
-
-
-class CohortScan:
-    """Cohorts in turn, a row's by a keyed hash of its number: batch i is everybody of cohort i mod b."""
-
-    def __init__(self, n_records: int, cohorts: int, stream: SecureStream) -> None:
-        self._n, self._cohorts, self._stream = n_records, cohorts, stream
-
-    def batch(self, i: int) -> Indices:
-        """Return the rows of release ``i`` (possibly none)."""
-        turn = i % self._cohorts
-        return _chosen(self._n, lambda rows: hashed_slots(rows, self._cohorts, self._stream) == turn)
-
-
-class AllocationScan:
-    """Random allocation of rows that are not listed: a row's step of an epoch is a keyed hash of both.
-
-    >>> from quietgrad.privacy.rng import seed_key
-    >>> sampler = AllocationScan(100, 3, SecureStream(seed_key(0), "batches"))
+    >>> stream = SecureStream(seed_key(0), "batches")
+    >>> sampler = RowScan(100, lambda i, rows: hashed_slots(rows, 3, stream) == i)
     >>> sorted(np.concatenate([sampler.batch(i) for i in range(3)]).tolist()) == list(range(100))
     True
     """
 
-    def __init__(self, n_records: int, steps: int, stream: SecureStream) -> None:
-        self._n, self._steps, self._stream = n_records, steps, stream
+    def __init__(self, n_records: int, drawn: Callable[[int, Indices], npt.NDArray[np.bool_]]) -> None:
+        self._n, self._drawn = n_records, drawn
 
     def batch(self, i: int) -> Indices:
         """Return the rows of release ``i``, in increasing order (possibly none)."""
-        epoch, step = divmod(i, self._steps)
-        return _chosen(self._n, lambda rows: hashed_slots(rows, self._steps, self._stream, epoch) == step)
+        found = [np.zeros(0, np.int64)]
+        for start in range(0, self._n, _STRETCH):
+            rows = np.arange(start, min(start + _STRETCH, self._n), dtype=np.int64)
+            found.append(rows[self._drawn(i, rows)])
+        return np.concatenate(found)
 
 
-class SinglePassScan(SinglePassOrder):
+class SlotScan(SinglePassOrder):
     """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> sampler = SinglePassScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
+    >>> sampler = SlotScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
     >>> sorted([*sampler.take(50), *sampler.take(50)]) == list(range(100)), sampler.left
     (True, 0)
     """
@@ -403,8 +351,8 @@ class SinglePassScan(SinglePassOrder):
         self._n, self._stream = n_records, stream
 
     def _between(self, first: int, last: int) -> Indices:
-        def wanted(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        def drawn(_: int, rows: Indices) -> npt.NDArray[np.bool_]:
             slots = hashed_slots(rows, self._n_slots, self._stream)
             return (slots >= first) & (slots < last)
 
-        return _chosen(self._n, wanted)
+        return RowScan(self._n, drawn).batch(0)

@@ -166,7 +166,7 @@ def minimize(
         algorithm: a method, such as ``qg.DPSRM(steps=1500, batch_size=100)``, or a function that makes one from
             the public number of records.
         budget: (ε, δ) and the relation; ``None`` runs without noise and the result says **not private**.
-        ledger: the file that is charged; without it the project's own (:mod:`quietgrad.privacy.project`).
+        ledger: the file that is charged; without it the project's own (:mod:`quietgrad.privacy.ledger`).
         account: the group of people that the data are about; runs of one account compose.
         cap: a budget that the account as a whole must not exceed.
         n_public: the public number of records, if there is one. Under add-remove the true number is private:

@@ -26,9 +26,8 @@ from quietgrad.plans.counting import COUNT
 from quietgrad.privacy.accounting import prove
 from quietgrad.privacy.budget import PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.events import Composed, Event, MaxOverParties, composed, from_json
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger import Ledger, project_ledger, project_path
 from quietgrad.privacy.ledger_state import ReservationState, same
-from quietgrad.privacy.project import project_ledger, project_path
 from quietgrad.vectors import Vector
 
 SCHEMA_VERSION = 1
