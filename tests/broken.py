@@ -329,7 +329,7 @@ class SeparateClips(CanaryObjective):
             return
         records, clip = batch.records, rule.second_clip
         now, before = (shorten(self.gradients(records, self.step - k), clip) for k in (0, 1))
-        self._add(records, batch.indices, now - (1.0 - rule.gamma) * before, out)
+        self._add(batch, now - (1.0 - rule.gamma) * before, out)
 
 
 @dataclass(frozen=True, kw_only=True)

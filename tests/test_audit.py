@@ -1,10 +1,14 @@
-"""Audits: bounds against references, attacks that find what is there and nothing else, command, bad input."""
+"""Audits: bounds against references, attacks that find what is there and nothing else, command, bad input.
+
+Seeds are fixed where a verdict is checked; the stated false-alarm rate of each audit is 1e-6.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,15 @@ from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit import confidence_bounds as bounds
 from quietgrad.audit import federated
 from quietgrad.audit.attacks import Attack, attacked, attacks_on
-from quietgrad.audit.canaries import CanaryGame, shorten
-from quietgrad.audit.distinguishers import PrivacyClaim, learned, likelihood
+from quietgrad.audit.canaries import CanaryGame, CanaryObjective, CanaryRecords, shorten
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_divergence, binary_divergence, learned, likelihood
 from quietgrad.audit.federated import TRUSTS, run_federated
 from quietgrad.audit.replicas import Trial
-from quietgrad.audit.running import enough_runs, probe_rounds, run
+from quietgrad.audit.running import probe_rounds, run
 from quietgrad.cli import main
+from quietgrad.cli.audit import audit_folder
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from tests.broken import Broken
@@ -77,25 +83,37 @@ def test_epsilon_bound_covers_the_gaussian_profile() -> None:
     assert over <= 50  # at most 10 %, and P(> 50) < 1e-3 even then
 
 
-def test_one_run_epsilon_never_exceeds_the_truth_at_its_rate() -> None:
-    """Randomised response with ε = 1 on 400 coins, all guessed: at α = 0.05 at most 10 of 200 may exceed 1."""
+def test_one_run_bounds_never_exceed_the_truth_at_their_rate() -> None:
+    """At α = 0.05 of 100 one-run audits at most 5 may exceed the truth in expectation; P(> 16) < 1e-4.
+
+    Randomised response with ε = 1 on 400 coins, all guessed; and a mechanism of μ = 1, a fifth guessed.
+    """
     rng, q = np.random.default_rng(4), 1 / (1 + math.exp(-1.0))
-    found = [bounds.one_run_epsilon(400, 400, int(rng.binomial(400, q)), 0.0, 0.05) for _ in range(200)]
-    assert sum(epsilon > 1.0 for epsilon in found) <= 25
+    found = [bounds.one_run_epsilon(400, 400, int(rng.binomial(400, q)), 0.0, 0.05) for _ in range(100)]
+    assert sum(epsilon > 1.0 for epsilon in found) <= 16
     assert np.median(found) > 0.7
-
-
-@pytest.mark.parametrize("mu", [0.5, 1.5])
-def test_one_run_mu_never_exceeds_the_truth_at_its_rate(mu: float) -> None:
-    """At α = 0.05, of 200 one-run audits of a μ-GDP mechanism at most 10 may exceed μ in expectation."""
-    rng = np.random.default_rng(3)
     over = 0
-    for _ in range(200):
+    for _ in range(100):
         coins = rng.random(400) < 0.5
-        order = np.argsort(coins * mu + rng.standard_normal(400))
+        order = np.argsort(coins + rng.standard_normal(400))
         correct = int(coins[order[-40:]].sum() + (~coins[order[:40]]).sum())
-        over += bounds.one_run_mu(400, 80, correct, 0.05) > mu
-    assert over <= 25
+        over += bounds.one_run_mu(400, 80, correct, 0.05) > 1.0
+    assert over <= 16
+
+
+@pytest.mark.parametrize("mu", [0.5, 1.0, 2.0])
+def test_gaussian_worlds_diverge_by_less_than_half_mu_squared(mu: float) -> None:
+    """KL of N(μ, 1) from N(0, 1) is μ²/2; what one event shows of it is less, but more than a third."""
+    rng = np.random.default_rng(7)
+    worlds = rng.normal(mu, 1.0, 200_000), rng.normal(0.0, 1.0, 200_000)
+    found = attack_divergence(worlds, mu * mu / 2.0, "normal", 1e-6)
+    assert found.verdict == "pass"
+    assert found.measured > mu * mu / 6.0
+    assert attack_divergence(worlds, mu * mu / 8.0, "half the noise", 1e-6).verdict == "violation"
+    few = worlds[0][:300], worlds[1][:300]
+    assert attack_divergence(few, 0.005, "few", 1e-6).verdict == ("violation" if mu == 2.0 else "vacuous")
+    assert float(binary_divergence(1.0, 0.5)) == pytest.approx(math.log(2.0))
+    assert math.isfinite(float(binary_divergence(1.0, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +183,17 @@ def test_likelihood_is_the_log_density_ratio() -> None:
     np.testing.assert_allclose(got, np.log(ratio).sum(axis=1), rtol=1e-9)
 
 
+def test_canary_and_mirror_lose_at_different_candidates() -> None:
+    objective = CanaryObjective()
+    lost = {}
+    for role in ("canary", "mirror"):
+        objective.tick()
+        batch = Batch(CanaryRecords((role,), 1, 2), None)
+        lost[role] = [objective.loss_sum(batch, np.zeros(2), 3.0) for _ in range(6)]
+    assert np.add(lost["canary"], lost["mirror"]).tolist() == [3.0] * 6
+    assert lost["canary"] == [3.0 if objective.loses(k) else 0.0 for k in range(6)]
+
+
 def test_learned_scores_take_worlds_that_release_unequally_often() -> None:
     rng = np.random.default_rng(0)
     quiet, talkative = rng.standard_normal((400, 2)), rng.standard_normal((400, 4)) + 1.0
@@ -202,31 +231,41 @@ def test_slow_algorithms_pass(name: str) -> None:
     assert any("one by one" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("label", ["Poisson", "fixed-size"])
-def test_half_the_noise_is_seen_through_sampling(label: str) -> None:
-    attack = next(a for a in attacks_on("dp-sgd") if a.label == label)
-    report = run(attack.algorithm, budget=attack.budget, n=attack.n, curator=Broken(noise=0.5), seed=3)
-    assert "L2" in {f.layer for f in report.findings if f.verdict == "violation"}
+HALF = [
+    *(a for a in attacks_on("dp-sgd") if a.label in ("Poisson", "fixed-size")),
+    *attacks_on("dp-agd")[:1],
+    *attacks_on("rrpsgd"),
+]
+
+
+@pytest.mark.parametrize("attack", HALF, ids=lambda a: f"{a.algorithm.name}-{a.label}")
+def test_half_the_noise_is_seen_in_transcripts_alone(attack: Attack) -> None:
+    """Through sampling, through noisy choices (by the test of ρ), and at a random round."""
+    runs = round(2000 * attack.share)
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=runs, curator=Broken(noise=0.5), seed=5)
+    caught = {f.unit[:1] for f in report.findings if f.verdict == "violation" and f.layer == "L2"}
+    assert ("ρ" if attack.algorithm.name == "dp-agd" else "δ") in caught, str(report)
     assert not report.passed
 
 
-def test_small_claims_are_vacuous_and_say_so() -> None:
-    report = run(qg.DPSRM(steps=6, batch_size=4), budget=qg.Budget(0.2, 1e-5), n=4, seed=0)
-    assert report.vacuous
-    assert not report.passed
-    assert "half the noise would pass as well" in report.notes[-1]
+def test_small_claims_are_vacuous_and_say_how_many_runs_would_show_something() -> None:
+    method, budget = qg.DPSGD(steps=20, batch_size=4), qg.Budget(1.0, 1e-5)
+    claim = PrivacyClaim(qg.plan(method, n=4, budget=budget))
+    needed = bounds.runs_for(claim.mu, claim.profile, 1e-6 / 6)
+    assert needed is not None
+    assert run(method, budget=budget, n=4, runs=needed, seed=0).passed
+    few = run(method, budget=budget, n=4, runs=needed // 4, seed=0)
+    assert few.vacuous
+    assert not few.passed
+    assert f"about {needed} runs would show it" in few.notes[-1]
 
 
-def test_long_runs_are_summarised() -> None:
-    report = run(qg.DPSGD(steps=300, batch_size=4), budget=qg.Budget(6.0, 1e-5), n=4, runs=1000, seed=0)
-    assert report.passed
-    assert report.epsilon_lower > 3.0
-
-
-def test_lower_bound_is_tight_with_more_runs() -> None:
-    report = run(qg.DPSRM(steps=6, batch_size=4), budget=qg.Budget(6.0, 1e-5), n=4, runs=20_000, seed=0)
+def test_lower_bounds_are_tight_with_more_runs_and_long_runs_are_summarised() -> None:
+    budget = qg.Budget(6.0, 1e-5)
+    report = run(qg.DPSRM(steps=6, batch_size=4), budget=budget, n=4, runs=20_000, seed=0)
     assert report.passed
     assert report.tightness > 0.85
+    assert run(qg.DPSGD(steps=300, batch_size=4), budget=budget, n=4, runs=1000, seed=0).epsilon_lower > 3.0
 
 
 def test_audit_of_a_random_seed_draws_secret_noise() -> None:
@@ -239,7 +278,6 @@ def test_audit_of_a_random_seed_draws_secret_noise() -> None:
     [
         ({"runs": 50}, "runs=50: must be ≥ 200"),
         ({"confidence": 1.0}, "confidence=1.0"),
-        ({"curator": "nobody"}, "curator='nobody'"),
         ({"budget": None}, "claims nothing"),
     ],
 )
@@ -259,8 +297,12 @@ def test_federations_pass_and_half_their_noise_is_seen(
 
     report = audit()
     assert report.verdict == "pass", str(report)
-    whole = federated._federation
-    monkeypatch.setattr(federated, "_federation", lambda make, budget, z, *more: whole(make, budget, z / 2, *more))
+    from quietgrad.federation.simulation import assemble as whole
+
+    def half(*parts: Any, noise_multiplier: float, **settings: Any) -> Any:
+        return whole(*parts, noise_multiplier=noise_multiplier / 2, **settings)
+
+    monkeypatch.setattr(federated, "assemble", half)
     caught = {f.layer for f in audit().findings if f.verdict == "violation"}
     assert caught >= {"L0 noise scale", "L1"}
 
@@ -284,76 +326,51 @@ def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> Non
     budget = qg.Budget(8.0, 1e-5, relation)
     for noise, verdict in ((1.0, "pass"), (0.5, "violation")):
         report = qg.audit.one_run(
-            qg.objectives.Logistic(),
-            data,
-            qg.DPSRM(steps=10, batch_size=2300),
-            budget=budget,
-            canaries=2000,
-            curator=Broken(noise=noise),
-            seed=4,
-        )
+            qg.objectives.Logistic(), data, qg.DPSRM(steps=10, batch_size=2300), budget=budget, canaries=2000,
+            curator=Broken(noise=noise), seed=4,
+        )  # fmt: skip
         assert report.verdict == verdict, str(report)
     assert report.layer == "L3 d′"
+    sampled = qg.DPSGD(steps=10, batch_size=100)  # not Gaussian: guesses alone are judged
+    report = qg.audit.one_run(qg.objectives.Logistic(), data, sampled, budget=budget, canaries=200, seed=0)
+    assert report.verdict in ("pass", "vacuous")
+    with pytest.raises(ValueError, match="≥ 20 canaries"):
+        qg.audit.one_run(qg.objectives.Logistic(), data, sampled, budget=budget, canaries=5)
 
 
 def test_one_run_trains_the_same_model_beside_its_canaries() -> None:
     """The planted coordinates leave the model's own sums alone."""
-    from quietgrad.audit.single_run import PlantedObjective
-    from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
+    from quietgrad.audit.single_run import PlantedQuery, _Planted
+    from quietgrad.objectives.base import RecursiveMomentumQuery
 
     rng = np.random.default_rng(1)
-    data = table(rng)
     objective = qg.objectives.Logistic()
-    planted = PlantedObjective(objective, 50, rng.random(50) < 0.5, ADD)
-    records = planted.prepare(data)
-    theta, before = rng.standard_normal((2, records.dim))
+    planted = _Planted(objective, 50, rng.random(50) < 0.5, ADD)
+    records = planted.prepare(table(rng))
+    now, before = rng.standard_normal((2, 8))
+    query = RecursiveMomentumQuery(now, before, 0.1, 1.0, 0.2)
     for indices in (None, np.arange(0, len(records), 2, dtype=np.int64)):
         out, plain = np.zeros(records.dim), np.zeros(8)
-        RecursiveMomentumQuery(theta, before, 0.1, 1.0, 0.2).sum_into(planted, Batch(records, indices), out)
+        PlantedQuery(query).sum_into(planted, Batch(records, indices), out)
         own = indices if indices is None else indices[indices < 300]
-        query = RecursiveMomentumQuery(theta[:8].copy(), before[:8].copy(), 0.1, 1.0, 0.2)
         query.sum_into(objective, Batch(records.inner, own), plain)
         np.testing.assert_allclose(out[:8], plain, rtol=1e-12)
         assert set(np.unique(out[8:].round(12))) <= {0.0, 0.28}
 
 
-def test_one_run_with_records_as_canaries() -> None:
-    rng = np.random.default_rng(2)
-    data, canaries = table(rng), (30 * rng.standard_normal((100, 8)), rng.integers(0, 2, 100).astype(float))
-    report = qg.audit.one_run(
-        qg.objectives.Logistic(), data, qg.DPSGD(steps=10, batch_size=100), budget=qg.Budget(4.0, 1e-5), seed=0,
-        canaries=canaries,
-    )  # fmt: skip
-    assert report.verdict in ("pass", "vacuous")
-    assert "input space" in report.notes[0]
-    with pytest.raises(ValueError, match="add-remove"):
-        qg.audit.one_run(
-            qg.objectives.Logistic(), data, qg.DPGD(), budget=qg.Budget(4.0, 1e-5, REPLACE), canaries=canaries
-        )
-    with pytest.raises(ValueError, match="≥ 20 canaries"):
-        qg.audit.one_run(qg.objectives.Logistic(), data, qg.DPGD(), budget=qg.Budget(4.0, 1e-5), canaries=5)
-
-
 # --- command ------------------------------------------------------------------------------------------------------
 
 
-def test_command_prints_tables_json_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "audit.html"
-    assert main(["audit", "dp-gd", "--runs", "500", "--html", str(page)]) == 0
+def test_command_prints_lines_and_json_and_exits_1_on_a_violation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "dp-gd", "--runs", "500"]) == 0
     assert "PASS" in capsys.readouterr().out
-    assert "<td>dp-gd: every record</td>" in page.read_text()
     assert main(["audit", "dp-gd", "--runs", "500", "--json"]) == 0
     text = json.loads(capsys.readouterr().out)
     assert {r["verdict"] for r in text["reports"]} == {"pass"}
     assert text["reports"][0]["epsilon_lower"] < text["reports"][0]["epsilon_claimed"]
-
-
-def test_command_exits_1_on_a_violation(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from quietgrad.audit import running
-
-    monkeypatch.setitem(running.CURATORS, "central", Broken(noise=0.5))
+    monkeypatch.setattr("quietgrad.audit.attacks.run", partial(run, curator=Broken(noise=0.5)))
     assert main(["audit", "dp-gd", "--runs", "2000"]) == 1
     assert "VIOLATION" in capsys.readouterr().out
 
@@ -392,32 +409,6 @@ def test_command_explains_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "not private" in capsys.readouterr().err
 
 
-def test_the_power_that_is_stated_is_there() -> None:
-    """What a report calls refutable is refuted: 40 audits, at least 31 accuse (chance of fewer at 95 %: 4e-5)."""
-    budget = qg.Budget(1.0, 1e-5)
-    method = qg.DPGD(steps=2)
-    claimed = qg.plan(method, n=3, budget=budget)
-    refutes = run(method, budget=budget, n=3, runs=1500, seed=0).refutes
-    assert 1.5 < refutes < 3.0
-    leaky = qg.plan(method, n=3, budget=qg.Budget(refutes, 1e-5)).noise_multiplier
-    found = [
-        run(method, budget=budget, n=3, runs=1500, claimed=claimed, noise_multiplier=leaky, seed=seed)
-        for seed in range(40)
-    ]
-    assert sum("L1" in {f.layer for f in r.findings if f.verdict == "violation"} for r in found) >= 31
-
-
-def test_enough_runs_make_a_claim_testable_and_fewer_say_how_many() -> None:
-    method, budget = qg.DPSGD(steps=20, batch_size=4), qg.Budget(1.0, 1e-5)
-    needed = enough_runs(qg.plan(method, n=4, budget=budget))
-    assert needed is not None
-    assert run(method, budget=budget, n=4, runs=needed, seed=0).passed
-    few = run(method, budget=budget, n=4, runs=needed // 4, seed=0)
-    assert few.vacuous
-    assert few.refutes > run(method, budget=budget, n=4, runs=needed, seed=0).refutes
-    assert "runs would show it" in few.notes[-1]
-
-
 def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
     """130 possible rounds, priced as 65: a sound run was accused. False-alarm rate 1e-7."""
     method, budget = qg.RRPSGD(steps=130, batch_size=4), qg.Budget(4.0, 1e-5)
@@ -431,39 +422,20 @@ def test_rounds_that_are_priced_in_groups_are_no_violation() -> None:
     assert probe_rounds(Trial(method, less, game, seed=0), 1e-7).verdict == "violation"
 
 
-def test_audit_tells_how_far_it_is() -> None:
-    attack = attacks_on("whitened-gd")[0]
-    shares: list[float] = []
-    run(attack.algorithm, budget=attack.budget, n=attack.n, runs=250, seed=1, progress=shares.append)
-    assert len(shares) > 50
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-
-
 def test_folder_is_audited_with_as_many_runs_as_its_claim_needs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = table(np.random.default_rng(0))
     budget = qg.Budget(1.0, 1e-5)
     qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=budget, n_public=300).save(tmp_path)
     assert main(["audit", str(tmp_path), "--json"]) == 0
-    told = capsys.readouterr()
-    report = json.loads(told.out)["reports"][0]
-    assert report["runs"] == pytest.approx(1812, abs=5)
-    assert 1.0 < report["refutes"] < 2.5
-    assert told.err == ""  # no bar without a terminal
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert main(["audit", str(tmp_path)]) == 0
-    told = capsys.readouterr()
-    assert "attacking" in told.err
-    assert "power: 95% of such audits accuse a Gaussian mechanism whose true ε is" in told.out
-    assert main(["audit", str(tmp_path), "--quiet"]) == 0
-    assert capsys.readouterr().err == ""
+    report = json.loads(capsys.readouterr().out)["reports"][0]
+    assert 1500 < report["runs"] < 3000
+    assert report["verdict"] == "pass"
 
 
 def test_releases_that_are_not_attacked_are_named(tmp_path: Path) -> None:
     """The ranges of an additive model are released before its algorithm runs."""
-    from quietgrad.cli.audit import audit_folder
     from quietgrad.estimators import PrivateAdditiveClassifier
     from quietgrad.estimators.runs import to_run
 
@@ -476,7 +448,6 @@ def test_releases_that_are_not_attacked_are_named(tmp_path: Path) -> None:
 
 def test_a_run_whose_statement_does_not_hold_is_not_attacked(tmp_path: Path) -> None:
     """With its noise untouched and a smaller ε written over it, or with a known seed, every attack would fail."""
-    from quietgrad.cli.audit import audit_folder
     from tests.common import problem
 
     data, method, budget = problem(300), qg.DPGD(steps=10), qg.Budget(4.0, 1e-5)
@@ -493,15 +464,8 @@ def test_a_run_whose_statement_does_not_hold_is_not_attacked(tmp_path: Path) -> 
         audit_folder(tmp_path / "run", 400)
 
 
-def test_power_is_stated_only_where_the_canary_is_in_every_release() -> None:
-    """In turns it is not: with half the noise such an audit would still pass, so it shows nothing."""
-    method = qg.DPSGD(steps=32, sampling="turns", cohorts=8)
-    plan = qg.plan(method, n=64, budget=qg.Budget(1.0, 1e-5))
-    report = run(
-        method, budget=qg.Budget(1.0, 1e-5), n=64, runs=1800, noise_multiplier=plan.noise_multiplier, seed=3
-    )
-    assert report.vacuous
-    assert not report.power
-    everybody = run(qg.DPGD(steps=4), budget=qg.Budget(1.0, 1e-5), n=4, runs=1800, seed=3)
-    assert everybody.passed
-    assert everybody.power
+def test_a_canary_that_waits_for_its_turn_shows_less() -> None:
+    """In turns it is not in every release: with half the noise such an audit would still pass, so it is vacuous."""
+    turns = qg.DPSGD(steps=32, sampling="turns", cohorts=8)
+    assert run(turns, budget=qg.Budget(1.0, 1e-5), n=64, runs=1800, seed=3).vacuous
+    assert run(qg.DPGD(steps=4), budget=qg.Budget(1.0, 1e-5), n=4, runs=1800, seed=3).passed

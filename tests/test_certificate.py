@@ -14,7 +14,7 @@ from quietgrad.objectives.tables import full_batch
 from quietgrad.training.stationarity import certify_privately, classify, least_eigenvalue
 
 
-@pytest.mark.parametrize("dim", [3, 64, 65, 300])
+@pytest.mark.parametrize("dim", [3, 65, 300])
 def test_least_eigenvalue_matches_a_dense_solver(dim: int) -> None:
     rng = np.random.default_rng(dim)
     a = rng.standard_normal((dim, dim))
@@ -46,46 +46,30 @@ def test_kinds() -> None:
     assert classify(0.1, -0.3, 0.1, 1.0) == "sosp"
 
 
-def table() -> tuple[Any, Any]:
-    rng = np.random.default_rng(0)
-    return rng.standard_normal((60, 4)), rng
-
-
 OBJECTIVES = qg.objectives
 SMOOTH = [
-    OBJECTIVES.Logistic(regularizer=OBJECTIVES.Nonconvex(0.3, unpenalized=1), intercept=True),
-    OBJECTIVES.Logistic(regularizer=OBJECTIVES.L2(0.2), row_bound=1.0, rows="clip"),
-    OBJECTIVES.Squared(intercept=True, intercept_scale=2.0),
-    OBJECTIVES.Multinomial(3, regularizer=OBJECTIVES.L2(0.1)),
-    OBJECTIVES.Logistic().transformed(np.full(4, 0.5), np.array([1.0, 2.0, 0.5, 1.0])),
+    (OBJECTIVES.Logistic(regularizer=OBJECTIVES.Nonconvex(0.3, unpenalized=1), intercept=True), 1e-5),
+    (OBJECTIVES.Logistic(regularizer=OBJECTIVES.L2(0.2), row_bound=1.0, rows="clip"), 1e-5),
+    (OBJECTIVES.Squared(intercept=True, intercept_scale=2.0), 1e-5),
+    (OBJECTIVES.Multinomial(3, regularizer=OBJECTIVES.L2(0.1)), 1e-5),
+    (OBJECTIVES.Logistic().transformed(np.full(4, 0.5), np.array([1.0, 2.0, 0.5, 1.0])), 1e-5),
+    # Where the curvature jumps, the difference stays within every record's piece.
+    (OBJECTIVES.Huber(0.5), 1e-9),
+    (OBJECTIVES.Hinge(0.7), 1e-9),
 ]
 
 
-@pytest.mark.parametrize("objective", SMOOTH, ids=lambda o: type(o).__name__)
-def test_products_of_linear_models_match_differences_of_gradients(objective: Any) -> None:
-    X, rng = table()
+@pytest.mark.parametrize(("objective", "h"), SMOOTH, ids=lambda o: type(o).__name__)
+def test_products_of_linear_models_match_differences_of_gradients(objective: Any, h: float) -> None:
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((60, 4))
     y = rng.integers(0, objective.outputs if objective.outputs > 1 else 2, 60).astype(float)
     records = objective.prepare((X, y))
-    params, vector = (0.5 * rng.standard_normal(records.dim) for _ in range(2))
-    h = 1e-5
+    params, vector = (0.4 * rng.standard_normal(records.dim) for _ in range(2))
     ahead, behind = (objective.risk_gradient(records, params + s * h * vector) for s in (1, -1))
     assert full_batch.covers(objective)
-    np.testing.assert_allclose(
-        full_batch.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-8
-    )
-
-
-def test_products_where_the_curvature_jumps() -> None:
-    X, rng = table()
-    y = (X[:, 0] > 0).astype(float)
-    for objective in (OBJECTIVES.Huber(0.5), OBJECTIVES.Hinge(0.7)):
-        records = objective.prepare((X, y))
-        params, vector = (0.3 * rng.standard_normal(4) for _ in range(2))
-        h = 1e-9  # within every record's piece
-        ahead, behind = (objective.risk_gradient(records, params + s * h * vector) for s in (1, -1))
-        np.testing.assert_allclose(
-            full_batch.hessian_product(objective, records, params, vector), (ahead - behind) / (2 * h), atol=1e-6
-        )
+    product = full_batch.hessian_product(objective, records, params, vector)
+    np.testing.assert_allclose(product, (ahead - behind) / (2 * h), atol=1e-8 if h > 1e-6 else 1e-6)
 
 
 class Plain:
@@ -107,13 +91,9 @@ def test_a_loss_known_by_its_gradient_only_is_differenced() -> None:
     assert found.lambda_min == pytest.approx(-0.5, abs=1e-8)
     assert found.kind == "fosp"  # no ρ is known
     assert qg.certify(Plain(a), np.zeros(3), "data", alpha=0.1, rho=1.0).kind == "saddle"
-
-
-def test_torch_vectors_are_taken_as_they_are() -> None:
-    torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
-    a = torch.diag(torch.tensor([-0.25, 1.0], dtype=torch.float64))
-    found = qg.certify(Plain(a), torch.zeros(2, dtype=torch.float64), "data", rho=1.0)
-    assert found.lambda_min == pytest.approx(-0.25, abs=1e-8)
+    torch = pytest.importorskip("torch")  # vectors of torch are taken as they are
+    found = qg.certify(Plain(torch.from_numpy(a)), torch.zeros(3, dtype=torch.float64), "data", rho=1.0)
+    assert found.lambda_min == pytest.approx(-0.5, abs=1e-8)
 
 
 def test_a_module_is_differentiated_twice() -> None:

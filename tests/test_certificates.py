@@ -83,6 +83,7 @@ def test_the_command_line_certifies_and_verifies(
     text = Path(file).read_text()
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) + "\n"
     jsonschema.validate(json.loads(text), schema())
+    assert not {"metrics", "history"} & set(text.replace('"', " ").split())
 
 
 def test_unsigned_shows_agreement_and_says_so(
@@ -97,16 +98,6 @@ def test_unsigned_shows_agreement_and_says_so(
     assert "other runs on the same people are not shown" in out
     assert "'other'" not in Path(file).read_text()
     assert main(["verify", file, "--public-key", str(home / "signer.key.pub")]) == 1
-
-
-def test_no_record_and_no_name_of_a_class_is_in_it(home: Path) -> None:
-    body = issue(home / "run").body
-    assert set(body["data"]) == {
-        "name", "n_public", "objective", "regularizer", "intercept", "row_bound", "rows", "features", "task",
-        "classes",
-    }  # fmt: skip
-    assert "metrics" not in json.dumps(body)
-    assert "history" not in json.dumps(body)
 
 
 def test_a_refuted_or_public_run_is_not_certified(
@@ -178,12 +169,21 @@ def _parses(content: bytes) -> bool:
     return True
 
 
-def test_every_field_of_a_body_edited_with_its_digest_is_caught_by_the_signature(
-    signed: PrivacyCertificate,
-) -> None:
-    for path in [path for path in leaves(signed.body) if path][::3]:
-        changed = PrivacyCertificate(edited(signed.body, path, other), signed.signature)
-        assert not signature_holds(changed), path
+def free(path: tuple[Any, ...]) -> bool:
+    """What the file says once: only a signature guards it."""
+    once = {("plan", "config"), ("plan", "stopped_by"), ("claim", "notes")}
+    return path != ("data", "n_public") and (path[0] in ("data", "model", "versions", "issued") or path[:2] in once)
+
+
+def test_every_field_edited_with_its_digest_is_caught(signed: PrivacyCertificate) -> None:
+    """By the signature; and, wherever two parts of the file speak of the same thing, by their agreement alone."""
+    paths = [path for path in leaves(signed.body) if path]
+    for k, path in enumerate(paths):
+        changed = edited(signed.body, path, other)
+        if k % 3 == 0:
+            assert not signature_holds(PrivacyCertificate(changed, signed.signature)), path
+        if not free(path) and (path[:2] != ("ledger", "lines") or k % 5 == 0):
+            assert verdict(PrivacyCertificate(changed)), path
 
 
 def test_signed_again_by_another_key_is_caught(signed: PrivacyCertificate, tmp_path: Path, home: Path) -> None:
@@ -199,59 +199,38 @@ def test_signed_again_by_another_key_is_caught(signed: PrivacyCertificate, tmp_p
 
 
 UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
-    "less ε": (("claim", "epsilon"), lambda e: e / 2, "proof"),
     "more ε": (("claim", "epsilon"), lambda e: e * 2, "proof"),
     "smaller δ": (("claim", "delta"), lambda d: d / 10, "proof"),
     "another relation": (("claim", "relation"), lambda _: "replace-one", "proof"),
     "another accountant": (("claim", "accountant"), lambda _: "rdp", "proof"),
-    "an unknown accountant": (("claim", "accountant"), lambda _: "trust-me", "proof"),
-    "more noise in the claim": (("claim", "noise_multiplier"), lambda z: z * 2, "plan"),
     "another sampling in words": (("claim", "sampling"), lambda _: "everybody", "plan"),
-    "more releases": (("claim", "releases"), lambda r: {**r, "gradient": 400}, "plan"),
     "another release": (("claim", "releases"), lambda r: {**r, "secret": 1}, "plan"),
-    "another account": (("claim", "account"), lambda _: "nobody", "ledger"),
+    "no releases made": (("claim", "releases"), lambda _: {"gradient": 0}, "plan"),
     "cheaper events, same plan": (("event", "inner", "noise_multiplier"), lambda z: z * 100, "plan"),
     "fewer events": (("event", "count"), lambda c: c - 1, "plan"),
-    "other events": (("event",), lambda _: {"event": "laplace", "noise_multiplier": 1e6}, "plan"),
     "sampled events": (("event",), lambda e: {"event": "poisson", "rate": 0.01, "inner": e["inner"]}, "plan"),
     "events that fail": (("event",), lambda e: {"event": "composed", "parts": [e, {"event": "slack",
                                                 "total_variation": 0.0}]}, "ledger"),
     "another algorithm": (("plan", "algorithm"), lambda _: "dp-sgd", "plan"),
-    "an unknown algorithm": (("plan", "algorithm"), lambda _: "magic", "plan"),
-    "other settings": (("plan", "config", "steps"), lambda s: s + 1, "plan"),
+    "settings of fewer steps": (("plan", "config", "steps"), lambda _: 2, "plan"),
     "unknown settings": (("plan", "config"), lambda c: {**c, "privacy": "perfect"}, "plan"),
-    "more records": (("plan", "n_public"), lambda n: n * 10, "plan"),
-    "more records in the data": (("data", "n_public"), lambda n: n * 10, "plan"),
-    "more noise in the plan": (("plan", "noise_multiplier"), lambda z: z * 2, "plan"),
     "another composition": (("plan", "composition"), lambda _: "parallel", "plan"),
     "a filter": (("plan", "composition"), lambda _: "filter", "plan"),
-    "fewer planned": (("plan", "slots", 0, "count"), lambda _: 1, "plan"),
     "more planned": (("plan", "slots", 0, "count"), lambda _: 10**18, "plan"),
-    "less noise per slot": (("plan", "slots", 0, "noise"), lambda z: z * 2, "plan"),
-    "no slots": (("plan", "slots"), lambda _: [], "plan"),
     "a slot added": (("plan", "slots"), lambda s: [*s, {**s[0], "name": "more"}], "plan"),
-    "an edited line": (("ledger", "lines", 1, "body", "delta"), lambda _: 0.5, "ledger"),
     "a line removed": (("ledger", "lines"), lambda lines: [lines[0], *lines[2:]], "ledger"),
     "the end cut": (("ledger", "lines"), lambda lines: lines[:-1], "ledger"),
     "lines moved": (("ledger", "lines"), lambda lines: [*lines[:3], lines[4], lines[3]], "ledger"),
-    "another head": (("ledger", "head"), lambda h: h[:-1] + "x", "ledger"),
-    "another run": (("ledger", "run"), lambda _: "0" * 32, "ledger"),
     "no lines": (("ledger", "lines"), lambda _: [], "ledger"),
-    "not private": (("claim", "is_private"), lambda _: False, "claim"),
     "a word added to the claim": (("claim", "certified_by"), lambda _: "the state", "claim"),
     "no ε": (("claim", "epsilon"), lambda _: None, "claim"),
     "a whole number": (("claim", "epsilon"), lambda _: 1, "claim"),
-    "a text for δ": (("claim", "delta"), lambda _: "1e-5", "claim"),
     "seeded": (("claim", "notes"), lambda _: ["seeded randomness: not private"], "claim"),
     "no event": (("event",), lambda _: None, "claim"),
     "an event of nothing": (("event",), lambda _: {"event": "composed", "parts": []}, "claim"),
     "too many events": (("event",), lambda e: {"event": "composed", "parts": [e] * 5000}, "claim"),
     "absurd noise": (("event", "inner", "noise_multiplier"), lambda _: 1e-300, "claim"),
     "absurdly many": (("event", "count"), lambda _: 10**30, "claim"),
-    "an event inside that is none": (("event", "inner"), lambda _: "x", "claim"),
-    "a plan of more steps": (("plan", "slots", 0, "count"), lambda c: c + 1, "plan"),
-    "settings of fewer steps": (("plan", "config", "steps"), lambda _: 2, "plan"),
-    "no releases made": (("claim", "releases"), lambda _: {"gradient": 0}, "plan"),
     "a model that is none": (("model",), lambda _: None, "claim"),
     "another kind of digest": (("model", "sha256"), lambda _: "x", "claim"),
     "versions that are none": (("versions", "numpy"), lambda _: 7, "claim"),
@@ -264,6 +243,7 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
     "a law without end": (("event",), lambda e: {"event": "random-round", "inner": e["inner"],
                                                   "law": [[k, 1e-3] for k in range(1000)]}, "claim"),
     "a plan that is a text": (("plan",), lambda _: "dp-gd", "claim"),
+    "a unit": (("claim", "unit"), lambda _: "person", "plan"),
 }  # fmt: skip
 
 
@@ -271,7 +251,6 @@ UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
 def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(
     signed: PrivacyCertificate, edit: str
 ) -> None:
-    """Wherever two parts of the file speak of the same thing, agreement alone catches it."""
     path, change, where = UNSIGNED[edit]
     body = copy.deepcopy(signed.body)
     holder = body
@@ -294,26 +273,18 @@ STRUCTURE: dict[str, Callable[[bytes], bytes]] = {
     "a key twice": lambda text: text.replace(b'"digest"', b'"digest":"' + b"0" * 64 + b'","digest"', 1),
     "ε twice": lambda text: text.replace(b'"epsilon"', b'"epsilon":0.01,"epsilon"', 1),
     "NaN": lambda text: text.replace(b'"delta":1e-05', b'"delta":NaN'),
-    "Infinity": lambda text: text.replace(b'"delta":1e-05', b'"delta":Infinity'),
     "an exponent that overflows": lambda text: text.replace(b'"delta":1e-05', b'"delta":1e999'),
-    "an exponent that vanishes": lambda text: text.replace(b'"delta":1e-05', b'"delta":1e-999'),
     "digits without end": lambda text: text.replace(b'"delta":1e-05', b'"delta":0.' + b"1" * 10_000),
-    "a number without end": lambda text: text.replace(b'"delta":1e-05', b'"delta":' + b"1" * 10_000),
     "another spelling of a number": lambda text: text.replace(b'"delta":1e-05', b'"delta":0.00001'),
     "spaces": lambda text: text.replace(b'":', b'": '),
-    "two lines": lambda text: text + b"\n",
     "no line end": lambda text: text[:-1],
-    "a byte-order mark": lambda text: b"\xef\xbb\xbf" + text,
     "cut": lambda text: text[: len(text) // 2],
-    "nothing": lambda _: b"",
-    "a list": lambda _: b"[]\n",
     "nested without end": lambda _: b"[" * 100_000,
     "half a character": lambda text: text.replace(b'"people"', b'"\\ud800"'),
     "not UTF-8": lambda text: text.replace(b"people", b"\xff\xfe"),
     "a part removed": lambda text: canonical({**json.loads(text), "body": {}}) + b"\n",
     "a part added": lambda text: canonical({**json.loads(text), "x": 1}) + b"\n",
     "another version": lambda text: text.replace(b'"version":1}', b'"version":2}'),
-    "a version that is true": lambda text: text.replace(b'"version":1}', b'"version":true}'),
     "an empty signature": lambda text: canonical({**json.loads(text), "signature": {}}) + b"\n",
 }  # fmt: skip
 
@@ -439,11 +410,6 @@ def test_the_second_accountant_agrees(event: events.Event, relation: Relation) -
 @pytest.mark.parametrize(
     ("event", "relation", "why"),
     [
-        (
-            events.PoissonSampled(0.1, events.Composed((events.Gaussian(2.0), events.Pure(0.5, ADD)))),
-            ADD,
-            "no rule",
-        ),
         (events.PoissonSampled(0.1, events.Pure(0.5, REPLACE)), REPLACE, "no rule"),
         (events.Pure(0.1, REPLACE), ADD, "proved under replace-one"),
         (events.gaussian(0.01), ADD, "so small"),
@@ -460,39 +426,28 @@ def test_the_second_accountant_refuses_rather_than_guesses(
     assert why in proof.reason
 
 
-def test_fixed_size_batches_are_proved_by_one_accountant_and_verify(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """dp-accounting's own rule for them is looser than ours: the claim is not called proved by two, and is
-    sound."""
-    rows = (np.ones((200, 2)), np.ones(200))
-    method = qg.DPSGD(steps=5, batch_size=20, sampling="fixed-size")
-    result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5, REPLACE))
-    result.save(tmp_path)
-    found = check(issue(tmp_path))
-    assert (found.ok, found.accountants) == (True, 1)
-    assert main(["certificate", str(tmp_path), "-o", str(tmp_path / "c.json")]) == 0
-    capsys.readouterr()
-    assert main(["verify", str(tmp_path / "c.json")]) == 0
-    assert "One accountant proved it." in capsys.readouterr().out
-
-
-def test_correlated_noise_is_proved_twice_and_filters_once(tmp_path: Path) -> None:
+def test_what_one_accountant_proves_and_what_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """dp-accounting has no rule for fixed-size batches and filters: such a claim is sound, and says so."""
     rows = (np.ones((200, 2)), np.ones(200))
     methods = [
-        (2, qg.DPSGD(steps=5, batch_size=40, sampling="single-pass", noise="correlated")),
-        (2, qg.DPSGD(steps=8, sampling="turns", cohorts=4, noise="correlated")),
-        (1, ALGORITHMS["dp-agd"].make(ALGORITHMS["dp-agd"].examples[0].settings)),
+        (2, ADD, qg.DPSGD(steps=5, batch_size=40, sampling="single-pass", noise="correlated")),
+        (2, ADD, qg.DPSGD(steps=8, sampling="turns", cohorts=4, noise="correlated")),
+        (1, ADD, ALGORITHMS["dp-agd"].make(ALGORITHMS["dp-agd"].examples[0].settings)),
+        (1, REPLACE, qg.DPSGD(steps=5, batch_size=20, sampling="fixed-size")),
     ]
-    for k, (accountants, method) in enumerate(methods):
-        result = qg.minimize(qg.objectives.Logistic(), rows, method, budget=qg.Budget(1.0, 1e-5), n_public=200)
-        result.save(tmp_path / str(k))
-        found = check(issue(tmp_path / str(k)))
+    for k, (accountants, relation, method) in enumerate(methods):
+        folder, budget = tmp_path / str(k), qg.Budget(1.0, 1e-5, relation)
+        n = 200 if relation is ADD else None
+        qg.minimize(qg.objectives.Logistic(), rows, method, budget=budget, n_public=n).save(folder)
+        found = check(issue(folder))
         assert (found.ok, found.accountants) == (True, accountants), found
         if accountants == 2:  # noise whose sensitivity is understated is not called proved twice
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(BufferedToeplitzNoise, "factor", property(lambda self: 0.9 * self.sensitivity()))
-                assert check(issue(tmp_path / str(k))).accountants < 2
+                assert check(issue(folder)).accountants < 2
+    issue(folder).write(tmp_path / "c.json")
+    assert main(["verify", str(tmp_path / "c.json")]) == 0
+    assert "One accountant proved it." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ALGORITHMS.items() if entry.kind.private])
@@ -514,32 +469,21 @@ def test_a_federation_is_certified_from_its_parties_batches(
 
     parties = [Party(np.ones((n, 2)), np.ones(n)) for n in (60, 90, 150)]
     method = qg.DPSGD(steps=3, batch_size=30, sampling=sampling)
-    relation = ADD if sampling == "poisson" else REPLACE
-    result = simulate(
-        method,
-        qg.objectives.Logistic(),
-        parties,
-        budget=qg.Budget(2.0, 1e-5, relation),
-        trust="secure",
-        secure="masks",
-    )
+    budget = qg.Budget(2.0, 1e-5, ADD if sampling == "poisson" else REPLACE)
+    result = simulate(method, qg.objectives.Logistic(), parties, budget=budget, trust="secure", secure="masks")
     result.save(tmp_path)
     document = issue(tmp_path)
-    expected: list[str] = []
     assert check(document).accountants == (2 if sampling == "poisson" else 1)
-    assert verdict(document) == expected
-    cheaper = copy.deepcopy(document.body)
-    sizes = cheaper["federation"]["sizes"]
-    cheaper["federation"]["sizes"] = [10 * size for size in sizes]
-    assert verdict(PrivacyCertificate(cheaper)) == ["plan", *expected]
+    assert verdict(document) == []
     for path, change in (
+        (("federation", "sizes"), lambda sizes: [10 * size for size in sizes]),
         (("federation", "sizes"), lambda sizes: [*sizes, 0]),
         (("federation", "trust"), lambda _: "perfect"),
         (("federation", "trust"), lambda _: "local"),
         (("federation", "trust"), lambda _: "curator"),
         (("federation",), lambda _: None),
     ):
-        assert verdict(PrivacyCertificate(edited(document.body, path, change))) == ["plan", *expected], path
+        assert verdict(PrivacyCertificate(edited(document.body, path, change))) == ["plan"], path
 
 
 @pytest.mark.parametrize("stopped_by", ["steps", "budget", "callback"])
@@ -563,12 +507,6 @@ def test_a_run_that_stopped_early_is_not_believed_to_have_cost_less(stopped_by: 
         assert "plan" in verdict(PrivacyCertificate(body)), name
         tried.append(name)
     assert {"dp-sgd", "dp-gd", "bassily-sgd", "dp-srm"} <= set(tried)
-
-
-def test_whom_a_claim_is_about_and_against_whom_is_not_free_text(signed: PrivacyCertificate) -> None:
-    for key, value in (("unit", "person"), ("adversary", "everyone, the curator too")):
-        claim = {**signed.body["claim"], key: value}
-        assert "plan" in verdict(PrivacyCertificate({**signed.body, "claim": claim, "ledger": None})), key
 
 
 @pytest.mark.parametrize(("trust", "known_to"), [("curator", 1), ("curator", 2), ("local", 2)])
@@ -595,21 +533,17 @@ def test_people_of_several_parties_are_certified_as_priced(
     assert verdict(PrivacyCertificate(fewer)) == ["plan"]
 
 
-def test_a_unit_that_was_edited_is_caught_without_ledger_or_signature(tmp_path: Path) -> None:
-    """Whom ε is about is said in more than one place, and one of them alone cannot be changed."""
+def test_a_unit_that_was_edited_is_not_certified(tmp_path: Path) -> None:
     X, ids = np.ones((90, 2)), np.repeat(np.arange(30), 3)
     for name, person in (("person", ids), ("record", None)):
-        result = qg.minimize(
-            qg.objectives.Logistic(), (X, X[:, 0]), qg.DPGD(steps=2), budget=qg.Budget(1.0, 1e-5), person=person
-        )
-        folder = tmp_path / name
-        result.save(folder)
+        method, folder = qg.DPGD(steps=2), tmp_path / name
+        loss, budget = qg.objectives.Logistic(), qg.Budget(1.0, 1e-5)
+        qg.minimize(loss, (X, X[:, 0]), method, budget=budget, person=person).save(folder)
+        other = "record" if name == "person" else "person"
         document = issue(folder)
         assert verdict(document) == []
-        other = "record" if name == "person" else "person"
-        body = copy.deepcopy(document.body)
-        body["claim"]["unit"] = other
-        assert verdict(PrivacyCertificate(body)) == ["plan", "ledger"]
+        claim = {**document.body["claim"], "unit": other}
+        assert "plan" in verdict(PrivacyCertificate({**document.body, "claim": claim}))
         written = json.loads((folder / "result.json").read_text())
         written["privacy"]["unit"] = other
         (folder / "result.json").write_text(json.dumps(written))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.certificates import PrivacyCertificate, check, issue, public_key, read
+from quietgrad.certificates import check, issue, public_key, read
 from quietgrad.cli import main
 from quietgrad.cli.audit import audit_folder
 from quietgrad.privacy.ledger import Ledger
@@ -48,10 +48,3 @@ def test_another_version_is_refused_in_one_sentence(made: Path, capsys: pytest.C
     file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
     assert main(["verify", str(file)]) == 1
     assert "version" in capsys.readouterr().err
-
-
-def test_the_old_name_of_a_certificate_warns() -> None:
-    import quietgrad.certificates as certificates
-
-    with pytest.warns(DeprecationWarning, match="PrivacyCertificate"):
-        assert certificates.Document is PrivacyCertificate

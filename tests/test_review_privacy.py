@@ -49,19 +49,6 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # --- noise ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [None, 3])
-def test_two_sessions_of_one_curator_share_no_noise(seed: int | None) -> None:
-    curator = CentralCurator(Logistic(), (X, Y), seed=seed)
-    plans = [plan(DPGD(steps=steps), n=len(X), budget=BUDGET) for steps in (5, 20)]
-    query = GradientQuery(np.zeros(3), 1.0)
-    one, two = (curator.open(p).release("gradient", query) for p in plans)
-    z, other = (p.noise_multiplier for p in plans)
-    exact = np.zeros(3)
-    GradientQuery(np.zeros(3), 1.0).sum_into(Logistic(), Batch(Logistic().prepare((X, Y)), None), exact)
-    solved = (one * other - two * z) / (other - z)  # cancels noise that is the same up to its scale
-    assert np.abs(solved - exact).max() > 0.1
-
-
 def test_pure_noise_covers_the_last_bit_of_the_sum() -> None:
     scale, step = l2_laplace_for(1.0, 1.0 - 1e-9, 64)
     assert grid_step(scale) == 2.0 * step  # the growth for rounding crosses a power of two
@@ -74,26 +61,26 @@ def test_pure_noise_covers_the_last_bit_of_the_sum() -> None:
 # --- sensitivity ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0.0, 5e-324, 3e-162, 1e-160, 1e-155, 1e-150, 1e-100, 1e153, 1e200])
 @pytest.mark.parametrize("indices", [None, np.array([0])])
 @pytest.mark.parametrize("layout", [np.array, sparse.csr_array])
-def test_a_row_whose_square_leaves_the_floats_is_still_clipped(size: float, indices: Any, layout: Any) -> None:
+def test_a_row_whose_square_leaves_the_floats_is_still_clipped(indices: Any, layout: Any) -> None:
     objective = Squared()
-    table = objective.prepare((layout(np.array([[size, -size]])), np.array([1e300])))
-    out = np.zeros(2)
-    GradientQuery(np.zeros(2), 1.0).sum_into(objective, Batch(table, indices), out)
-    assert np.linalg.norm(out) <= 1.0 + 1e-9
+    for size in (0.0, 5e-324, 3e-162, 1e-160, 1e-155, 1e-150, 1e-100, 1e153, 1e200):
+        table = objective.prepare((layout(np.array([[size, -size]])), np.array([1e300])))
+        out = np.zeros(2)
+        GradientQuery(np.zeros(2), 1.0).sum_into(objective, Batch(table, indices), out)
+        assert np.linalg.norm(out) <= 1.0 + 1e-9, size
 
 
 @pytest.mark.parametrize("rows", ["clip", "normalize"])
-@pytest.mark.parametrize("indices", [None, np.array([0, 1])])
-def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any, indices: Any) -> None:
+def test_a_row_that_overflows_when_scaled_counts_as_nothing(rows: Any) -> None:
     transform = Affine(np.ones(2), np.full(2, 10.0))
     objective = Multinomial(classes=3, transform=transform, row_bound=1.0, rows=rows, intercept=True)
     table = objective.prepare((np.array([[1e308, 1.0], [0.0, 0.0]]), np.array([1, 2])))
-    out = np.zeros(table.dim)
-    GradientQuery(np.zeros(table.dim), 1.0).sum_into(objective, Batch(table, indices), out)
-    assert np.linalg.norm(out) <= 2.0
+    for indices in (None, np.array([0, 1])):
+        out = np.zeros(table.dim)
+        GradientQuery(np.zeros(table.dim), 1.0).sum_into(objective, Batch(table, indices), out)
+        assert np.linalg.norm(out) <= 2.0
 
 
 @pytest.mark.parametrize("layout", [np.array, sparse.csr_array])
@@ -112,31 +99,20 @@ def test_a_short_row_is_still_bounded_after_normalizing() -> None:
 # --- what is claimed ------------------------------------------------------------------------------------------
 
 
-def test_a_seeded_curator_is_never_private() -> None:
+def test_a_seeded_run_is_never_private_and_cannot_become_so_by_resuming(tmp_path: Path) -> None:
     curator = CentralCurator(Logistic(), (X, Y), seed=1)
     session = curator.open(plan(DPGD(steps=2), n=len(X), budget=BUDGET))
     assert not run(DPGD(steps=2), session, curator.initial()).privacy.is_private
 
-
-def test_a_seeded_run_cannot_become_private_by_resuming(tmp_path: Path) -> None:
     def crash(progress: qg.Progress) -> None:
         if progress.step == 3:
             raise KeyboardInterrupt
 
-    algorithm, folder = DPGD(steps=6), tmp_path / "run"
+    settings: dict[str, Any] = {"seed": 1, "folder": tmp_path / "run", "callback": crash, "checkpoint_seconds": 0}
     with pytest.raises(KeyboardInterrupt):
-        qg.minimize(
-            Logistic(),
-            (X, Y),
-            algorithm,
-            budget=BUDGET,
-            seed=1,
-            folder=folder,
-            callback=crash,
-            checkpoint_seconds=0,
-        )
+        qg.minimize(Logistic(), (X, Y), DPGD(steps=6), budget=BUDGET, **settings)
     with pytest.raises(DataError, match="seeded"):
-        qg.resume(Logistic(), (X, Y), algorithm, folder=folder)
+        qg.resume(Logistic(), (X, Y), DPGD(steps=6), folder=tmp_path / "run")
 
 
 def test_a_stop_by_callback_is_charged_in_full(tmp_path: Path) -> None:
@@ -152,11 +128,6 @@ def test_a_stop_by_callback_is_charged_in_full(tmp_path: Path) -> None:
     assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == whole
 
 
-def test_a_random_round_that_ends_early_is_no_cheaper() -> None:
-    priced = plan(DPGD(steps=20, returns="random"), n=len(X), budget=BUDGET)
-    assert priced.epsilon_after({"gradient": 1}) == priced.epsilon()
-
-
 def test_what_a_statement_rests_on_is_noted() -> None:
     budget = Budget(1.0, 1 / len(X))
     loose = qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=budget, n_public=len(X))
@@ -167,10 +138,12 @@ def test_what_a_statement_rests_on_is_noted() -> None:
         assert any("counted privately" in note for note in notes) == (n_public is None)
 
 
-def test_a_filter_claims_its_total_whatever_a_run_happened_to_spend() -> None:
+def test_a_filter_and_a_random_round_cost_their_total_whatever_a_run_happened_to_spend() -> None:
     algorithm = DPAGD(max_steps=4)
     result = qg.minimize(Logistic(), (X, Y), algorithm, budget=BUDGET, n_public=len(X))
     assert result.privacy.epsilon == plan(algorithm, n=len(X), budget=BUDGET).epsilon()
+    priced = plan(DPGD(steps=20, returns="random"), n=len(X), budget=BUDGET)
+    assert priced.epsilon_after({"gradient": 1}) == priced.epsilon()
 
 
 def test_replace_one_runs_are_not_priced_under_add_remove(tmp_path: Path) -> None:
@@ -288,29 +261,6 @@ def test_the_number_of_rounds_is_not_cut_off() -> None:
     assert _rounds(900.0, rare) == 1 + math.floor(53.0 * math.log(2.0) / -math.log1p(-1.0 / 900.0))
 
 
-@pytest.mark.parametrize("trust", ["curator", "local"])
-def test_two_runs_of_a_federation_share_no_noise(trust: Any) -> None:
-    """The same plan opened twice: the difference of first releases must be noise, not zero."""
-    from quietgrad.federation import Party
-    from quietgrad.federation.coordinator import FederatedCurator
-    from quietgrad.federation.simulation import assemble
-    from quietgrad.federation.transport.in_process import InProcess
-
-    rng = np.random.default_rng(0)
-    parties = [Party(rng.standard_normal((60, 3)), (rng.random(60) < 0.5) * 1.0) for _ in range(3)]
-    objective = qg.objectives.Logistic()
-    releases = []
-    for _ in range(2):  # one approval is one run: each has its own
-        plan, people = assemble(qg.DPGD(steps=2), objective, parties, budget=BUDGET, trust=trust)
-        curator = FederatedCurator(
-            objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
-        )
-        session = curator.open(plan)
-        releases.append(session.release("gradient", GradientQuery(np.zeros(3), 1.0)))
-        session.close("test")
-    assert np.abs(releases[0] - releases[1]).min() > 1e-3
-
-
 # --- statements -----------------------------------------------------------------------------------------------
 
 
@@ -329,11 +279,9 @@ def test_a_plan_names_what_was_released_beforehand() -> None:
 
 def test_not_private_says_why() -> None:
     seeded = qg.minimize(Logistic(), (X, Y), DPGD(steps=5), budget=BUDGET, seed=1).privacy
-    assert str(seeded).startswith("NOT PRIVATE (seeded; with secret randomness: (")
+    assert str(seeded).startswith("NOT PRIVATE (seeded")
     printed = replace(seeded, notes=("noise as printed; the claim ε=1 is false for the server",))
-    assert str(printed).startswith(
-        "NOT PRIVATE (noise as printed; the claim ε=1 is false for the server; proved: ("
-    )
+    assert str(printed).startswith("NOT PRIVATE (noise as printed")
 
 
 def test_a_saved_result_tells_whole_seconds_only(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def entry(room: str, name: str) -> str:
 
 
 def _words(room: str, name: str) -> str:
-    return {"__version__": "The version, as text.", "REGISTRY": "Registered data sets by name.",
-            "CURATORS": "Curators that can be audited, by name."}.get(name, f"{name} of {room}.")  # fmt: skip
+    known = {"__version__": "The version, as text.", "REGISTRY": "Registered data sets by name."}
+    return known.get(name, f"{name} of {room}.")
 
 
 def _elsewhere(group: Group, name: str) -> bool:

@@ -10,6 +10,7 @@ different things find out.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from quietgrad.audit.attacks import Augmented
 from quietgrad.audit.attacks import steep_loss as loss
 from quietgrad.audit.attacks import steep_table as table
 from quietgrad.audit.report import AuditFinding
@@ -43,6 +43,23 @@ _RULES = (
     ClippingRule.momentum(0.3, 1.0, 0.1),
     ClippingRule.joint(0.3, 0.5),
 )
+
+
+class Augmented(Dataset[Any]):
+    """A data set that draws for each record from torch, numpy and Python, for some more than for others."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        x = self.x[i] + torch.randn(8) * random.random()
+        for _ in range(i % 3):
+            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
+        return x, self.y[i]
+
 
 # --- the zoo ------------------------------------------------------------------------------------------------------
 

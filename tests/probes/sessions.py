@@ -13,8 +13,19 @@ import numpy.typing as npt
 from scipy.special import ndtri
 
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
-from quietgrad.audit.mechanisms import BOUND, AnonymousRecords, ConstantQuery, EmptyObjective, labels_of, listener
-from quietgrad.audit.noise_checks import MECHANISMS, WIDTH, Labelled, check_normals, plan_of, rho_of
+from quietgrad.audit.noise_checks import (
+    BOUND,
+    MECHANISMS,
+    WIDTH,
+    AnonymousRecords,
+    ConstantQuery,
+    EmptyObjective,
+    check_normals,
+    listener,
+    plan_of,
+    records_for,
+    rho_of,
+)
 from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
 from quietgrad.audit.report import AuditFinding
 from quietgrad.curators.base import Curator
@@ -27,7 +38,7 @@ from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.events import ZCDP, Event
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import GaussianPartitionSelection, Mechanism
+from quietgrad.privacy.mechanisms import Mechanism
 from quietgrad.privacy.rng import fresh_key
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
 from quietgrad.vectors import Vector
@@ -61,13 +72,10 @@ def _charged(curator: Any, mechanism: Mechanism, releases: int) -> AuditFinding:
     plan = plan_of(mechanism)
     slot, rho, budget = plan.schedule.slots[0], rho_of(plan), plan.budget
     assert budget is not None
-    listen, rng = listener(slot, plan, WIDTH, rho), np.random.default_rng(0)
+    listen, rng = listener(slot, plan, WIDTH), np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ledger.jsonl"
-        held: Any = EmptyObjective(), AnonymousRecords(plan.n_public, WIDTH)
-        if isinstance(mechanism, GaussianPartitionSelection):
-            held = Labelled(), labels_of(slot, plan, WIDTH)
-        session = curator(*held, path).open(plan)
+        session = curator(EmptyObjective(), records_for(slot, plan, WIDTH), path).open(plan)
         heard = sum(1 for _ in range(releases) if listen(session, rng).size)
         session.close("enough")
         made = slot.event(plan.noise_multiplier, budget.relation, heard)

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quietgrad.audit.report import AuditReport
-    from quietgrad.audit.running import CURATORS, run
+    from quietgrad.audit.running import run
     from quietgrad.audit.single_run import one_run
 _HOMES = {
     "run": "running",
-    "CURATORS": "running",
     "AuditReport": "report",
     "one_run": "single_run",
 }
 
-__all__ = ["run", "one_run", "AuditReport", "CURATORS"]
+__all__ = ["run", "one_run", "AuditReport"]
 
 
 def __getattr__(name: str) -> Any:

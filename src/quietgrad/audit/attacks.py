@@ -8,10 +8,8 @@ federations. A test reads the source and fails for a module that plans a release
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -20,19 +18,27 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad import estimators
+from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.algorithms.model_selection import HessianSelection
 from quietgrad.algorithms.range_estimation import Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
-from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile, learned
+from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile, learned
 from quietgrad.audit.federated import attack_shared_person, audit_federations, kept_once, priced
-from quietgrad.audit.mechanisms import AnonymousRecords, ConstantQuery, EmptyObjective
-from quietgrad.audit.noise_checks import categories, check_normals, lengthened, probe_slots
-from quietgrad.audit.replicas import Game, Views
-from quietgrad.audit.report import AuditFinding, AuditReport
-from quietgrad.audit.running import CURATORS, run
+from quietgrad.audit.noise_checks import (
+    AnonymousRecords,
+    ConstantQuery,
+    EmptyObjective,
+    categories,
+    check_normals,
+    lengthened,
+    probe_slots,
+)
+from quietgrad.audit.replicas import Game
+from quietgrad.audit.report import AuditFinding, AuditReport, judged
+from quietgrad.audit.running import run
 from quietgrad.audit.single_run import judge_guesses
 from quietgrad.curators.central import CentralCurator
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
@@ -45,7 +51,6 @@ from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrou
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet, Tabulation
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
-from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.rng import SecureStream, fresh_key
@@ -55,12 +60,9 @@ from quietgrad.training.stationarity import StationarityRelease
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
 
 Floats = npt.NDArray[np.float64]
-Progress = Callable[[float], None] | None
-Watch = Callable[[str], AbstractContextManager[Progress]]
-"""Shows how far the attack with a title is."""
-
 _ALPHA = 1e-6
 _BUDGET = Budget(6.0, 1e-5)
 _N = 4
@@ -81,13 +83,13 @@ class AuditTarget:
     name: str
     modules: tuple[str, ...]
     claim: str
-    attack: Callable[[int, Watch], Iterator[AuditReport]]
+    attack: Callable[[int], Iterator[AuditReport]]
     needs: str | None = None
 
-    def reports(self, runs: int, watch: Watch = lambda title: nullcontext()) -> Iterator[AuditReport]:
+    def reports(self, runs: int) -> Iterator[AuditReport]:
         """Attack; no report if what the attack needs is not installed."""
         if self.needs is None or find_spec(self.needs) is not None:
-            yield from self.attack(runs, watch)
+            yield from self.attack(runs)
 
 
 # --- algorithms by name -------------------------------------------------------------------------------------------
@@ -102,7 +104,7 @@ class Attack:
     """
 
     label: str
-    algorithm: Any
+    algorithm: Algorithm
     n: int
     budget: Budget
     share: float = 1.0
@@ -136,16 +138,11 @@ def attacks_on(name: str) -> list[Attack]:
 
 
 def _algorithm(name: str) -> AuditTarget:
-    def attack(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    def attack(runs: int) -> Iterator[AuditReport]:
         for each in attacks_on(name):
-            for curator in CURATORS:
-                title = f"{name}: {each.label}{'' if curator == 'central' else f', {curator}'}"
-                with watch(title) as progress:
-                    report = run(
-                        each.algorithm, budget=each.budget, n=each.n, runs=round(runs * each.share),
-                        curator=curator, game=each.game, progress=progress,
-                    )  # fmt: skip
-                yield replace(report, algorithm=title)
+            made = round(runs * each.share)
+            report = run(each.algorithm, budget=each.budget, n=each.n, runs=made, game=each.game)
+            yield replace(report, algorithm=f"{name}: {each.label}")
 
     home = f"algorithms.{ALGORITHMS[name].home.partition('.')[0]}"
     return AuditTarget(name, (home,), "(ε, δ) and the whole profile δ(ε) of its plan", attack)
@@ -154,10 +151,12 @@ def _algorithm(name: str) -> AuditTarget:
 # --- queries ------------------------------------------------------------------------------------------------------
 
 
-def _through_queries(make: Callable[[], Any], game: Callable[[Relation], Game]) -> Any:
+def _through_queries(
+    make: Callable[[], Algorithm], game: Callable[[Relation], Game] = lambda relation: table_game(_N, relation)
+) -> Callable[[int], Iterator[AuditReport]]:
     """An attack in query space, under both relations."""
 
-    def attack(runs: int, watch: Watch) -> Iterator[AuditReport]:
+    def attack(runs: int) -> Iterator[AuditReport]:
         for relation in Relation:
             budget = replace(_BUDGET, relation=relation)
             yield run(make(), budget=budget, n=_N, runs=max(400, runs // 2), game=game(relation))
@@ -165,23 +164,11 @@ def _through_queries(make: Callable[[], Any], game: Callable[[Relation], Game]) 
     return attack
 
 
-def _hessians() -> Any:
-    return HessianSelection([np.zeros(2)], alpha=1.0, rank=1)  # one candidate: its two releases are always made
-
-
-def _two_scalars() -> Any:
-    return StationarityRelease()
-
-
-def _tabulate() -> Any:
-    return Tabulate(4)
-
-
 def _cells(relation: Relation) -> Game:
     return QueryGame(_N, relation, Tabulation(), (np.arange(_N)[:, None] % 2, None))
 
 
-def _labels(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _labels(runs: int) -> Iterator[AuditReport]:
     """One record's label, which it shares with just so many others that its own count decides."""
     started = time.perf_counter()
     others, sigma = 6, 0.8
@@ -208,7 +195,7 @@ class _Planned(Exception):
     """Carries the plan that a fit was about to open."""
 
 
-def _estimators(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _estimators(runs: int) -> Iterator[AuditReport]:
     """The plans that estimators make, range and label estimates included: noise of every slot."""
     X = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 3))  # enough for shapes and pairs of an additive model
     plans = {}
@@ -240,7 +227,7 @@ def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
     raise AssertionError(f"{type(estimator).__name__}: a fit that opened no session.")
 
 
-def _search(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _search(runs: int) -> Iterator[AuditReport]:
     """The plan of a search: noise of its scores, the law of the number of rounds, and the best score."""
     started = time.perf_counter()
     budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
@@ -256,27 +243,17 @@ def _search(runs: int, watch: Watch) -> Iterator[AuditReport]:
     seen = np.array([*(np.count_nonzero(drawn == k) for k in edges), np.count_nonzero(drawn >= 40)])
     shares = np.array([*((1 - 1 / mean) ** (edges - 1) / mean), (1 - 1 / mean) ** 39])
     chance = categories(seen.astype(np.float64), 4000 * shares)
-    verdict = "pass" if chance >= 1e-7 else "violation"
-    findings.append(AuditFinding("L0 rounds", "the law of K", "p", 1e-7, chance, verdict))  # type: ignore[arg-type]
-    best, rounds = zip(*(_rounds_of(plan, pull, mean, runs) for pull in (1.0, -1.0)), strict=True)
-    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", 5e-7))
-    # A round is priced as one Gaussian release, and the theorem about their number does the rest.
-    views = tuple(Views(r[:, None], np.zeros((len(r), 1)), ["round"], True) for r in rounds)
-    mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
-    inner = attack_dprime((views[0], views[1]), PrivacyClaim(plan), "one round's score", 5e-7, mu=mu)
-    findings.append(inner._replace(epsilon_lower=0.0))  # of a round, not of the search
+    findings.append(judged("L0 rounds", "the law of K", "p", 1e-7, chance, ok=chance >= 1e-7))
+    best = []
+    for pull in (1.0, -1.0):  # a record moves every score as far as it may
+        session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
+        query, found = ConstantQuery(1, 1.0, pull), []
+        for number in range(runs):
+            rounds = _rounds(mean, session.uniform(f"rounds/{number}"))
+            found.append(max(float(session.release("round", query)[0]) for _ in range(rounds)))
+        best.append(np.array(found))
+    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", _ALPHA))
     yield AuditReport.of("private-search", plan, findings, runs=runs, started=started)
-
-
-def _rounds_of(plan: Plan, pull: float, mean: float, runs: int) -> tuple[Floats, Floats]:
-    """The best and the first scores of ``runs`` searches in which a record moves every one as far as it may."""
-    session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
-    query = ConstantQuery(1, 1.0, pull)
-    scores = []
-    for number in range(runs):
-        count = _rounds(mean, session.uniform(f"rounds/{number}"))
-        scores.append([float(session.release("round", query)[0]) for _ in range(count)])
-    return np.array([max(each) for each in scores]), np.array([each[0] for each in scores])
 
 
 # --- people -------------------------------------------------------------------------------------------------------
@@ -342,7 +319,7 @@ def with_people(report: AuditReport, noise_multiplier: float) -> AuditReport:
     )
 
 
-def _people(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _people(runs: int) -> Iterator[AuditReport]:
     """People of several records, and people known to two parties."""
     for relation in Relation:
         started = time.perf_counter()
@@ -370,32 +347,14 @@ def steep_table(n: int = 40) -> tuple[Tensor, Tensor]:
     return x, (x[:, 0] > 0).long()
 
 
-class Augmented:
-    """A data set that draws for each record from torch, numpy and Python, for some more than for others."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, i: int) -> Any:
-        import torch
-
-        x = self.x[i] + torch.randn(8) * random.random()
-        for _ in range(i % 3):
-            x = x * float(np.random.rand() + 0.5)  # noqa: NPY002
-        return x, self.y[i]
-
-
-def _network(*, dropout: bool) -> Any:
+def _network() -> Module:
     from torch import manual_seed, nn
 
     manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5) if dropout else nn.Tanh(), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
 
 
-def _network_worlds() -> tuple[Plan, list[tuple[Any, Any]]]:
+def _network_worlds() -> tuple[Plan, list[tuple[Tensor, Tensor]]]:
     """One release on all records, and the tables with and without the first.
 
     In the second world all other records move up by one place, as they do when a row is removed from a file. The
@@ -407,21 +366,21 @@ def _network_worlds() -> tuple[Plan, list[tuple[Any, Any]]]:
     return plan, [(x[first:], y[first:]) for first in (0, 1)]
 
 
-def distinguish_fit(runs: int, *, augmented: bool = False) -> tuple[Plan, AuditFinding]:
-    """Tell the worlds apart by one release of a fit, with dropout or with augmentation."""
+def distinguish_fit(runs: int) -> tuple[Plan, AuditFinding]:
+    """Tell the worlds apart by one release of a fit with dropout."""
     from quietgrad.objectives.networks.module import ModuleObjective
 
     plan, worlds = _network_worlds()
-    objective: Any = ModuleObjective(_network(dropout=not augmented), steep_loss)
+    objective = ModuleObjective(_network(), steep_loss)
     views = []
-    for x, y in worlds:
-        curator = CentralCurator(objective, Augmented(x, y) if augmented else (x, y))
+    for world in worlds:
+        curator = CentralCurator(objective, world)
         query, slot = GradientQuery(curator.initial(), 1.0), plan.schedule.slots[0].name
         # Each session has a key of its own: samples, masks and noise are fresh.
         seen = [curator.open(plan).release(slot, query).double().numpy() for _ in range(runs)]
         views.append(np.stack(seen))
-    what = f"a fit with {'augmentation' if augmented else 'dropout'}, one release"
-    return plan, attack_profile(_scores(objective, worlds[0], views), PrivacyClaim(plan), what, _ALPHA)
+    scores = _scores(objective, worlds[0], views)
+    return plan, attack_profile(scores, PrivacyClaim(plan), "a fit with dropout, one release", _ALPHA)
 
 
 def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
@@ -435,7 +394,7 @@ def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
     plan, worlds = _network_worlds()
     views = []
     for data in (TensorDataset(*world) for world in worlds):
-        model = _network(dropout=True)
+        model = _network()
         private, optimizer, loader, criterion = make_private(
             module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=1.0,
             data_loader=DataLoader(data, batch_size=len(data)), noise_multiplier=plan.noise_multiplier,
@@ -450,7 +409,7 @@ def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
             grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
             seen.append(torch.cat(grads).numpy())
         views.append(np.stack(seen))
-    scores = _scores(ModuleObjective(_network(dropout=True), steep_loss), worlds[0], views)
+    scores = _scores(ModuleObjective(_network(), steep_loss), worlds[0], views)
     return plan, attack_profile(scores, PrivacyClaim(plan), "a custom loop with dropout, one step", _ALPHA)
 
 
@@ -480,27 +439,22 @@ def _scores(objective: Any, data: Any, views: list[Floats]) -> tuple[Floats, Flo
     return learned(((views[0] @ best)[:, None], (views[1] @ best)[:, None]))
 
 
-def _networks(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _networks(runs: int) -> Iterator[AuditReport]:
     runs = max(600, runs // 20)
-    attacks: tuple[Callable[[], tuple[Plan, AuditFinding]], ...] = (
-        lambda: distinguish_fit(runs),
-        lambda: distinguish_fit(runs, augmented=True),
-        lambda: distinguish_loop(runs),
-    )
-    for attack in attacks:
+    for attack in (distinguish_fit, distinguish_loop):
         started = time.perf_counter()
-        plan, finding = attack()
+        plan, finding = attack(runs)
         yield AuditReport.of(f"network: {finding.what}", plan, [finding], runs=runs, started=started)
 
 
-def _custom_loop(runs: int, watch: Watch) -> Iterator[AuditReport]:
+def _custom_loop(runs: int) -> Iterator[AuditReport]:
     """A custom loop: many canaries in one run, and records without gradients for hundreds of steps."""
     started = time.perf_counter()
     count = max(400, runs // 2)
     coins = np.random.default_rng().random(count) < 0.5
     # Every canary has a weight of its own; those that are out have no gradient.
     said, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
-    findings = judge_guesses(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA, gaussian=True)
+    findings = judge_guesses(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA)
     silence, longer = _loop(np.zeros((8, 64), np.float32), steps=256)
     findings += check_normals(silence / longer.noise_multiplier, "steps of a loop")
     yield AuditReport.of("own-loop", plan, findings, runs=1, started=started)
@@ -528,10 +482,6 @@ def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
     return np.stack(heard), loop.plan
 
 
-def _federations(runs: int, watch: Watch) -> Iterator[AuditReport]:
-    yield from audit_federations(max(1000, runs // 4))
-
-
 # --- the table ----------------------------------------------------------------------------------------------------
 
 _ESTIMATORS = (
@@ -546,14 +496,16 @@ _ROWS = (
     *map(_algorithm, attacked()),
     AuditTarget(
         "hessian-selection", ("algorithms.model_selection",), "(ε, δ) of two releases",
-        _through_queries(_hessians, lambda relation: table_game(_N, relation)),
+        # One candidate: its two releases are always made.
+        _through_queries(lambda: HessianSelection([np.zeros(2)], alpha=1.0, rank=1)),
     ),
     AuditTarget(
         "private-certificate", ("training.stationarity",), "(ε, δ) of two scalars",
-        _through_queries(_two_scalars, lambda relation: table_game(_N, relation)),
+        _through_queries(StationarityRelease),
     ),
     AuditTarget(
-        "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram", _through_queries(_tabulate, _cells)
+        "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram",
+        _through_queries(lambda: Tabulate(4), _cells),
     ),
     AuditTarget("labels", ("objectives.queries.counts",), "(ε, δ) of finding labels", _labels),
     AuditTarget("estimators", _ESTIMATORS, "the noise of every slot", _estimators, "sklearn"),
@@ -561,7 +513,9 @@ _ROWS = (
     AuditTarget("people", ("objectives.privacy_units",), "δ(ε) per person of many records or parties", _people),
     AuditTarget("own-loop", ("algorithms.custom_loop", "torch.loops"), "μ of a custom loop", _custom_loop, "torch"),
     AuditTarget("networks", (), "δ(ε) of one release of a network", _networks, "torch"),
-    AuditTarget("federations", (), "μ behind every kind of trust", _federations),
+    AuditTarget(
+        "federations", (), "μ behind every kind of trust", lambda runs: audit_federations(max(1000, runs // 4))
+    ),
 )  # fmt: skip
 
 ATTACKS: dict[str, AuditTarget] = {row.name: row for row in _ROWS}

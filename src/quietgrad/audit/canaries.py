@@ -18,41 +18,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import scipy.sparse as sparse
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit.replicas import (
-    Game,
-    RecordingSession,
-    as_numbers,
-)
+from quietgrad.audit.replicas import Game, Pattern, RecordingSession, as_numbers
 from quietgrad.curators.base import Session
 from quietgrad.objectives import Huber, Logistic
-from quietgrad.objectives.base import (
-    BaseObjective,
-    Batch,
-    ClippingRule,
-    Indices,
-    LossConstants,
-    NoRegularizer,
-    Query,
-)
+from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer, Query
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
-Pattern = Literal["growing", "alternating", "constant"]
-PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
-_HUGE = 1e3
+_HUGE = 1e3  # a gradient far beyond any clip in use, or a target far beyond Huber's threshold
 
 
 def amplitude(pattern: Pattern, step: int) -> float:
-    """The canary's gradient along its axis at a step, far beyond any clip in use."""
+    """The canary's gradient along its axis at a step."""
     if pattern == "growing":
         return _HUGE * (step + 2)
     return _HUGE * (-1.0) ** step if pattern == "alternating" else _HUGE
@@ -78,9 +66,7 @@ class CanaryRecords:
         """The roles: nothing else is known of these records."""
         yield repr(self).encode()
 
-    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The same."""
-        return self.contents()
+    fingerprint_parts = contents
 
 
 def shorten(rows: Floats, clip: float) -> Floats:
@@ -113,10 +99,6 @@ class CanaryObjective(BaseObjective):
         self.step += 1
         self._asked = 0
 
-    def rewind(self) -> None:
-        """A new run begins."""
-        self.step = -1
-
     def loses(self, candidate: int) -> bool:
         """Whether the canary loses at a candidate of a choice, which the auditor knows; else its mirror does."""
         return candidate % 2 == 1
@@ -147,7 +129,17 @@ class CanaryObjective(BaseObjective):
         now = self.gradients(batch.records, self.step)
         moved = now - rule.beta * self.gradients(batch.records, self.step - 1)
         rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
-        self._add(batch.records, batch.indices, rows, out)
+        self._add(batch, rows, out)
+
+    def _add(self, batch: Batch, rows: Floats, out: Floats) -> None:
+        """Add the roles' rows to the block of each run."""
+        records: CanaryRecords = batch.records
+        blocks = np.asarray(out).reshape(records.runs, records.width)
+        if batch.indices is None:
+            blocks += rows.sum(axis=0)
+        else:
+            counts = np.bincount(batch.indices, minlength=len(records)).reshape(records.runs, -1)
+            blocks += counts @ rows
 
     def add_hessians(self, batch: Batch, params: Floats, clip: float, out: Floats) -> None:
         """Add nothing: these gradients are flat."""
@@ -166,21 +158,13 @@ class CanaryObjective(BaseObjective):
     def risk_gradient(self, records: CanaryRecords, params: Floats) -> Floats:
         return np.zeros_like(params)
 
-    def _add(self, records: CanaryRecords, indices: Indices | None, rows: Floats, out: Floats) -> None:
-        blocks = np.asarray(out).reshape(records.runs, records.width)
-        if indices is None:
-            blocks += rows.sum(axis=0)
-            return
-        counts = np.bincount(indices, minlength=len(records)).reshape(records.runs, -1)
-        blocks += counts @ rows
-
 
 class PatternSession(RecordingSession):
     """A session in gradient space: every release is the next step of the canary's pattern."""
 
     def __init__(self, session: Session, **more: Any) -> None:
         super().__init__(session, **more)
-        self.objective.rewind()
+        self.objective.step = -1  # a new run begins
 
     def heard_of(self, chosen: int) -> float:
         return float(self.objective.loses(chosen))  # an auditor knows what its own record makes of a candidate
@@ -234,11 +218,9 @@ class CanaryGame(Game):
         return len(self.roles(0))
 
     def recording(self, which: int) -> Callable[..., RecordingSession]:
-        """What moves the pattern on."""
         return PatternSession
 
     def world(self, which: int, runs: int) -> tuple[Any, CanaryRecords]:
-        """(objective, data) of ``runs`` blocks."""
         roles = self.roles(which) or ("silent",)
         return self.objective(self.pattern), CanaryRecords(roles, runs, self.dim)
 
@@ -271,18 +253,17 @@ class CanarySession(RecordingSession):
     """A session that adds a canary to every sum, and hears what is left when the rest is taken away."""
 
     compared = False
-    pull = 0.0
-    only: tuple[str, ...] = ()
-    """The slots that the canary is in, if not in all: on disjoint records it is in one."""
-    every = 1
-    """How many releases apart its turns are."""
+
+    def __init__(self, session: Session, *, game: QueryGame, pull: float, **more: Any) -> None:
+        super().__init__(session, **more)
+        self.game, self.pull = game, pull
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         return super().first_below(slot, [CanaryQuery(query, self._pull(slot)) for query in queries], threshold)
 
     def _pull(self, slot: str) -> float:
-        in_turn = self._session.used[slot] % self.every == 0
-        return self.pull if in_turn and (not self.only or slot in self.only) else 0.0
+        only, in_turn = self.game.only, self._session.used[slot] % self.game.every == 0
+        return self.pull if in_turn and (not only or slot in only) else 0.0
 
     def release(self, slot: str, query: Query, **more: Any) -> Vector:
         asked = CanaryQuery(query, self._pull(slot))
@@ -300,6 +281,8 @@ class QueryGame(Game):
     Args:
         objective, data: what the algorithm is run on.
         relation: under add-remove the canary is absent in the second world, under replace-one it is mirrored.
+        only: the slots that the canary is in, if not in all: on disjoint records it is in one.
+        every: how many releases apart its turns are.
     """
 
     n: int
@@ -314,35 +297,18 @@ class QueryGame(Game):
     separable: ClassVar[bool] = False
 
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
-        """(objective, data), the same in both."""
         return self.objective, self.data
 
-    def pull(self, which: int) -> float:
-        """What the canary contributes, in bounds."""
-        return 1.0 if which == 0 else 0.0 if self.relation is Relation.ADD_REMOVE else -1.0
-
     def recording(self, which: int) -> Callable[..., RecordingSession]:
-        """What makes the session of a run: it adds the canary to every sum."""
-
-        def make(session: Session, number: int) -> CanarySession:
-            made = CanarySession(session, number=number)
-            made.pull, made.only, made.every = self.pull(which), self.only, self.every
-            return made
-
-        return make
+        pull = 1.0 if which == 0 else 0.0 if self.relation is Relation.ADD_REMOVE else -1.0
+        return partial(CanarySession, game=self, pull=pull)
 
 
-def table_game(
-    n: int, relation: Relation, features: int = 2, only: tuple[str, ...] = (), every: int = 1
-) -> QueryGame:
+def table_game(n: int, relation: Relation, only: tuple[str, ...] = (), every: int = 1) -> QueryGame:
     """A small table in the unit ball for methods that need features."""
-    rng = np.random.default_rng(0)
-    X = rng.uniform(-0.5, 0.5, (n, features))
+    X = np.random.default_rng(0).uniform(-0.5, 0.5, (n, 2))
     y = (X[:, 0] > 0).astype(float)
     return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)
-
-
-_FAR = 1e3  # a target far beyond Huber's threshold: the residual is then constant
 
 
 @dataclass(frozen=True)
@@ -355,21 +321,14 @@ class HuberGame(Game):
 
     n: int
     dim: int = 2
-    row_bound: float = 1.0
     gaussian: bool = True
 
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
-        """(objective, data) of ``runs`` blocks."""
-        import scipy.sparse as sparse
-
-        rows = np.arange(runs) * self.n
-        X = sparse.csr_array(
-            (np.full(runs, self.row_bound), (rows, np.arange(runs) * self.dim)),
-            shape=(runs * self.n, runs * self.dim),
-        )
+        rows, columns = np.arange(runs) * self.n, np.arange(runs) * self.dim
+        X = sparse.csr_array((np.ones(runs), (rows, columns)), shape=(runs * self.n, runs * self.dim))
         y = np.zeros(runs * self.n)
-        y[rows] = _FAR if which == 0 else -_FAR
-        return Huber(1.0, row_bound=self.row_bound), (X, y)
+        y[rows] = _HUGE if which == 0 else -_HUGE
+        return Huber(1.0, row_bound=1.0), (X, y)
 
 
 def data_game(algorithm: Algorithm, n: int, relation: Relation) -> Game | None:

@@ -4,12 +4,12 @@
 :func:`dprime_lower`          two Gaussian samples: exact bound on μ by the noncentral t law (layer L1)
 :func:`epsilon_lower`         two samples of any law: Clopper–Pearson at the best threshold (layer L2)
 :func:`one_run_mu`            guesses about many canaries of one run (Mahloujifar et al. 2024)
-:func:`runs_for`              how many runs a claim needs; :func:`dprime_refuted` what so many refute
+:func:`runs_for`              how many runs a claim needs
 ============================  =========================================================================
 
 Each bound holds with probability at least 1 − ``alpha`` and assumes only what its line says. A bound above the
-claim proves, at that confidence, that the claim is false. Power is measured on a Gaussian mechanism that leaks
-more than was claimed, under the strongest attack; a weaker attack may still miss it.
+claim proves, at that confidence, that the claim is false. Whether so many runs could show anything is measured on a
+Gaussian mechanism with half the noise, under the strongest attack; a weaker attack may still miss it.
 """
 
 from __future__ import annotations
@@ -143,11 +143,15 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, alp
     (0.0, True)
     """
 
-    def curve(epsilon: float) -> Callable[[Floats], Floats]:
+    def refuted(epsilon: float) -> bool:
         grow = math.exp(epsilon)
-        return lambda r: np.maximum(0.0, np.maximum((r - delta) / grow, 1.0 - grow * (1.0 - r) - delta))
 
-    return _largest(lambda epsilon: one_run_refutes(curve(epsilon), canaries, guesses, correct, alpha), 40.0)
+        def tradeoff(r: float) -> float:
+            return max(0.0, (r - delta) / grow, 1.0 - grow * (1.0 - r) - delta)
+
+        return one_run_refutes(tradeoff, canaries, guesses, correct, alpha)
+
+    return bisect(refuted, 0.0, 40.0, lambda at: 1e-6)[0] if refuted(0.0) else 0.0
 
 
 def one_run_mu(canaries: int, guesses: int, correct: int, alpha: float) -> float:
@@ -156,72 +160,41 @@ def one_run_mu(canaries: int, guesses: int, correct: int, alpha: float) -> float
     >>> one_run_mu(1000, 100, 50, 1e-3), round(one_run_mu(1000, 100, 100, 1e-3), 2)
     (0.0, 0.82)
     """
-    _check_guesses(canaries, guesses, correct)
-    low, high = 0.0, 12.0
-    for _ in range(4):  # a grid of 33 candidates at a time: the recursion is sequential, the candidates are not
-        grid = np.linspace(low, high, 33)
-        refuted = _refuted(lambda r, mu=grid: ndtr(ndtri(r) - mu), 33, canaries, guesses, correct, alpha)  # type: ignore[misc]
-        if not refuted[0]:
-            return low
-        at = int(np.flatnonzero(refuted).max())
-        if at == 32:
-            return high
-        low, high = float(grid[at]), float(grid[at + 1])
-    return low
+
+    def refuted(mu: float) -> bool:
+        return one_run_refutes(lambda r: float(ndtr(ndtri(r) - mu)), canaries, guesses, correct, alpha)
+
+    return bisect(refuted, 0.0, 12.0, lambda at: 1e-5)[0] if refuted(0.0) else 0.0
 
 
 def one_run_refutes(
-    tradeoff: Callable[[Floats], Floats], canaries: int, guesses: int, correct: int, alpha: float
+    tradeoff: Callable[[float], float], canaries: int, guesses: int, correct: int, alpha: float
 ) -> bool:
     """Return whether the guesses refute a claimed trade-off curve, which need not be Gaussian.
 
     ``tradeoff(r)`` is the least probability in one world of an event whose probability in the other is r; for
     (ε, δ)-DP it is max(0, (r − δ)e^−ε).
 
-    >>> one_run_refutes(lambda r: np.maximum(0.0, (r - 1e-5) * np.exp(-0.1)), 1000, 100, 100, 1e-3)
+    >>> one_run_refutes(lambda r: max(0.0, (r - 1e-5) * math.exp(-0.1)), 1000, 100, 100, 1e-3)
     True
     """
-    _check_guesses(canaries, guesses, correct)
-    return bool(_refuted(tradeoff, 1, canaries, guesses, correct, alpha)[0])
-
-
-def _refuted(
-    shrink: Callable[[Floats], Floats], size: int, canaries: int, guesses: int, correct: int, alpha: float
-) -> npt.NDArray[np.bool_]:
-    """Whether, for each candidate curve, "``correct`` of ``guesses``" is too much at level ``alpha``.
-
-    Walks down from ``correct``: r bounds the mass of outcomes with so many right guesses, h of those with one less.
-    """
-    level = alpha * guesses / canaries
-    r = np.full(size, level * correct / guesses)
-    h = np.full(size, level * (guesses - correct) / guesses)
-    for i in range(correct - 1, -1, -1):
-        following = np.maximum(h, shrink(np.minimum(r, 1.0)))
-        r = r + i / (guesses - i) * (following - h)
-        h = following
-        if (r >= 1.0).all():
-            break
-    refuted: npt.NDArray[np.bool_] = (r >= 1.0) | (r + h > guesses / canaries)
-    return refuted
-
-
-def _check_guesses(canaries: int, guesses: int, correct: int) -> None:
     if not 0 <= correct <= guesses <= canaries or guesses < 1:
         raise ValueError(
             f"correct={correct}, guesses={guesses}, canaries={canaries}: must be 0 ≤ correct ≤ guesses ≤ canaries."
         )
-
-
-def _largest(holds: Callable[[float], bool], most: float) -> float:
-    """The largest number up to ``most`` at which a decreasing predicate holds; 0 if it never does."""
-    if not holds(0.0):
-        return 0.0
-    return bisect(holds, 0.0, most, lambda at: 1e-6)[0]
+    # Walk down from ``correct``: r bounds the mass of outcomes with so many right, h of those with one less.
+    level = alpha * guesses / canaries
+    r, h = level * correct / guesses, level * (guesses - correct) / guesses
+    for i in range(correct - 1, -1, -1):
+        following = max(h, tradeoff(r))
+        r += i / (guesses - i) * (following - h)
+        h = following
+        if r >= 1.0:
+            return True
+    return r + h > guesses / canaries
 
 
 TEACH = 0.25  # share of the runs that chooses direction and threshold; the rest is tested
-OFTEN = 0.95  # how often what a report calls refutable is refuted
-_MOST = 1e9  # more runs than an audit can make
 
 
 def half_width(rate: Floats, trials: int, alpha: float) -> Floats:
@@ -231,82 +204,45 @@ def half_width(rate: Floats, trials: int, alpha: float) -> Floats:
     return width
 
 
-def dprime_found(mu: float, dprime: float, trials: int, alpha: float, chance: float = 0.5) -> bool:
-    """Whether the L1 test of a claimed ``mu`` accuses a true ``dprime`` with probability ``chance`` or more.
+def dprime_found(mu: float, dprime: float, trials: int, alpha: float) -> bool:
+    """Whether the L1 test of a claimed ``mu`` accuses a true ``dprime`` in at least half of all audits.
 
-    t is within its deviation √(1 + t²/4N) of its centre; the bound is ``alpha`` below t, and t ``chance`` below d′.
+    t is within its deviation √(1 + t²/4N) of its centre, and the bound is ``alpha`` below t.
 
     >>> dprime_found(0.25, 0.5, 1500, 1e-6), dprime_found(0.25, 0.5, 500, 1e-6)
     (True, False)
     """
     unit = math.sqrt(2.0 / trials)
     seen = dprime / unit
-    seen -= float(ndtri(chance)) * math.sqrt(1 + seen * seen / (4 * trials))
     return (seen + float(ndtri(alpha / 2)) * math.sqrt(1 + seen * seen / (4 * trials))) * unit > mu
 
 
-def gaussian_found(epsilon: float, delta: float, mu: float, trials: int, alpha: float, chance: float = 0.5) -> bool:
-    """Whether the L2 test of a claimed δ(``epsilon``) = ``delta`` accuses a Gaussian mechanism of a true ``mu``."""
+def profile_found(profile: Mapping[float, float], trials: int, alpha: float) -> bool:
+    """Whether the L2 test accuses a Gaussian mechanism with half the noise of one that meets a claimed δ(ε)."""
     cuts = np.linspace(-6.0, 12.0, 181)
-    p, q = np.asarray(ndtr(mu - cuts)), np.asarray(ndtr(-cuts))
-    grow = math.exp(epsilon)
-    gain = p - half_width(p, trials, alpha / 4) - grow * (q + half_width(q, trials, alpha / 4))
-    gain -= float(ndtri(chance)) * np.sqrt((p * (1 - p) + grow**2 * q * (1 - q)) / trials)
-    return bool(float(gain.max()) > delta)
-
-
-def profile_blind(profile: Mapping[float, float], trials: int, alpha: float, chance: float = 0.5) -> bool:
-    """Whether a Gaussian mechanism with half the noise of one that meets the profile would pass L2 too."""
-    return not any(
-        gaussian_found(epsilon, delta, 2.0 * mu_through(epsilon, delta), trials, alpha, chance)
-        for epsilon, delta in profile.items()
-        if 1e-12 < delta < 1.0
-    )
-
-
-def dprime_refuted(mu: float, trials: int, alpha: float) -> float:
-    """The least d′ that L1 nearly always accuses."""
-    return _least(lambda dprime: dprime_found(mu, dprime, trials, alpha, OFTEN))
-
-
-def profile_refuted(profile: Mapping[float, float], trials: int, alpha: float) -> float:
-    """The least μ of a Gaussian mechanism that L2 nearly always accuses."""
-    points = [(epsilon, delta) for epsilon, delta in profile.items() if delta < 1.0]
-    return _least(lambda mu: any(gaussian_found(e, d, mu, trials, alpha, OFTEN) for e, d in points))
+    for epsilon, delta in profile.items():
+        if not 1e-12 < delta < 1.0:
+            continue
+        # μ of the Gaussian profile through (ε, δ), twice.
+        mu = 2.0 * bisect(lambda x: gaussian_delta(x, epsilon) < delta, 0.0, 60.0, lambda at: 1e-9 * at)[1]  # noqa: B023
+        p, q = np.asarray(ndtr(mu - cuts)), np.asarray(ndtr(-cuts))
+        shown = p - half_width(p, trials, alpha / 4) - math.exp(epsilon) * (q + half_width(q, trials, alpha / 4))
+        if float(shown.max()) > delta:
+            return True
+    return False
 
 
 def runs_for(mu: float | None, profile: Mapping[float, float], alpha: float) -> int | None:
-    """How many runs of each world nearly always show half the noise missing: L1 if there is a ``mu``, else L2.
+    """About how many runs of each world show half the noise missing: by L1 if there is a ``mu``, else by L2.
 
     ``None`` if no number does: the profile has no point that an attack could reach.
 
-    >>> runs_for(0.25, {}, 1e-6 / 3), runs_for(None, {0.0: 0.1}, 1e-6 / 3)
-    (1994, 5912)
+    >>> runs_for(0.25, {}, 1e-6 / 3), runs_for(None, {0.0: 0.1}, 1e-6 / 3), runs_for(None, {0.0: 1.0}, 1e-6 / 3)
+    (1858, 6768, None)
     """
-
-    def enough(trials: int) -> bool:
-        if mu is not None:
-            return dprime_found(mu, 2.0 * mu, trials, alpha, OFTEN)
-        return not profile_blind(profile, trials, alpha, OFTEN)
-
-    low, high = 1, 64
-    while not enough(high):
-        low, high = high, 2 * high
-        if high > _MOST:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return math.ceil(high / (1.0 - TEACH))
-
-
-def mu_through(epsilon: float, delta: float) -> float:
-    """μ of the Gaussian profile through (ε, δ)."""
-    return _least(lambda mu: gaussian_delta(mu, epsilon) >= delta)
-
-
-def _least(holds: Callable[[float], bool], most: float = 60.0) -> float:
-    """The least number up to ``most`` from which on ``holds``, else infinity."""
-    if not holds(most):
-        return math.inf
-    return bisect(lambda x: not holds(x), 0.0, most, lambda at: 1e-14 * at)[1]
+    trials = 64
+    while trials < 10**9:
+        if dprime_found(mu, 2.0 * mu, trials, alpha) if mu is not None else profile_found(profile, trials, alpha):
+            return math.ceil(1.5 * trials / (1.0 - TEACH))  # half as many more, for most audits instead of half
+        trials = trials * 9 // 8
+    return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,9 @@ from quietgrad.audit.confidence_bounds import (
     best_threshold,
     dprime_found,
     dprime_lower,
-    dprime_refuted,
     epsilon_lower,
     half_width,
-    profile_blind,
-    profile_refuted,
+    profile_found,
 )
 from quietgrad.audit.replicas import Views
 from quietgrad.audit.report import AuditFinding, Verdict
@@ -37,7 +35,6 @@ from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.accounting import delta_of, gdp_mu
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
-from quietgrad.privacy.events import ZCDP, Event
 
 Floats = npt.NDArray[np.float64]
 
@@ -62,10 +59,6 @@ class PrivacyClaim:
         return self.plan.budget.delta
 
     @cached_property
-    def epsilon(self) -> float:
-        return self.plan.epsilon()
-
-    @cached_property
     def mu(self) -> float | None:
         """μ if everything released is un-sampled Gaussian, else ``None``."""
         try:
@@ -73,35 +66,15 @@ class PrivacyClaim:
         except UnprovableError:
             return None
 
-    @property
-    def rho(self) -> float | None:
-        """ρ if the claim is one of zCDP, else ``None``."""
-        event = self.plan.event
-        return event.rho if isinstance(event, ZCDP) else None
-
-    @property
-    def in_every_release(self) -> bool:
-        """Whether the canary is in every release: only then is the attack as strong as its yardstick."""
-        return all(
-            s.sampling.probability == 1.0 and s.sampling.participation(1) is None for s in self.plan.schedule.slots
-        )
-
     @cached_property
     def profile(self) -> dict[float, float]:
         """δ(ε) as the accountant proves it, at a few ε."""
-        return _profile(self.plan.event, self.relation)
+        return {e: delta_of(self.plan.event, epsilon=e, relation=self.relation) for e in _POINTS}
 
 
-@lru_cache(maxsize=64)
-def _profile(event: Event, relation: Relation) -> dict[float, float]:
-    return {e: delta_of(event, epsilon=e, relation=relation) for e in _POINTS}
-
-
-def attack_dprime(
-    views: tuple[Views, Views], claim: PrivacyClaim, what: str, alpha: float, *, mu: float | None = None
-) -> AuditFinding:
-    """L1: d′ of the transcripts along the direction that separates them best, against μ (default: the claim's)."""
-    mu = claim.mu if mu is None else mu
+def attack_dprime(views: tuple[Views, Views], claim: PrivacyClaim, what: str, alpha: float) -> AuditFinding:
+    """L1: d′ of the transcripts along the direction that separates them best, against the claim's μ."""
+    mu = claim.mu
     if mu is None:
         raise ValueError("L1 needs un-sampled Gaussian releases; use attack_profile for others.")
     a, b = (features(view, claim.plan) for view in views)
@@ -109,12 +82,13 @@ def attack_dprime(
     direction = discriminant(a[:teach], b[:teach])
     _, low = dprime_lower(a[teach:] @ direction, b[teach:] @ direction, alpha)
     trials = len(a) - teach
+    slots = claim.plan.schedule.slots
+    in_every_release = all(s.sampling.probability == 1.0 and s.sampling.participation(1) is None for s in slots)
     # A canary that waits for its turn meets less than the claim allows: with half the noise it shows twice as much.
-    seen = dprime_found(mu, 2.0 * mu, trials, alpha) and (claim.in_every_release or 2.0 * low > mu)
+    seen = dprime_found(mu, 2.0 * mu, trials, alpha) and (in_every_release or 2.0 * low > mu)
     verdict: Verdict = "violation" if low > mu else "pass" if seen else "vacuous"
     shown = gaussian_epsilon(low, claim.delta_budget) if low else 0.0
-    refutes = _epsilon(dprime_refuted(mu, trials, alpha), claim) if claim.in_every_release else math.inf
-    return AuditFinding("L1", what, "μ", mu, low, verdict, shown, refutes=refutes)
+    return AuditFinding("L1", what, "μ", mu, low, verdict, shown)
 
 
 def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str, alpha: float) -> AuditFinding:
@@ -140,23 +114,17 @@ def attack_profile(scores: tuple[Floats, Floats], claim: PrivacyClaim, what: str
     delta_low = max(0.0, p_low - math.exp(epsilon) * q_high)
     claimed = claim.profile[epsilon]
     verdict: Verdict = "pass"
-    if delta_low > claimed or low > claim.epsilon:
+    if delta_low > claimed or low > claim.plan.epsilon():
         verdict = "violation"
-    elif profile_blind(claim.profile, trials, alpha):
+    elif not profile_found(claim.profile, trials, alpha):
         verdict = "vacuous"
-    refutes = _epsilon(profile_refuted(claim.profile, trials, alpha), claim) if claim.in_every_release else math.inf
-    return AuditFinding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low, refutes=refutes)
+    return AuditFinding("L2", what, f"δ(ε={epsilon:g})", claimed, delta_low, verdict, low)
 
 
 def _split(scores: tuple[Floats, Floats]) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
     """The runs that teach, and those that are tested."""
     teach = int(len(scores[0]) * TEACH)
     return (scores[0][:teach], scores[1][:teach]), (scores[0][teach:], scores[1][teach:])
-
-
-def _epsilon(mu: float, claim: PrivacyClaim) -> float:
-    """ε of a Gaussian mechanism at the claim's δ."""
-    return gaussian_epsilon(mu, claim.delta_budget) if math.isfinite(mu) else math.inf
 
 
 def likelihood(view: Views, claim: PrivacyClaim, signs: Callable[[int], float]) -> Floats | None:
@@ -177,11 +145,10 @@ def likelihood(view: Views, claim: PrivacyClaim, signs: Callable[[int], float]) 
         z, q = claim.plan.noise_multiplier * slot.noise, slot.sampling.probability
         moved = np.where(np.isnan(x[:, t]), 0.0, x[:, t] * signs(t)) / z**2
         half = 0.5 / z**2
-        with_canary = np.logaddexp(_log(1 - q), math.log(q) + moved - half)
-        if claim.relation is Relation.ADD_REMOVE:
-            step = with_canary
-        else:
-            step = with_canary - np.logaddexp(_log(1 - q), math.log(q) - moved - half)
+        absent = math.log1p(-q) if q < 1.0 else -math.inf
+        step = np.logaddexp(absent, math.log(q) + moved - half)
+        if claim.relation is Relation.REPLACE_ONE:
+            step -= np.logaddexp(absent, math.log(q) - moved - half)
         total += np.where(np.isnan(x[:, t]), 0.0, step)
     return total
 
@@ -217,10 +184,6 @@ def discriminant(a: Floats, b: Floats) -> Floats:
     return direction / size if size > 0.0 else np.ones_like(direction)
 
 
-def _log(x: float) -> float:
-    return math.log(x) if x > 0.0 else -math.inf
-
-
 def binary_divergence(p: npt.ArrayLike, q: npt.ArrayLike) -> Floats:
     """KL divergence of Bernoulli(p) from Bernoulli(q) in nats, 0 where p ≤ q: the event then says nothing.
 
@@ -242,18 +205,15 @@ def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alph
     """
     taught, tested = _split(scores)
     trials = len(tested[0])
-    _, event = best_event(taught, lambda p, q: _shown(p, q, trials, alpha))
+
+    def shown(p: Floats, q: Floats) -> Floats:
+        """What bounds on these rates would show in so many trials."""
+        return binary_divergence(p - half_width(p, trials, alpha / 2), q + half_width(q, trials, alpha / 2))
+
+    _, event = best_event(taught, shown)
     measured = float(binary_divergence(*event.bounds(tested, alpha)))
-    verdict: Verdict = "violation" if measured > rho else "vacuous" if _blind(rho, trials, alpha) else "pass"
+    # A Gaussian mechanism with half the noise has 4ρ, so d′ = √(8ρ).
+    cuts = np.linspace(-6.0, 12.0, 181)
+    seen = float(shown(ndtr(math.sqrt(8.0 * rho) - cuts), ndtr(-cuts)).max()) > rho
+    verdict: Verdict = "violation" if measured > rho else "pass" if seen else "vacuous"
     return AuditFinding("L2", what, "ρ", rho, measured, verdict)
-
-
-def _shown(p: Floats, q: Floats, trials: int, alpha: float) -> Floats:
-    """What bounds on these rates would show in ``trials`` trials."""
-    return binary_divergence(p - half_width(p, trials, alpha / 2), q + half_width(q, trials, alpha / 2))
-
-
-def _blind(rho: float, trials: int, alpha: float) -> bool:
-    """Whether a Gaussian mechanism with half the noise, 4ρ, would usually pass too."""
-    mu, cuts = math.sqrt(8.0 * rho), np.linspace(-6.0, 12.0, 181)
-    return float(_shown(ndtr(mu - cuts), ndtr(-cuts), trials, alpha).max()) <= rho

@@ -24,14 +24,16 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
 from quietgrad.algorithms.dp_srm import DPSRM
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
-from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, Pattern, PatternSession
+from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, PatternSession
 from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.audit.noise_checks import check_noise
-from quietgrad.audit.replicas import BlockVector, Views, walk
+from quietgrad.audit.replicas import BlockVector, Pattern, Views, walk
 from quietgrad.audit.report import AuditFinding, AuditReport
+from quietgrad.curators.base import Session
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.parties import Party, matched
-from quietgrad.federation.simulation import assemble
+from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.simulation import Federation, assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
@@ -73,8 +75,6 @@ def run_federated(
     trust: str = "curator",
     secure: str | None = None,
     runs: int = 2000,
-    parties: int | None = None,
-    confidence: float = 1.0 - 1e-6,
 ) -> AuditReport:
     """Audit an algorithm of sums on a federation: noise after aggregation (L0), and d′ of its transcripts (L1).
 
@@ -83,22 +83,35 @@ def run_federated(
         budget: the guarantee of every record of every party.
         trust, secure: as in :func:`quietgrad.federation.simulate`.
         runs: runs of each world, made side by side.
-        parties: how many; 3, or 1 where each party adds its own noise.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
     >>> run_federated(lambda n: DPGD(steps=3), budget=Budget(6.0, 1e-5), trust="secure", secure="masks").passed
     True
     """
     started = time.perf_counter()
-    alpha = (1.0 - confidence) / 4
-    parties = parties or (1 if trust == "local" else 3)
+    alpha = 1e-6 / 4
+    parties = 1 if trust == "local" else 3  # each party of a local federation adds the whole noise to its own sum
     plan = make_plan(make(4), n=4, budget=budget)
     claim = PrivacyClaim(plan)
     if claim.mu is None:
         raise ValueError("a federation is audited with everyone in every round: make(n) must not sample.")
 
     def heard(pattern: Pattern, which: int | None) -> tuple[Views, float]:
-        return _federation(make, budget, plan.noise_multiplier, (trust, secure), pattern, which, runs, parties)
+        """What the federation publishes in one world (``None``: every record silent), and its variance factor."""
+        first = {None: "silent", 0: "canary", 1: "mirror"}[which]
+        gone = which == 1 and budget.relation is Relation.ADD_REMOVE
+        others = ("silent", "silent") if which is None else ("against", "aside")
+        roles = [("silent",) if gone else (first, "silent"), *[others] * (parties - 1)]
+        holders = [Party(CanaryRecords(each, runs, _WIDTH), n_public=2 * runs) for each in roles]
+        algorithm, objective = make(2 * runs * parties), CanaryObjective(pattern)
+        made, session, _ = _opened(
+            algorithm, objective, holders, budget=budget, trust=trust, secure=secure,
+            noise_multiplier=plan.noise_multiplier,
+        )  # fmt: skip
+        recording = PatternSession(session, blocks=runs)
+        views = walk(algorithm, recording, np.zeros(runs * _WIDTH).view(BlockVector))
+        session.close("steps")
+        return views, 1.0 if trust == "local" else float(made.variance_factor)
 
     silent, factor = heard("growing", None)
     width = silent.transcript.shape[1] // _WIDTH
@@ -108,46 +121,21 @@ def run_federated(
     sigma = plan.noise_multiplier * math.sqrt(factor)
     findings = check_noise(rows / noises[:, None], sigma, f"after aggregation, {where}", alpha)
     for pattern in ("growing", "alternating"):
-        views = tuple(heard(pattern, which)[0] for which in (0, 1))
-        findings.append(attack_dprime((views[0], views[1]), claim, f"{pattern} canary, {where}", alpha))
+        views = heard(pattern, 0)[0], heard(pattern, 1)[0]
+        findings.append(attack_dprime(views, claim, f"{pattern} canary, {where}", alpha))
     notes = (f"parties: {parties}; the published sums carry {factor:.4g} times the claimed variance",)
-    name = f"{plan.algorithm}: {where}"
-    return AuditReport.of(name, plan, findings, runs=runs, started=started, confidence=confidence, notes=notes)
+    return AuditReport.of(f"{plan.algorithm}: {where}", plan, findings, runs=runs, started=started, notes=notes)
 
 
-def _federation(
-    make: Callable[[int], Algorithm],
-    budget: Budget,
-    noise_multiplier: float,
-    trust: tuple[str, str | None],
-    pattern: Pattern,
-    which: int | None,
-    runs: int,
-    parties: int,
-) -> tuple[Views, float]:
-    """What a federation publishes in one world (``None``: every record silent), and its variance factor."""
-    first = {None: "silent", 0: "canary", 1: "mirror"}[which]
-    gone = which == 1 and budget.relation is Relation.ADD_REMOVE
-    attacked = ("silent",) if gone else (first, "silent")
-    others = ("silent", "silent") if which is None else ("against", "aside")
-    holders = [
-        Party(CanaryRecords(roles, runs, _WIDTH), n_public=2 * runs)
-        for roles in (attacked, *[others] * (parties - 1))
-    ]
-    objective: Any = CanaryObjective(pattern)
-    algorithm = make(2 * runs * parties)
-    plan, federation = assemble(
-        algorithm, objective, holders, budget=budget, trust=trust[0], secure=trust[1],
-        noise_multiplier=noise_multiplier,
-    )  # fmt: skip
+def _opened(
+    algorithm: Algorithm, objective: Any, parties: Sequence[Party], **settings: Any
+) -> tuple[FederatedPlan, Session, Federation]:
+    """A federation in one process, and the session of its coordinator."""
+    plan, federation = assemble(algorithm, objective, parties, **settings)
     curator = FederatedCurator(
         objective, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
     )
-    session = PatternSession(curator.open(plan), blocks=runs)
-    views = walk(algorithm, session, np.zeros(runs * _WIDTH).view(BlockVector))
-    session.close("steps")
-    # Every party of a local federation adds the whole noise to its own sum.
-    return views, float(parties if trust[0] == "local" else plan.variance_factor)
+    return plan, curator.open(plan), federation
 
 
 Joining = Callable[[Sequence[Party]], tuple[Sequence[Party], dict[str, Any]]]
@@ -166,12 +154,7 @@ def kept_once(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]
 
 
 def attack_shared_person(
-    runs: int,
-    joining: Joining = priced,
-    *,
-    relation: Relation = Relation.ADD_REMOVE,
-    trust: str = "curator",
-    secure: str | None = None,
+    runs: int, joining: Joining = priced, *, relation: Relation = Relation.ADD_REMOVE
 ) -> AuditFinding:
     """Tell from one published sum whether a person known to two of three parties is in it.
 
@@ -182,22 +165,17 @@ def attack_shared_person(
     claimed = None
     for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
         parties, settings = joining([_party(place, sign, relation) for place in range(3)])
-        plan, federation = assemble(
-            DPGD(steps=runs), loss, parties, budget=budget, trust=trust, secure=secure, unit="person",
-            noise_multiplier=0.8, **settings,
-        )  # fmt: skip
+        plan, session, federation = _opened(
+            DPGD(steps=runs), loss, parties, budget=budget, unit="person", noise_multiplier=0.8, **settings
+        )
         slot = plan.schedule["gradient"]
         claimed = replace(plan, schedule=replace(plan.schedule, slots=(replace(slot, count=1),)))
-        curator = FederatedCurator(
-            loss, InProcess(federation.handlers), identity=federation.identity, roster=federation.roster
-        )
-        session, query = curator.open(plan), GradientQuery(np.zeros(2), 1.0)
+        query = GradientQuery(np.zeros(2), 1.0)
         scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
         session.close("steps")
         federation.close()
     assert claimed is not None
-    how = trust if secure is None else f"secure sum by {secure}"
-    what = f"a person known to two parties, {joining.__name__}, {how}, {relation}"
+    what = f"a person known to two parties, {joining.__name__}, {relation}"
     return attack_profile((scores[0], scores[1]), PrivacyClaim(claimed), what, 1e-6)
 
 

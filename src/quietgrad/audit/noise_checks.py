@@ -1,9 +1,11 @@
 """Layer L0: hundreds of consecutive releases of every slot, through the real session and across a resume.
 
 A program that forgets its noise at every seventh release looks sound to an auditor who listens six times. Every
-mechanism's noise is mapped to standard normals under its own law (:mod:`~quietgrad.audit.mechanisms`), so one set
-of tests serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by Bonferroni: a
-correct program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
+mechanism is asked for releases whose exact answer is known: zeros, constants, labels that occur a chosen number of
+times. What comes back is the noise, or a choice that the noise made, and the mechanism's
+:class:`~quietgrad.privacy.mechanisms.Probe` maps it to standard normals under the claimed law, so one set of tests
+serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by Bonferroni: a correct
+program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
 
 =============== ==========================================================================================
 L0 noise scale  Σz² of every release, every coordinate, every k-th release and coordinate, and of halves,
@@ -17,33 +19,27 @@ L0 coordinates  the same between coordinates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import betainc, chdtrc, gammainc, gammaincc, ndtr
 
-from quietgrad.audit.mechanisms import (
-    BOUND,
-    AnonymousRecords,
-    ConstantQuery,
-    EmptyObjective,
-    labels_of,
-    listener,
-    probe_of,
-)
 from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
-from quietgrad.audit.report import AuditFinding
-from quietgrad.objectives.queries.counts import LabelSet
+from quietgrad.audit.report import AuditFinding, judged
+from quietgrad.objectives.base import Batch, NoRegularizer
+from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan, Schedule, Slot
+from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, kinds
+from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, Probe, kinds
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import CyclicCohorts, FullBatch, Poisson, Sampling
+from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
 _BINS = 64
@@ -95,43 +91,42 @@ def categories(seen: Floats, expected: Floats) -> float:
 
 
 def _scale(z: Floats, what: str, alpha: float) -> AuditFinding:
-    blocks = list(_blocks(z * z))
-    total, count = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
+    total, count, where = _parts(z * z)
     # χ² both ways, by the incomplete gamma function.
     chance = 2.0 * np.minimum(gammainc(count / 2, total / 2), gammaincc(count / 2, total / 2))
     worst = int(np.argmin(chance))
-    ratio = math.sqrt(total[worst] / count[worst])
-    if float(chance[worst]) >= alpha / len(chance):
-        return AuditFinding("L0 noise scale", what, "σ/claim", 1.0, ratio, "pass")
-    return AuditFinding("L0 noise scale", what, "σ/claim", 1.0, ratio, "violation", note=_where(blocks, worst))
+    found = judged(
+        "L0 noise scale", what, "σ/claim", 1.0, math.sqrt(total[worst] / count[worst]),
+        ok=float(chance[worst]) >= alpha / len(chance),
+    )  # fmt: skip
+    return found if found.verdict == "pass" else found._replace(note=where[worst])
 
 
-def _where(blocks: list[tuple[Floats, Floats, str]], place: int) -> str:
-    for sums, _, words in blocks:
-        if place < len(sums):
-            return words.format(place)
-        place -= len(sums)
-    raise IndexError(place)
-
-
-def _blocks(values: Floats) -> Iterator[tuple[Floats, Floats, str]]:
+def _parts(values: Floats) -> tuple[Floats, Floats, list[str]]:
     """Sums over parts of the releases and coordinates, how many numbers each has, and where it is."""
+    sums: list[Floats] = []
+    counts: list[Floats] = []
+    where: list[str] = []
     for axis, name in ((1, "release"), (0, "coordinate")):
-        sums, width = values.sum(axis=axis), values.shape[axis]
-        yield sums, np.full(len(sums), float(width)), f"{name} {{}}"
-        at = np.arange(len(sums))
-        for period in range(2, min(_LONGEST_PERIOD, len(sums) // 4) + 1):
-            part = np.bincount(at % period, weights=sums).astype(np.float64)
-            count = (width * np.bincount(at % period)).astype(np.float64)
-            yield part, count, f"every {period}th {name}, from {{}}"
+        lines, width = values.sum(axis=axis), values.shape[axis]
+        at = np.arange(len(lines))
+        for period in (0, *range(2, min(_LONGEST_PERIOD, len(lines) // 4) + 1)):
+            group = at % period if period else at
+            sums.append(np.bincount(group, weights=lines).astype(np.float64))
+            counts.append((width * np.bincount(group)).astype(np.float64))
+            words = f"every {period}th {name}, from" if period else name
+            where += [f"{words} {k}" for k in range(len(sums[-1]))]
     rows, columns = (_halves(size) for size in values.shape)
     for r in rows:
-        parts = [values[r, c] for c in columns]
-        sums, counts = np.array([p.sum() for p in parts]), np.array([float(p.size) for p in parts])
-        yield sums, counts, f"releases {r.start} to {r.stop}, part {{}} of the coordinates"
+        for c in columns:
+            sums.append(np.array([values[r, c].sum()]))
+            counts.append(np.array([float(values[r, c].size)]))
+            where.append(f"releases {r.start} to {r.stop}, coordinates {c.start} to {c.stop}")
+    return np.concatenate(sums), np.concatenate(counts), where
 
 
 def _halves(size: int) -> list[slice]:
+    """All of a range, its halves, quarters, eighths and sixteenths."""
     found, parts = [], 1
     while size // parts >= 4 and parts <= 16:
         edges = np.linspace(0, size, parts + 1).astype(int).tolist()
@@ -145,16 +140,13 @@ def _law(z: Floats, what: str, alpha: float) -> AuditFinding:
     counts = np.bincount(np.minimum((ndtr(z.ravel()) * bins).astype(int), bins - 1), minlength=bins)
     expected = z.size / bins
     whole = float(chdtrc(bins - 1, float(((counts - expected) ** 2).sum() / expected)))
-    blocks = list(_blocks(z))
-    sums, sizes = (np.concatenate([block[k] for block in blocks]) for k in (0, 1))
+    sums, sizes, where = _parts(z)
     means = 2.0 * ndtr(-np.abs(sums) / np.sqrt(sizes))
     worst = int(np.argmin(means))
     shifted = float(means[worst]) * len(means)
-    chance = 2.0 * min(whole, shifted)
-    if chance >= alpha:
-        return AuditFinding("L0 noise law", what, "p", alpha, min(1.0, chance), "pass")
-    note = f"the mean at {_where(blocks, worst)}" if shifted < whole else ""
-    return AuditFinding("L0 noise law", what, "p", alpha, chance, "violation", note=note)
+    chance = min(1.0, 2.0 * min(whole, shifted))
+    found = judged("L0 noise law", what, "p", alpha, chance, ok=chance >= alpha)
+    return found._replace(note=f"the mean at {where[worst]}") if shifted < min(whole, alpha) else found
 
 
 def _independent(z: Floats, what: str, layer: str, alpha: float) -> AuditFinding:
@@ -180,14 +172,126 @@ def _independent(z: Floats, what: str, layer: str, alpha: float) -> AuditFinding
         chances.append(1.0 - float(betainc(0.5, (width - 1) / 2, min(1.0, cosine**2))))
         tests += size * (size - 1) // 2
     worst = min(chances) * max(1, tests)
-    return AuditFinding(layer, what, "p", alpha, min(1.0, worst), "violation" if worst < alpha else "pass")
+    return judged(layer, what, "p", alpha, min(1.0, worst), ok=worst >= alpha)
 
+
+# --- how a session is asked for its noise -------------------------------------------------------------------------
 
 RELEASES, WIDTH, WIDE = 256, 64, 512  # of vectors
 CHOICES = 2048  # of mechanisms that only choose
+BOUND = 0.75
 
 MECHANISMS: tuple[Mechanism, ...] = tuple(kind.example(RELEASES) for kind in kinds().values())
 """One of every kind."""
+
+Listen = Callable[[Any, np.random.Generator], Floats]
+"""(session, the auditor's own randomness) ↦ standard normals of one release."""
+
+
+@dataclass(frozen=True)
+class AnonymousRecords:
+    """Records of which only the number is known, and their labels where those are asked for."""
+
+    n: int
+    dim: int
+    labels: npt.NDArray[Any] | None = None
+
+    def __len__(self) -> int:
+        return self.n
+
+    def contents(self) -> Iterator[bytes]:
+        """Nothing: every answer is the same whatever they are."""
+        yield b""
+
+    fingerprint_parts = contents
+
+
+class EmptyObjective:
+    """An objective for queries that ask nothing of it."""
+
+    regularizer = NoRegularizer()
+    silent_batches: ClassVar[bool] = False
+
+    def prepare(self, data: AnonymousRecords) -> AnonymousRecords:
+        return data
+
+    def initial(self, records: AnonymousRecords) -> Floats:
+        return np.zeros(records.dim)
+
+
+@dataclass(frozen=True)
+class ConstantQuery:
+    """A query whose sum is known: ``value`` in every coordinate, whatever the records are."""
+
+    size: int
+    bound: float
+    value: float = 0.0
+
+    def dim(self, records: Any) -> int:
+        """Length of the vector released."""
+        return self.size
+
+    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+        """Add the constant."""
+        out += self.value
+
+
+def _probe(slot: Slot, plan: Plan, rho: float | None = None) -> Probe:
+    """What is asked of a slot, at the noise that the plan promises or that spends ρ of a filter."""
+    assert plan.budget is not None
+    relation = plan.budget.relation
+    multiplier = slot.multiplier(plan.noise_multiplier) if rho is None else noise_multiplier_for_rho(rho, relation)
+    bound = LabelCounts(relation).bound if slot.mechanism.verb == "discover" else BOUND
+    return slot.mechanism.probe(multiplier, bound, relation)
+
+
+def listener(slot: Slot, plan: Plan, width: int) -> Listen:
+    """What asks one release of ``slot`` and returns standard normals, if its claim holds."""
+    assert plan.budget is not None
+    rho, name, relation = rho_of(plan), slot.name, plan.budget.relation
+    probe = _probe(slot, plan, rho)
+    queries = [ConstantQuery(1, BOUND, value) for value in probe.values]
+    spend = {} if rho is None else {"rho": rho}
+
+    def listen(session: Any, rng: np.random.Generator) -> Floats:
+        number = session.used[name]
+        answer: Any = None
+        match slot.mechanism.verb:
+            case "release":
+                answer = as_numbers(session.release(name, ConstantQuery(width, BOUND), **spend))
+            case "choose":
+                answer = session.choose(name, queries, **spend)
+            case "first_below":
+                found = session.first_below(name, queries, 0.0)
+                answer = len(queries) if found is None else found
+            case "discover":
+                answer = np.isin(np.arange(width), session.discover(name, LabelCounts(relation))).astype(int)
+        return probe.normals(answer, number, rng)
+
+    return listen
+
+
+def records_for(slot: Slot, plan: Plan, width: int) -> AnonymousRecords:
+    """Records to ask ``slot`` about; where labels are asked for, ``width`` occur as often as the probe wants."""
+    if slot.mechanism.verb != "discover":
+        return AnonymousRecords(plan.n_public, width)
+    labels = np.repeat(np.arange(width), _probe(slot, plan).count)
+    n = max(plan.n_public, len(labels))  # the other records share one more label
+    return AnonymousRecords(n, 1, np.append(labels, np.full(n - len(labels), width)))
+
+
+def rho_of(plan: Plan) -> float | None:
+    """Each release's part of a filter: all releases of all slots together spend it."""
+    if plan.schedule.composition != "filter":
+        return None
+    return plan.event_rho / (plan.schedule.releases + 1)
+
+
+def _count(mechanism: Mechanism) -> int:
+    return CHOICES if mechanism.verb in ("choose", "first_below") else RELEASES
+
+
+# --- hundreds of releases -----------------------------------------------------------------------------------------
 
 
 def probe_mechanism(
@@ -207,8 +311,7 @@ def probe_grid(curator: CuratorFactory = central) -> AuditFinding:
     heard = np.stack([as_numbers(session.release("probe", ConstantQuery(WIDTH, BOUND, 0.1))) for _ in range(8)])
     _, step = sigma_for(plan.noise_multiplier, BOUND, WIDTH)
     off = float(np.abs(heard / step - np.rint(heard / step)).max())
-    verdict = "pass" if off == 0.0 else "violation"
-    return AuditFinding("L0 grid", "curator", "units off", 0.0, off, verdict)  # type: ignore[arg-type]
+    return judged("L0 grid", "curator", "units off", 0.0, off, ok=off == 0.0)
 
 
 def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> Plan:
@@ -224,12 +327,11 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
 
 def lengthened(plan: Plan) -> Plan:
     """The plan with hundreds of releases in every slot and records enough for them; noise and law stay."""
-    counts = [_count(slot.mechanism) for slot in plan.schedule.slots]
-    passes = [slot.sampling.fresh * count for slot, count in zip(plan.schedule.slots, counts, strict=True)]
-    looks = [WIDTH * probe_of(s, plan).count for s in plan.schedule.slots if s.mechanism.verb == "discover"]
-    n = max(plan.n_public, sum(passes), *looks, 1)
+    counted = [(slot, _count(slot.mechanism)) for slot in plan.schedule.slots]
+    passes = sum(slot.sampling.fresh * count for slot, count in counted)
+    n = max(plan.n_public, passes, *(len(records_for(slot, plan, WIDTH)) for slot, _ in counted), 1)
     slots = []
-    for slot, count in zip(plan.schedule.slots, counts, strict=True):
+    for slot, count in counted:
         sampling = slot.sampling.sized(n)
         held = sampling.participation(count)
         mechanism = slot.mechanism if held is None else slot.mechanism.over(count, *held)
@@ -248,11 +350,10 @@ def probe_slots(
 ) -> list[AuditFinding]:
     """Listen to all releases of every slot of ``plan``, and for noise that slots share."""
     key = fresh_key() if seed is None else seed_key(seed)
-    slots = plan.schedule.slots
-    share = alpha / (len(slots) + 1)
+    share = alpha / (len(plan.schedule.slots) + 1)
     findings: list[AuditFinding] = []
     vectors = []
-    for slot in slots:
+    for slot in plan.schedule.slots:
         z = np.stack(list(_hear(plan, slot, curator, key, seed, width)))
         findings += check_normals(z, f"{what}, {slot.name!r}" if what else slot.name, share)
         if z.shape[1] == width:
@@ -268,42 +369,18 @@ def _hear(
 ) -> Iterator[Floats]:
     """The slot's releases as normals: half through one session, the rest through one that continues it, and some
     through another session of the same curator, which must not begin its noise again."""
-    rho = rho_of(plan)
-    listen = listener(slot, plan, width, rho)
-    rng = np.random.default_rng(seed)
+    listen, records, rng = listener(slot, plan, width), records_for(slot, plan, width), np.random.default_rng(seed)
     half = slot.count // 2
-    holder = _holder(plan, slot, curator, key, width)
+    holder: Any = curator(EmptyObjective(), records, key)
     session = holder.open(plan)
     for _ in range(half):
         yield listen(session, rng)
-    used, left = session.used, session.rho_left
-    session = _holder(plan, slot, curator, key, width).open(plan, used=used, rho_left=left if rho else None)
+    used, left = session.used, session.rho_left if rho_of(plan) else None
+    later: Any = curator(EmptyObjective(), records, key)
+    session = later.open(plan, used=used, rho_left=left)
     for _ in range(slot.count - half):
         yield listen(session, rng)
-    session, listen = holder.open(plan), listener(slot, plan, width, rho)
+    # A probe of correlated noise remembers the releases before: the other session has its own.
+    session, listen = holder.open(plan), listener(slot, plan, width)
     for _ in range(slot.count // 4):
         yield listen(session, rng)
-
-
-def _holder(plan: Plan, slot: Slot, curator: CuratorFactory, key: bytes, width: int) -> Any:
-    if slot.mechanism.verb == "discover":
-        return curator(Labelled(), labels_of(slot, plan, width), key)
-    return curator(EmptyObjective(), AnonymousRecords(plan.n_public, width), key)
-
-
-class Labelled(LabelSet):
-    """Labels that are ready as records."""
-
-    def prepare(self, data: Any) -> Any:
-        return data
-
-
-def rho_of(plan: Plan) -> float | None:
-    """Each release's part of a filter: all releases of all slots together spend it."""
-    if plan.schedule.composition != "filter":
-        return None
-    return plan.event_rho / (plan.schedule.releases + 1)
-
-
-def _count(mechanism: Mechanism) -> int:
-    return CHOICES if mechanism.verb in ("choose", "first_below") else RELEASES

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,14 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.base import Curator, Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import Query
-from quietgrad.plans.schedule import Plan
+from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import (
-    Sampler,
-    Sampling,
-)
+from quietgrad.sampling import Sampler, Sampling
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
+Pattern = Literal["growing", "alternating", "constant"]
 
 
 class NotSeparableError(TypeError):
@@ -61,14 +59,6 @@ class RecordingSession:
         self.regularizer = session.regularizer
         self.heard: list[Floats] = []
         self.slots: list[str] = []
-
-    @property
-    def rho_left(self) -> float:
-        return self._session.rho_left
-
-    @rho_left.setter
-    def rho_left(self, value: float) -> None:
-        self._session.rho_left = value
 
     def uniform(self, label: str) -> float:
         if self._uniform is not None:
@@ -118,8 +108,6 @@ def as_numbers(vector: Vector) -> Floats:
 
 CuratorFactory = Callable[[Any, Any, bytes], Curator]
 """(objective, data, key) ↦ the curator that holds the data."""
-Tick = Callable[[int], None]
-"""Told how many more runs are done."""
 
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
 
@@ -133,7 +121,6 @@ class ReplicaSampling(Sampling, kind="replicated"):
     n: int
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
-        """What one run releases: the claim under audit."""
         return self.inner.event(inner, steps)
 
     def expected_batch(self, n_public: int) -> float:
@@ -147,32 +134,29 @@ class ReplicaSampling(Sampling, kind="replicated"):
         return _Strided(self.inner.sampler(n_records // self.runs, stream), self.runs, n_records // self.runs)
 
     def times(self, count: int) -> int:
-        """As in one run."""
         return self.inner.times(count)
 
     def participation(self, count: int) -> tuple[int, int] | None:
-        """As in one run."""
         return self.inner.participation(count)
 
     def describe(self) -> str:
-        """Return one line for people."""
         return f"{self.runs} independent runs of {self.inner.describe()}"
 
 
+@dataclass(frozen=True)
 class _Strided:
     """Release t of run r is the sampler's batch t·N + r, shifted into the run's block."""
 
-    def __init__(self, inner: Sampler, runs: int, block: int) -> None:
-        self.inner, self.runs, self.block = inner, runs, block
+    inner: Sampler
+    runs: int
+    block: int
 
     def batch(self, i: int) -> npt.NDArray[np.int64]:
-        first = i * self.runs
-        parts = [self._one(first + r) + r * self.block for r in range(self.runs)]
+        parts = []
+        for r in range(self.runs):
+            batch = self.inner.batch(i * self.runs + r)
+            parts.append((np.arange(self.block) if batch is None else batch) + r * self.block)
         return np.concatenate(parts)
-
-    def _one(self, number: int) -> npt.NDArray[np.int64]:
-        batch = self.inner.batch(number)
-        return np.arange(self.block) if batch is None else batch
 
 
 class Game(ABC):
@@ -184,6 +168,8 @@ class Game(ABC):
     """One run's number of parameters."""
     gaussian: bool
     """Whether transcripts of un-sampled Gaussian releases are jointly Gaussian in both worlds."""
+    pattern: Pattern | None = None
+    """How the canary's gradient moves from step to step, where the auditor dictates it."""
     separable: ClassVar[bool] = True
     """Whether runs may be made side by side."""
 
@@ -219,10 +205,6 @@ def central(objective: Any, data: Any, key: bytes) -> Curator:
     return CentralCurator(objective, data, key=key, account="audit")
 
 
-def silent(runs: int) -> None:
-    """Show no progress."""
-
-
 @dataclass(frozen=True)
 class Trial:
     """What all runs of an attack have in common: ``plan`` is one run's plan, which is what is claimed.
@@ -236,33 +218,49 @@ class Trial:
     curator: CuratorFactory = central
     seed: int | None = None
 
-    def shifted(self, by: int) -> Trial:
-        """The same with another seed, if there is one."""
-        return self if self.seed is None else replace(self, seed=self.seed + by)
+    @property
+    def law(self) -> Law | None:
+        """The law of the random round, if the plan has one."""
+        laws = [slot.law for slot in self.plan.schedule.slots if slot.law is not None]
+        return tuple(sorted((r, p) for r, p in laws[0] if p > 0.0)) if len(laws) == 1 else None
 
-    def collect(self, which: int, runs: int, *, together: bool = True, tick: Tick = silent) -> Views:
-        """What left the session in ``runs`` runs of world ``which``, side by side where they can be."""
+    def collect(self, which: int, runs: int, *, together: bool = True) -> Views:
+        """What left the session in ``runs`` runs of world ``which``, side by side where they can be.
+
+        A method that stops at a random round R is priced as δ(ε) = E[δ_R(ε)], which holds even if R is published.
+        So the auditor draws R for each run, and all runs of one R are made side by side.
+        """
         white = all(slot.mechanism.white for slot in self.plan.schedule.slots)
+        if not together or not white or not self.game.separable:
+            return self._one_by_one(which, runs)
         try:
-            if not together or not white or not self.game.separable:
-                raise NotSeparableError
-            views = self.side_by_side(which, runs)
+            if self.law is None:
+                return self._side_by_side(which, runs)
+            rng = np.random.default_rng(self.seed)
+            shares = [p for _, p in self.law]
+            middles = np.cumsum(shares) - np.array(shares) / 2  # a draw that gives each round
+            parts = [
+                self._side_by_side(which, size, k, float(middles[k]))
+                for k, size in enumerate(rng.multinomial(runs, shares).tolist())
+                if size
+            ]
+            views = _joined(parts, runs, looped=False)
+            order = rng.permutation(runs)  # the first quarter teaches: it must hold all rounds
+            return views._replace(transcript=views.transcript[order], model=views.model[order])
         except NotSeparableError:
-            return self._one_by_one(which, runs, tick)
-        tick(runs)
-        return views
+            return self._one_by_one(which, runs)
 
-    def side_by_side(self, which: int, runs: int, *, uniform: float | None = None) -> Views:
-        """Runs in one pass, or not at all; ``uniform`` fixes what a random round is drawn with."""
+    def _side_by_side(self, which: int, runs: int, number: int = 0, uniform: float | None = None) -> Views:
+        """Runs in as few passes as fit; ``uniform`` fixes what a random round is drawn with."""
         size, parts = max(1, _MOST_NUMBERS // self.game.dim), []
         for done in range(0, runs, size):
             blocks = min(size, runs - done)
-            holder, session = self._open(which, done, blocks=blocks)
+            holder, session = self._open(which, 1000 * number + done, blocks=blocks)
             recording = self.game.recording(which)(session, blocks=blocks, uniform=uniform)
             parts.append(walk(self.algorithm, recording, np.asarray(holder.initial()).view(BlockVector)))
         return _joined(parts, runs, looped=False)
 
-    def _one_by_one(self, which: int, runs: int, tick: Tick) -> Views:
+    def _one_by_one(self, which: int, runs: int) -> Views:
         """Runs one after the other, through one session with room for all their releases.
 
         Sharing the session saves setting up streams for each; noise is addressed by the number of the release, so
@@ -280,7 +278,6 @@ class Trial:
                 rho, start = session.rho_left, np.asarray(holder.initial())
             session.rho_left = rho
             parts.append(walk(self.algorithm, recording(session, number=number), start))
-            tick(1)
         return _joined(parts, runs, looped=True)
 
     def _open(self, which: int, number: int, *, blocks: int = 1, rounds: int = 1) -> tuple[Curator, Any]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import html
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from quietgrad.audit.confidence_bounds import OFTEN
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Relation
 
@@ -17,11 +14,7 @@ Verdict = Literal["pass", "violation", "vacuous"]
 
 
 class AuditFinding(NamedTuple):
-    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict.
-
-    ``refutes`` is the power of the test: the least ε of a Gaussian mechanism that it nearly always accuses
-    (:data:`~quietgrad.audit.confidence_bounds.OFTEN`), attacked as strongly as can be.
-    """
+    """One test: the layer, what was attacked, claim and measured bound in the layer's unit, and the verdict."""
 
     layer: str
     what: str
@@ -31,11 +24,11 @@ class AuditFinding(NamedTuple):
     verdict: Verdict
     epsilon_lower: float = 0.0
     note: str = ""
-    refutes: float = math.inf
 
-    def to_json(self) -> dict[str, Any]:
-        """The finding as JSON values; without a power, ``refutes`` is null."""
-        return {**self._asdict(), "refutes": self.refutes if math.isfinite(self.refutes) else None}
+
+def judged(layer: str, what: str, unit: str, claimed: float, measured: float, *, ok: bool) -> AuditFinding:
+    """A finding of an exact test, which passes if ``ok``."""
+    return AuditFinding(layer, what, unit, claimed, measured, "pass" if ok else "violation")
 
 
 @dataclass(frozen=True)
@@ -115,20 +108,18 @@ class AuditReport:
         """ε lower bound ÷ ε claimed: how much of the claim is visible to the attacker."""
         return self.epsilon_lower / self.epsilon_claimed
 
-    @property
-    def refutes(self) -> float:
-        """The least ε of a Gaussian mechanism that these runs nearly always accuse; infinite if not worked out."""
-        return min((f.refutes for f in self.findings), default=math.inf)
-
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
-        told = {name: getattr(self, name) for name in ("verdict", "passed", "vacuous", "layer")}
-        found = {
-            "refutes": self.refutes if math.isfinite(self.refutes) else None,
-            "findings": [f.to_json() for f in self.findings],
+        return {
+            **vars(self),
+            "relation": str(self.relation),
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "vacuous": self.vacuous,
+            "layer": self.layer,
+            "findings": [f._asdict() for f in self.findings],
             "notes": list(self.notes),
         }
-        return {**vars(self), "relation": str(self.relation), **told, **found}
 
     def __str__(self) -> str:
         runs = "one run" if self.runs == 1 else f"{self.runs} runs of each world"
@@ -137,50 +128,9 @@ class AuditReport:
             f"({self.relation}); ε ≥ {self.epsilon_lower:.4g} shown with confidence 1−{1 - self.confidence:.0e} "
             f"({runs}, {self.seconds:.2g} s)."
         )
-        lines = [f"  {describe(f)}" for f in self.findings]
-        power = [f"  power: {self.power}"] if self.power else []
-        return "\n".join([head, *lines, *power, *(f"  note: {note}" for note in self.notes)])
-
-    @property
-    def power(self) -> str:
-        """In words, what these runs could have shown."""
-        if not math.isfinite(self.refutes):
-            return ""
-        return (
-            f"{OFTEN:.0%} of such audits accuse a Gaussian mechanism whose true ε is {self.refutes:.3g} or more, "
-            "if the attack is as strong as can be; what leaks less may pass"
-        )
-
-
-def describe(finding: AuditFinding) -> str:
-    """One line of a finding."""
-    tail = f" ({finding.note})" if finding.note else ""
-    return (
-        f"{finding.layer:<15}{finding.verdict:<10}{finding.what}: claimed {finding.unit} {finding.claimed:.4g}, "
-        f"measured {finding.measured:.4g}{tail}"
-    )
-
-
-def cells(r: AuditReport) -> dict[str, str]:
-    """A row of a table of audits, by column."""
-    return {
-        "audit": r.algorithm, "relation": str(r.relation), "δ": f"{r.delta:g}",
-        "claimed ε": f"{r.epsilon_claimed:.3g}", "ε at least": f"{r.epsilon_lower:.3g}",
-        "confidence": f"1−{1 - r.confidence:.0e}", "runs": str(r.runs), "seconds": f"{r.seconds:.2f}",
-        "verdict": r.verdict.upper(), "layer": r.layer,
-    }  # fmt: skip
-
-
-def to_html(reports: Sequence[AuditReport]) -> str:
-    """A section of a page: the table of audits."""
-    rows = [cells(report) for report in reports]
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in (rows[0] if rows else ()))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in rows
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    text = (
-        "<p>A lower bound above the claim proves a violation. A pass says that these attacks found nothing; "
-        "it is no proof of privacy. The nearer the lower bound is to the claim, the stronger the attack was.</p>"
-    )
-    return f'<section class="audit"><h2>Audit</h2>{text}{table}</section>'
+        lines = [
+            f"  {f.layer:<15}{f.verdict:<10}{f.what}: claimed {f.unit} {f.claimed:.4g}, measured {f.measured:.4g}"
+            + (f" ({f.note})" if f.note else "")
+            for f in self.findings
+        ]
+        return "\n".join([head, *lines, *(f"  note: {note}" for note in self.notes)])

@@ -8,9 +8,6 @@ all of it up. A signed one also shows who vouches for the releases in it.
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
-
 from quietgrad.certificates.checking import Finding, Verdict, check
 from quietgrad.certificates.document import PrivacyCertificate, SigningKey, issue, new_key, public_key, read, schema
 
@@ -26,10 +23,3 @@ __all__ = [
     "read",
     "schema",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Document":
-        warnings.warn("certificates.Document is now PrivacyCertificate.", DeprecationWarning, stacklevel=2)
-        return PrivacyCertificate
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,32 +1,42 @@
 """Checking a certificate: what its parts prove, whether they agree, whose word it is, and what stays unshown.
 
-Nothing is believed because the file says so. ε is proved again from the events by the accountant that is named and,
-where it has a rule that is as tight, by dp-accounting; the events must be those that the plan's slots and noise
-give for the releases made, the slots those that the algorithm has at its settings, and the lines of the ledger
-must chain and have paid for these events at this δ under this relation. A forger can rewrite all parts alike
-unless the file is signed: without a signature agreement is all that is shown, and the verdict says so.
+Nothing is believed because the file says so. The plan is rebuilt: the stated algorithm at its settings gives the
+slots, slots and noise give the events, and both must be those in the file. ε is proved again from the events by the
+accountant that is named and, where it has a rule that is as tight, by dp-accounting. The lines of the ledger must
+chain and have paid for these events at this δ under this relation. A forger can rewrite all parts alike unless the
+file is signed: without a signature agreement is all that is shown, and the verdict says so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.certificates.consistency import ALTERED, CertificateClaim, plan_problems, read_claim
-from quietgrad.certificates.document import PrivacyCertificate, signature_holds
-from quietgrad.certificates.independent_accountant import IndependentProof, second_proof, sensitivity_again
-from quietgrad.errors import DataError, LedgerError, UnprovableError
+from quietgrad.algorithms.additive_gd import AdditiveGD
+from quietgrad.algorithms.base import HasSchedule
+from quietgrad.algorithms.custom_loop import LoopReleases
+from quietgrad.algorithms.registry import ALGORITHMS, entry
+from quietgrad.certificates.document import PrivacyCertificate, canonical, signature_holds
+from quietgrad.certificates.independent_accountant import second_proof, sensitivity_again
+from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableError
+from quietgrad.federation.plan import MATCHED, of_several_parties
+from quietgrad.federation.planning import ADVERSARIES, BUT_FOR_LISTS
 from quietgrad.files import read_bytes
-from quietgrad.plans.schedule import DECLARED, Schedule
-from quietgrad.privacy.accounting import ProvedGuarantee, prove
-from quietgrad.privacy.budget import PrivacyUnit, Relation
+from quietgrad.plans.counting import COUNT, PublicCount
+from quietgrad.plans.schedule import DECLARED, Schedule, Slot
+from quietgrad.privacy.accounting import prove
+from quietgrad.privacy.budget import PrivacyUnit, Relation, check_delta
 from quietgrad.privacy.chain import ChainEntry, anchor, check_anchor
+from quietgrad.privacy.events import Composed, Event, MaxOverParties, TotalVariationSlack, composed, repeated
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import LedgerState, compose_events
-from quietgrad.training.result import unpaid
+from quietgrad.privacy.ledger_state import LedgerState, compose_events, is_part
+from quietgrad.training.result import ADVERSARY, REFUTED, SEEDED, Privacy, event_size, unpaid
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
@@ -34,7 +44,20 @@ _TAKEN = {
     PrivacyUnit.RECORD: "That the records are what the data are called, and that one record is one person.",
     PrivacyUnit.PERSON: "That the records are what the data are called, and that every person has one id in them.",
 }
+# A plan of a stranger is made here, and its events are proved: both must fit the memory.
+_MOST_EVENTS, _MOST_BYTES, _MOST_LAW = 4096, 1 << 17, 512
+_MOST_STEPS, _MOST_SLOTS, _MOST_SETTING = 2 * 10**7, 256, 10**6
 _MOST_KINDS = 200  # different events of one account that are added up here
+ALTERED = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    ArithmeticError,
+    RecursionError,
+    MemoryError,
+)
 
 
 @dataclass(frozen=True)
@@ -92,35 +115,35 @@ def check(
         ledger: the ledger itself, if it is at hand: it must have grown from the one that is certified.
         model: the model file, if it is at hand: it must be the one that is certified.
     """
-    findings = [_signature(document, public_key)]
+    body, findings = document.body, [_signature(document, public_key)]
     try:
-        claim = read_claim(document.body)
+        claim = _read_claim(body)
     except ALTERED as error:
         words = f"it is not a statement of privacy with its releases ({type(error).__name__})"
         findings.append(Finding("claim", False, words))
         return Verdict("unreadable", tuple(findings), (), ("Anything: the claim cannot be read.",))
     schedule = None
     try:
-        schedule, problems = plan_problems(document.body, claim)
+        schedule, problems = _rebuild(body, claim)
+        words = f"the parts of the file disagree about {', '.join(problems)}" if problems else ""
     except ALTERED as error:
-        problems = [f"it cannot be read as a plan ({type(error).__name__})"]
+        words = f"it cannot be read as a plan ({type(error).__name__})"
     agrees = "the events are those of its slots and noise, and the slots those of its settings"
-    findings.append(Finding("plan", not problems, "; ".join(problems) or agrees))
-    ours, first = _first_proof(claim, counted=document.body["plan"].get("counted") is not None)
-    findings.append(first)
-    findings.append(_second_finding(claim, ours, schedule))
+    findings.append(Finding("plan", not words, words or agrees))
+    counted = body["plan"].get("counted") is not None
+    findings += [_first_proof(claim, counted=counted), _second_finding(claim, schedule)]
     try:
-        findings += _ledger_findings(document.body, claim, ledger)
+        findings += _ledger_findings(body, claim, ledger)
     except ALTERED as error:
         if isinstance(error, DataError):
             raise
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
-    findings.append(_model_finding(document.body, model))
+    findings.append(_model_finding(body, model))
     stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
     stated = stated if claim.privacy.condition is None else f"{stated}, {claim.privacy.condition}"
     stated = "; ".join([stated, *(note for note in claim.privacy.notes if note.endswith(DECLARED))])
     return Verdict(
-        f"{document.body['plan'].get('algorithm')} on {document.body['data'].get('name')}: {stated}",
+        f"{body['plan'].get('algorithm')} on {body['data'].get('name')}: {stated}",
         tuple(findings),
         *_words(document, claim, findings, public_key),
     )
@@ -140,82 +163,285 @@ def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
     return Finding("signature", True, "it fits, by the key that was asked for")
 
 
+# ---- the claim -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Claim:
+    """The statement of privacy that a body holds, and its parts that are never ``None``."""
+
+    privacy: Privacy
+    event: Event
+    epsilon: float
+    delta: float
+    relation: Relation
+
+
+def _read_claim(body: dict[str, Any]) -> _Claim:
+    """The claim; one of ``ALTERED`` if a part of the body is not of its kind, or no ε is claimed."""
+    stated, event = body["claim"], body["event"]
+    laws = (len(v["law"]) for v in _values(event) if isinstance(v, dict) and isinstance(v.get("law"), list))
+    if event_size(event) > _MOST_EVENTS or len(canonical(event)) > _MOST_BYTES or max(laws, default=0) > _MOST_LAW:
+        raise ValueError("too many events")
+    privacy = Privacy.from_json({**stated, "event": event})
+    # Nothing was added, and nothing is spelt otherwise.
+    if "event" in stated or privacy.to_json() != {"condition": None, **stated, "event": event}:
+        raise ValueError("claim")
+    if privacy.events is None or privacy.relation is None or type(privacy.epsilon) is not float:
+        raise ValueError("no ε")
+    not_private = SEEDED in privacy.notes or any(str(note).startswith(REFUTED) for note in privacy.notes)
+    if not privacy.is_private or not 0.0 < privacy.epsilon < math.inf or not_private:
+        raise ValueError("not private")
+    # Parts that nothing else in the file could contradict must at least be of their kind.
+    plan, data, model = body["plan"], body["data"], body["model"]
+    public = {"objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes"}
+    good = (
+        re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", body["issued"]),
+        {"name", "n_public"} <= set(data) <= {"name", "n_public", *public} and isinstance(data["name"], str),
+        all(value is None or isinstance(value, str | int | float) for value in data.values()),
+        set(model) == {"sha256", "parameters"} and type(model["parameters"]) is int and model["parameters"] > 0,
+        re.fullmatch(r"[0-9a-f]{64}", model["sha256"]),
+        all(isinstance(value, str) for value in body["versions"].values()),
+        isinstance(plan["stopped_by"], str) and isinstance(plan["algorithm"], str),
+    )
+    if not all(good):
+        raise ValueError("parts")
+    return _Claim(privacy, privacy.events, privacy.epsilon, check_delta(privacy.delta or 0.0), privacy.relation)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Every value of a JSON document, containers too."""
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _values(item)
+
+
+# ---- the plan, rebuilt from its settings ---------------------------------------------------------------------
+
+
+def _rebuild(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[str]]:
+    """The stated schedule, and what the parts of the file disagree about."""
+    plan, federation, privacy = body["plan"], body["federation"], claim.privacy
+    expected = {
+        "algorithm", "composition", "config", "counted", "n_public", "noise_multiplier", "rounds", "slots",
+        "stopped_by",
+    }  # fmt: skip
+    numbers = (v for v in _values([plan["config"], plan["slots"]]) if isinstance(v, int | float) and v == int(v))
+    if (
+        {*plan, "counted"} != expected
+        or len(plan["slots"]) > _MOST_SLOTS
+        or max(map(abs, numbers), default=0) > _MOST_STEPS
+    ):
+        raise ValueError("plan")
+    slots = tuple(Slot.from_json(each) for each in plan["slots"])
+    if canonical([slot.to_json() for slot in slots]) != canonical(plan["slots"]):
+        raise ValueError("slots")
+    rounds = None if plan["rounds"] is None else (float(plan["rounds"][0]), float(plan["rounds"][1]))
+    schedule = Schedule(slots, plan["composition"], rounds=rounds)
+    count = PublicCount.from_json(int(plan["n_public"]), plan.get("counted"))
+    counts = {slot.name: slot.count for slot in slots} | ({COUNT: 1} if count.counted else {})
+    algorithm = _algorithm(plan)
+    try:
+        planned = None if algorithm is None else algorithm.schedule(count.n).under(claim.relation)
+    except (*ALTERED, QuietgradError):
+        planned = None
+    described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
+    agreed = {
+        "the noise multiplier": plan["noise_multiplier"] == privacy.noise_multiplier,
+        "the number of records": plan["n_public"] == body["data"]["n_public"],
+        # Which also says what is drawn: records, or people.
+        "the sampling or the unit": privacy.sampling == privacy.unit.in_words(described),
+        "the private count": not count.counted
+        or (claim.relation is Relation.ADD_REMOVE and privacy.releases.get(COUNT) == 1),
+        "the releases": all(type(n) is int and 0 <= n <= counts.get(k, -1) for k, n in privacy.releases.items()),
+        "the condition": algorithm is None or algorithm.condition == privacy.condition,
+        **_federation_agrees(federation, plan["n_public"], claim),
+        "the slots and the settings": planned is not None and _same(planned, schedule, federated=bool(federation)),
+    }
+    problems = [what for what, ok in agreed.items() if not ok]
+    if problems or planned is None:
+        return schedule, problems
+    random_rounds = {slot.name for slot in slots if slot.law is not None}
+    fixed = not planned.adaptive and planned.rounds is None and schedule.composition == "sequential"
+    fewer = any(privacy.releases.get(name, 0) < n for name, n in counts.items() if name not in random_rounds)
+    if fixed and fewer and plan["stopped_by"] == "steps" and federation is None:
+        return schedule, ["how many releases its steps make"]
+    # Fewer releases than the slots hold may be what is paid for: rounds that a federation kept spare. A run that
+    # stops for another reason pays for the whole plan, and so does one whose releases follow from data or a draw.
+    least = {slot.name: slot.count if federation is None else 1 for slot in slots}
+    least |= {slot.name: slot.count for slot in planned.slots}
+    parts_count = (
+        plan["stopped_by"] in ("steps", "budget")
+        and not (planned.adaptive or planned.rounds is not None or random_rounds)
+        and all(privacy.releases.get(name, 0) >= n for name, n in least.items())
+    )
+    derived = _derived(schedule, claim, federation, count, parts_count=parts_count)
+    return schedule, [] if derived else ["the events and its slots, noise and releases"]
+
+
+def _federation_agrees(federation: Any, n_public: Any, claim: _Claim) -> dict[str, bool]:
+    """Whether the parties' sizes add up to the records stated, and the adversary is that of the trust setting."""
+    adversary, by_party = claim.privacy.adversary, isinstance(claim.event, MaxOverParties)
+    if federation is None:
+        return {"the adversary": adversary == ADVERSARY, "the parties": not by_party}
+    if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "matched", "plan_file"}:
+        raise ValueError("federation")
+    trust, sizes, matched = federation["trust"], federation["sizes"], federation["matched"]
+    against = adversary.removesuffix(BUT_FOR_LISTS)
+    told = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
+    return {
+        "the parties' records": all(type(s) is int and s > 0 for s in sizes) and sum(sizes) == n_public,
+        "the parties": len(claim.event.parties) == len(sizes)
+        if isinstance(claim.event, MaxOverParties)
+        else trust != "local",
+        "the trust": trust in (*ADVERSARIES, "secure"),
+        "the adversary": against == ADVERSARIES.get(trust, against) and told == (matched, matched),
+    }
+
+
+def _derived(schedule: Schedule, claim: _Claim, federation: Any, count: PublicCount, *, parts_count: bool) -> bool:
+    """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
+    parties = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
+    first, z, relation = count.event(claim.relation), claim.privacy.noise_multiplier, claim.relation
+    for k, event in enumerate(parties):
+        # The distance of discrete noise to the stated one is no release.
+        if isinstance(event, Composed) and isinstance(event.parts[-1], TotalVariationSlack):
+            event = composed(event.parts[:-1])
+        if first is not None:
+            if not isinstance(event, Composed) or event.parts[0] != first:
+                return False
+            event = composed(event.parts[1:])
+        own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
+        all_of_it = repeated(own.event(z, relation), times)
+        made = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
+        follow = {all_of_it}
+        if made and parts_count:
+            follow.add(repeated(own.event(z, relation, made), times))
+        if event in follow:
+            continue
+        # Resumed on other sums: charged once more for what it released then.
+        resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
+        if not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, parties: int) -> tuple[Schedule, int]:
+    """The schedule with the local batches of one party, where batches are of fixed size, and how often it counts.
+
+    Both as priced for a person who is known to several parties.
+    """
+    known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
+    if federation["trust"] != "local":
+        schedule, known_to = of_several_parties(schedule, known_to), 1
+    sizes = tuple(int(size) for size in federation["sizes"])
+    slots = []
+    for slot in schedule.slots:
+        if slot.sampling.counts_exactly and parties not in (1, len(sizes)):
+            raise ValueError("parties")
+        sampling = slot.sampling.at_party(sizes, party)
+        if sampling is not None:
+            slots.append(replace(slot, sampling=sampling))
+    return replace(schedule, slots=tuple(slots)), known_to
+
+
+def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
+    """The algorithm at its stated settings; ``None`` if there is no such thing."""
+    name, config = plan["algorithm"], plan["config"]
+    if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
+        return None
+    try:
+        if name == LoopReleases.name:
+            return LoopReleases.from_config(config)
+        if name == AdditiveGD.name:
+            return AdditiveGD.from_config(config)
+        if name not in ALGORITHMS:
+            return None
+        try:
+            made: HasSchedule = entry(name).make(config)
+        except ValueError:  # settings with parts of their own, which only the class itself reads
+            made = entry(name).kind(**config)
+    except (*ALTERED, QuietgradError):
+        return None
+    return made
+
+
+def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
+    """Whether a plan has the slots of its algorithm; estimates made before may stand beside them."""
+    stated = {slot.name: slot for slot in schedule.slots}
+    if planned.composition != schedule.composition or planned.rounds != schedule.rounds:
+        return False
+    spare = set()
+    for slot in planned.slots:
+        other = stated.get(slot.name)
+        if other is None or canonical(slot.to_json()) != canonical({**other.to_json(), "count": slot.count}):
+            return False
+        spare.add(other.count - slot.count)
+    # A federation may repeat rounds that were lost: as many spare ones for each slot.
+    return spare == {0} or (federated and len(spare) == 1 and min(spare) > 0)
+
+
 # ---- the proofs ----------------------------------------------------------------------------------------------
 
 
-def _first_proof(claim: CertificateClaim, *, counted: bool) -> tuple[ProvedGuarantee | None, Finding]:
+def _first_proof(claim: _Claim, *, counted: bool) -> Finding:
     name = str(claim.privacy.accountant)
-    family = next(
-        (each for each in ("gaussian-exact", "pure", "pld", "zcdp", "rdp") if name.startswith(each)), None
-    )
+    families = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
+    family = next((each for each in families if name.startswith(each)), None)
     if family is None:
-        return None, Finding("proof", False, "the claim names no accountant that is known here")
+        return Finding("proof", False, "the claim names no accountant that is known here")
     try:
         proof = prove(claim.event, delta=claim.delta, relation=claim.relation, accountant=family)
     except (UnprovableError, *ALTERED) as error:
-        return None, Finding("proof", False, f"quietgrad proves no ε from the events ({error})")
+        return Finding("proof", False, f"quietgrad proves no ε from the events ({error})")
     if claim.epsilon < proof.epsilon * (1.0 - _EXACT) or proof.accountant != name:
         words = f"the events cost ε = {proof.epsilon:.6g} by {proof.accountant}, not what is claimed"
-        return proof, Finding("proof", False, words)
+        return Finding("proof", False, words)
     # A run whose records were counted states its budget, which its plan meets to a thousandth.
     if claim.epsilon > proof.epsilon * (1.0 + (2.0 * AGREES if counted else _EXACT)):
         words = f"the events cost only ε = {proof.epsilon:.6g}; the claim is of other events"
-        return proof, Finding("proof", False, words)
-    return proof, Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
+        return Finding("proof", False, words)
+    return Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
 
 
-def _second_finding(claim: CertificateClaim, ours: ProvedGuarantee | None, schedule: Schedule | None) -> Finding:
+def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
     """Whether dp-accounting proves ε too. Where it cannot, one accountant did, which is no fault of the claim."""
-    second: IndependentProof = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
+    second = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
-    value = f"{second.how}: ε = {second.epsilon:.6g}"
-    theorem = _theorem(schedule)
-    if theorem is None:
+    value, said, known = f"{second.how}: ε = {second.epsilon:.6g}", "", schedule is not None
+    for slot in schedule.slots if schedule is not None else ():
+        # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
+        if slot.mechanism.together:
+            again = sensitivity_again(slot.mechanism)
+            known = known and again is not None and again <= slot.mechanism.factor * (1.0 + 1e-9)
+            said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
+    if not known or (schedule is not None and schedule.composition == "filter"):
         words = (
             "one accountant: the event stands for many releases (a filter), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", None, words)
-    if second.borrowed and ours is not None and ours.accountant == "rdp":
-        return Finding("second proof", None, f"one accountant: both take the same curves of samples; {value}")
     if second.epsilon > claim.epsilon * (1.0 + AGREES):
         return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
-    return Finding("second proof", True, f"{value}{theorem}")
-
-
-def _theorem(schedule: Schedule | None) -> str | None:
-    """What an event that stands for many releases rests on and was computed again; ``None`` if it was not."""
-    if schedule is None or schedule.composition == "filter":
-        return None
-    said = ""
-    for slot in schedule.slots:
-        mechanism = slot.mechanism
-        if not mechanism.together:
-            continue
-        again = sensitivity_again(mechanism)
-        if again is None or not again <= mechanism.factor * (1.0 + 1e-9):
-            return None
-        said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
-    return said
+    return Finding("second proof", True, f"{value}{said}")
 
 
 # ---- what lies beside it -------------------------------------------------------------------------------------
 
 
-def _ledger_findings(body: dict[str, Any], claim: CertificateClaim, file: str | Path | None) -> list[Finding]:
+def _ledger_findings(body: dict[str, Any], claim: _Claim, file: str | Path | None) -> list[Finding]:
     stated = body["ledger"]
     if stated is None:
         found = [Finding("ledger", None, "none: what else was spent on these people is not known")]
         if file is not None:
             found.append(Finding("ledger at hand", False, "the certificate names no ledger to compare it with"))
         return found
-    if not isinstance(stated, dict) or set(stated) != {"head", "lines", "run"}:
+    if set(stated) != {"head", "lines", "run"}:
         raise ValueError("ledger")
     entries = tuple(ChainEntry(**line) for line in stated["lines"])
-    problem = _chain_problem(entries, stated["head"])
-    whole = [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
-    book = LedgerState()
+    whole = [line.seq for line in entries] == list(range(1, len(entries) + 1))
+    problem, book = _chain_problem(entries, stated["head"], whole=whole), LedgerState()
     try:
         book.fold(entries)
     except LedgerError as error:
@@ -224,72 +450,61 @@ def _ledger_findings(body: dict[str, Any], claim: CertificateClaim, file: str | 
         of_a_party = body["federation"] is not None
         against = unpaid(claim.privacy, str(stated["run"]), list(book.held.values()), "it", of_a_party=of_a_party)
         problem = "; ".join(against)
-    found = []
-    if problem:
-        found.append(Finding("ledger", False, problem))
-    elif whole:
-        found.append(Finding("ledger", True, f"{len(entries)} lines that chain up to {stated['head']}"))
-        found.append(_account_finding(book, claim))
-    else:
-        words = f"the {len(entries)} lines of this run; other runs on the same people are not shown"
-        found.append(Finding("ledger", True, words))
+    part = f"the {len(entries)} lines of this run; other runs on the same people are not shown"
+    all_lines = f"{len(entries)} lines that chain up to {stated['head']}"
+    found = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
+    if whole and not problem:
+        found.append(Finding("account", None, _account_total(book, claim)))
     if file is not None:
-        found.append(_at_hand(file, str(stated["head"]), entries))
+        if not Path(file).exists():
+            raise DataError(f"{file}: there is no such ledger.")
+        try:
+            theirs = Ledger(file).entries()
+            problem = check_anchor(theirs, str(stated["head"]))
+            held = {line.hash for line in theirs}
+            if not problem and any(line.hash not in held for line in entries):
+                problem = "lines of the certificate are not in it"
+        except LedgerError as error:
+            problem = str(error)
+        words = problem or "it is the one certified, or has grown from it"
+        found.append(Finding("ledger at hand", not problem, words))
     return found
 
 
-def _chain_problem(entries: tuple[ChainEntry, ...], head: Any) -> str:
-    """What is wrong with lines copied from a ledger; '' if nothing."""
-    if not entries or not isinstance(head, str):
-        raise ValueError("ledger")
-    for before, entry in zip((None, *entries), entries, strict=False):
-        if type(entry.seq) is not int or not isinstance(entry.body, dict) or entry.hash != entry.digest():
+def _chain_problem(entries: tuple[ChainEntry, ...], head: str, *, whole: bool) -> str:
+    """What is wrong with lines copied from a ledger, all of them or one run's; '' if nothing."""
+    last, seq = entries[-1], head.partition("-")[0]
+    for before, line in zip((None, *entries), entries, strict=False):
+        if type(line.seq) is not int or not isinstance(line.body, dict) or line.hash != line.digest():
             return "a line was edited (its hash does not fit its content)"
-        follows = before is None or entry.seq > before.seq
-        if not follows or (before is not None and entry.seq == before.seq + 1 and entry.prev != before.hash):
+        beside = before is not None and line.seq == before.seq + 1
+        if before is not None and (line.seq <= before.seq or (beside and line.prev != before.hash)):
             return "a line does not follow the line before; one was removed, added or moved"
-    if entries[0].seq == 1 and (entries[0].kind != "open" or set(entries[0].prev) != {"0"}):
+    if whole and (entries[0].kind != "open" or set(entries[0].prev) != {"0"}):
         return "its first line does not open a ledger"
-    seq = head.partition("-")[0]
-    if not seq.isdecimal() or len(seq) > 18 or int(seq) < entries[-1].seq:
+    if not seq.isdecimal() or len(seq) > 18 or int(seq) < last.seq:
         return "its head is older than its lines"
-    if int(seq) == entries[-1].seq and head != anchor(entries[-1]):
-        return "its head is not that of its last line"
-    if int(seq) > entries[-1].seq and entries[-1].seq == len(entries):
-        return "lines before its head are missing"
+    if (whole or int(seq) == last.seq) and head != anchor(last):
+        return "its head is not that of its last line: lines were changed, or are missing"
     return ""
 
 
-def _account_finding(book: LedgerState, claim: CertificateClaim) -> Finding:
-    parts, count = book.counted(str(claim.privacy.account)), book.runs(str(claim.privacy.account))
+def _account_total(book: LedgerState, claim: _Claim) -> str:
+    """What all runs of the account in the ledger cost together."""
+    account = str(claim.privacy.account)
+    parts, count = book.counted(account), book.runs(account)
     if len(set(parts)) > _MOST_KINDS:
-        return Finding("account", None, f"{count} runs of this account: too many kinds to add up here")
+        return f"{count} runs of this account: too many kinds to add up here"
     event = compose_events(parts)
-    planned = book.relations(str(claim.privacy.account))
-    if event is None or (claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned):
-        return Finding("account", None, f"{count} runs of this account, without a common ε")
+    mixed = claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in book.relations(account)
     try:
+        if event is None or mixed:
+            raise UnprovableError("no common ε")
         epsilon = prove(event, delta=claim.delta, relation=claim.relation).epsilon
     except (UnprovableError, *ALTERED):
-        return Finding("account", None, f"{count} runs of this account, without a common ε")
+        return f"{count} runs of this account, without a common ε"
     runs = f"{count} run{'' if count == 1 else 's'}"
-    words = f"{runs} of {claim.privacy.account!r} in this ledger cost ε = {epsilon:.4g} together at this δ"
-    return Finding("account", None, words)
-
-
-def _at_hand(file: str | Path, head: str, entries: tuple[ChainEntry, ...]) -> Finding:
-    path = Path(file)
-    if not path.exists():
-        raise DataError(f"{path}: there is no such ledger.")
-    try:
-        theirs = Ledger(path).entries()
-    except LedgerError as error:
-        return Finding("ledger at hand", False, str(error))
-    problem = check_anchor(theirs, head)
-    held = {entry.hash for entry in theirs}
-    if not problem and any(entry.hash not in held for entry in entries):
-        problem = "lines of the certificate are not in it"
-    return Finding("ledger at hand", not problem, problem or "it is the one certified, or has grown from it")
+    return f"{runs} of {account!r} in this ledger cost ε = {epsilon:.4g} together at this δ"
 
 
 def _model_finding(body: dict[str, Any], file: str | Path | None) -> Finding:
@@ -305,7 +520,7 @@ def _model_finding(body: dict[str, Any], file: str | Path | None) -> Finding:
 
 
 def _words(
-    document: PrivacyCertificate, claim: CertificateClaim, findings: list[Finding], demanded: str | None
+    document: PrivacyCertificate, claim: _Claim, findings: list[Finding], demanded: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     good = {finding.what for finding in findings if finding.ok}
     shown, rest = [], []

@@ -1,11 +1,10 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its
-Rényi accountant takes zCDP releases, private search and fixed-size batches. What is shared with our own accountants
-is said: the walk over compositions (:mod:`quietgrad.privacy.composition`), and Rényi curves of sampled Gaussians,
-which ours borrows. A proof that rests on those in both is no second proof. What dp-accounting has no rule for is
-refused, but for epochs of random allocation: their losses are found here in another way than ours, by one power of
-one transform on an even grid, and dp-accounting composes them.
+Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi accountant takes zCDP releases and private search. What is shared with our own accountants is the walk over
+compositions (:mod:`quietgrad.privacy.composition`). Rényi curves of sampled Gaussians, which ours borrows, are not
+used: they would be no second proof. What dp-accounting has no rule for is refused, but for epochs of random
+allocation: their losses are found here in another way than ours, by one power of one transform on an even grid, and
+dp-accounting composes them.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from quietgrad.privacy.events import (
     AllocationSampled,
     Composed,
     Event,
-    FixedSizeSampled,
     Gaussian,
     PoissonSampled,
     Pure,
@@ -57,36 +55,24 @@ _MOST_KINDS = 64
 _ALLOCATION_POINTS = 1 << 21
 _FINEST, _COARSEST = 1e-7, 1e-4  # steps of a grid
 _ORDERS = tuple(1.0 + 10 ** (k / 40.0) for k in range(-80, 161))
-_WHOLE_ORDERS = (*range(2, 65), *range(72, 129, 8), *range(160, 513, 32))  # fractions take seconds each
 
 
 @dataclass(frozen=True)
 class IndependentProof:
-    """ε by the other accountant, and how; or ``None`` and why not.
-
-    ``borrowed`` says that ours rests on the same curves where it proves by Rényi divergences.
-    """
+    """ε by the other accountant, and how; or ``None`` and why not."""
 
     epsilon: float | None
     how: str
     reason: str = ""
-    borrowed: bool = False
 
 
 Law = tuple[tuple[int, float], ...]
+Curve = Callable[[float], float]
+"""δ ↦ ε."""
 
 
 class _NoRule(Exception):
     """dp-accounting cannot prove this event."""
-
-
-@dataclass(frozen=True)
-class _Curve:
-    """What it proves about one choice of parallel parts."""
-
-    epsilon: Callable[[float], float]
-    how: str
-    borrowed: bool = False
 
 
 def sensitivity_again(mechanism: Mechanism) -> float | None:
@@ -121,28 +107,27 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
     rest = delta - failure
     if rest <= 0.0:
         return IndependentProof(None, name, "the failures listed use up δ")
-    worst, how, borrowed = 0.0, name, False
+    worst, how = 0.0, name
     try:
         upfront = worst = total_upfront(event, relation)
         choices = parallel_branches(event)
         if len(choices) > _MOST_CHOICES:
             raise _NoRule(f"more than {_MOST_CHOICES} choices of parallel parts are not tried here")
         for core in choices:
-            curve = _curve(core, relation, rest)
-            epsilon = _with_slack(curve.epsilon, rest, slack) + upfront - math.log1p(-failure)
-            borrowed |= curve.borrowed
+            curve, by = _curve(core, relation, rest)
+            epsilon = _with_slack(curve, rest, slack) + upfront - math.log1p(-failure)
             if epsilon >= worst:
-                worst, how = epsilon, f"{name}, {curve.how}"
+                worst, how = epsilon, f"{name}, {by}"
     except (_NoRule, AccountantRefusal) as refusal:
         return IndependentProof(None, name, str(refusal))
     except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
         return IndependentProof(None, name, f"it fails on these numbers ({type(error).__name__})")
     if not math.isfinite(worst):
         return IndependentProof(None, how, "it finds no finite ε at this δ")
-    return IndependentProof(worst, how, borrowed=borrowed)
+    return IndependentProof(worst, how)
 
 
-def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -> float:
+def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
     """The least ε with δ(ε) + (1 + e^ε)·slack ≤ δ, from below; no slack, no search."""
     value = epsilon(delta)
     if slack == 0.0:
@@ -156,52 +141,34 @@ def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -
     return math.inf
 
 
-def _curve(core: Event, relation: Relation, delta: float) -> _Curve:
-    releases = count_releases(core)
-    _check_size(core, releases, relation)
-    if any(isinstance(part, ZCDP | RepeatAndSelect | FixedSizeSampled) for part in releases):
-        return _renyi(core, relation)
+def _curve(core: Event, relation: Relation, delta: float) -> tuple[Curve, str]:
+    """What it proves about one choice of parallel parts, and how."""
+    releases, factor = count_releases(core), sensitivity_factor(relation)
+    if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
+        raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")
+    if not max(approximate_mu(core, factor), _rawest(core.to_json(), factor)) <= _LARGEST_LOSS:
+        raise _NoRule("the noise is so small that its grids do not hold the losses")
+    if any(isinstance(part, ZCDP | RepeatAndSelect) for part in releases):
+        return _renyi(core, relation), "Rényi divergences"
     rounds = [part for part in releases if isinstance(part, RandomNumberOfReleases)]
     if not rounds:
         losses = _losses(core, relation, delta, _step(core, relation))
-        return _Curve(losses.get_epsilon_for_delta, "privacy-loss distributions")
+        return losses.get_epsilon_for_delta, "privacy-loss distributions"
     if len(rounds) > 1 or releases[rounds[0]] > 1:
         raise _NoRule("random rounds more than once are not averaged here")
     others = [repeated(part, count) for part, count in releases.items() if part is not rounds[0]]
-    return _Curve(_averaged(rounds[0], others, relation, delta), "privacy-loss distributions, averaged over rounds")
+    return _averaged(rounds[0], others, relation, delta), "privacy-loss distributions, averaged over rounds"
 
 
-def _check_size(core: Event, releases: dict[Event, int], relation: Relation) -> None:
-    factor = sensitivity_factor(relation)
-    if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
-        raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")
-    if not approximate_mu(core, factor) <= _LARGEST_LOSS or any(
-        _rawest(part, factor) > _LARGEST_LOSS for part in releases
-    ):
-        raise _NoRule("the noise is so small that its grids do not hold the losses")
-
-
-def _rawest(event: Event, factor: float) -> float:
-    """Δ/σ of the least noisy release inside, whatever sampling does for it."""
-    match event:
-        case Gaussian(noise_multiplier=z):
-            return factor / z
-        case (
-            PoissonSampled(inner=inner)
-            | FixedSizeSampled(inner=inner)
-            | RandomNumberOfReleases(inner=inner)
-            | Repeated(inner=inner)
-        ):
-            return _rawest(inner, factor)
-        case RepeatAndSelect(inner=inner) | AllocationSampled(inner=inner):
-            return _rawest(inner, factor)
-        case Composed(parts=parts):
-            return max(_rawest(part, factor) for part in parts)
-        case Pure(epsilon=epsilon):
-            return epsilon
-        case ZCDP(rho=rho):
-            return math.sqrt(2.0 * rho)
-    return 0.0
+def _rawest(event: Any, factor: float) -> float:
+    """Δ/σ of the least noisy release inside an event as JSON, whatever sampling does for it."""
+    if isinstance(event, list):
+        return max((_rawest(part, factor) for part in event), default=0.0)
+    if not isinstance(event, dict):
+        return 0.0
+    own = factor / event["noise_multiplier"] if "noise_multiplier" in event else 0.0
+    stated = max(event.get("epsilon", 0.0), math.sqrt(2.0 * event.get("rho", 0.0)))
+    return max(own, float(stated), _rawest(list(event.values()), factor))
 
 
 def _step(core: Event, relation: Relation) -> float:
@@ -300,9 +267,7 @@ def _allocation(mu: float, steps: int, step: float, delta: float) -> Any:
     return pld.PrivacyLossDistribution(present, rounded(-loss, law[1:], float(law[0])))
 
 
-def _averaged(
-    rounds: RandomNumberOfReleases, others: list[Event], relation: Relation, delta: float
-) -> Callable[[float], float]:
+def _averaged(rounds: RandomNumberOfReleases, others: list[Event], relation: Relation, delta: float) -> Curve:
     """ε of δ(ε) = E[δ_R(ε)]: R was drawn before the run, so by convexity nothing is lost if it is published."""
     step = _step(composed([*others, rounds.inner]), relation)
     parts = []
@@ -335,30 +300,19 @@ def _grouped(law: Law, groups: int) -> Law:
     return tuple((chunk[-1][0], math.fsum(weight for _, weight in chunk)) for chunk in chunks)
 
 
-def _renyi(core: Event, relation: Relation) -> _Curve:
+def _renyi(core: Event, relation: Relation) -> Curve:
     from dp_accounting import NeighboringRelation, rdp
+
+    accountant = rdp.RdpAccountant(list(_ORDERS), NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(_translated(core, relation))
+    return lambda delta: float(accountant.get_epsilon(delta))
+
+
+def _translated(event: Event, relation: Relation) -> Any:
+    from dp_accounting import dp_event as theirs
 
     # Its Rényi accountant takes z as σ/Δ whatever the relation: ours is σ/C, hence the division by Δ/C.
     factor = sensitivity_factor(relation)
-    fixed = any(isinstance(part, FixedSizeSampled) for part in _leaves(core))
-    neighbours = NeighboringRelation.REPLACE_ONE if fixed else NeighboringRelation.ADD_OR_REMOVE_ONE
-    sampled = any(isinstance(part, FixedSizeSampled | PoissonSampled) for part in _leaves(core))
-    accountant = rdp.RdpAccountant(list(_WHOLE_ORDERS if sampled else _ORDERS), neighbours)
-    accountant.compose(_translated(core, relation, factor))
-    return _Curve(lambda delta: float(accountant.get_epsilon(delta)), "Rényi divergences", borrowed=sampled)
-
-
-def _leaves(event: Event) -> list[Event]:
-    if isinstance(event, Composed):
-        return [leaf for part in event.parts for leaf in _leaves(part)]
-    if isinstance(event, Repeated | RandomNumberOfReleases | RepeatAndSelect):
-        return _leaves(event.inner)
-    return [event]
-
-
-def _translated(event: Event, relation: Relation, factor: float) -> Any:
-    from dp_accounting import dp_event as theirs
-
     match event:
         case Gaussian(noise_multiplier=z):
             return theirs.GaussianDpEvent(z / factor)
@@ -366,14 +320,10 @@ def _translated(event: Event, relation: Relation, factor: float) -> Any:
             return theirs.ZCDpEvent(rho)
         case Pure(epsilon=epsilon, relation=proved) if proved is relation:
             return theirs.ZCDpEvent(epsilon**2 / 2.0)  # pure ε is ε²/2-zCDP
-        case PoissonSampled(rate=rate, inner=Gaussian() as inner) if relation is Relation.ADD_REMOVE:
-            return theirs.PoissonSampledDpEvent(rate, _translated(inner, relation, factor))
-        case FixedSizeSampled(n=n, batch_size=batch, inner=Gaussian() as inner) if relation is Relation.REPLACE_ONE:
-            return theirs.SampledWithoutReplacementDpEvent(n, batch, _translated(inner, relation, factor))
         case Repeated(inner=inner, count=count):
-            return theirs.SelfComposedDpEvent(_translated(inner, relation, factor), count)
+            return theirs.SelfComposedDpEvent(_translated(inner, relation), count)
         case Composed(parts=parts):
-            return theirs.ComposedDpEvent([_translated(part, relation, factor) for part in parts])
+            return theirs.ComposedDpEvent([_translated(part, relation) for part in parts])
         case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
-            return theirs.RepeatAndSelectDpEvent(_translated(inner, relation, factor), mean, shape)
+            return theirs.RepeatAndSelectDpEvent(_translated(inner, relation), mean, shape)
     raise _NoRule(f"it has no rule for a {event.kind} release under {relation}")

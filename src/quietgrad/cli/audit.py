@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 _QUICK, _FULL = 2000, 20_000
-_FEW, _MANY, _SECONDS = 400, 8000, 30.0  # for the claim of a folder, whatever it is and wherever it is attacked
+_FEW, _MANY = 400, 8000  # for the claim of a folder
 
 
 @app.command(epilog="Example: quietgrad audit dp-srm dp-sgd --runs 20000 · quietgrad audit --all --quick")
@@ -36,21 +34,16 @@ def audit(
         int | None,
         typer.Option(
             help="Runs of each of the two neighbouring worlds: more runs detect smaller violations. By default "
-            f"{_FULL} for an algorithm; for a folder what shows half the noise missing, if {_SECONDS:g} s suffice.",
+            f"{_FULL} for an algorithm; for a folder what shows half the noise missing, up to {_MANY}.",
             show_default=False,
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
-    page: Annotated[
-        Path | None, typer.Option("--html", help="Also write the tables to this page.", show_default=False)
-    ] = None,
 ) -> None:
     """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
 
     A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
-    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything. "power" says
-    how large a breach would have been found.
+    claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
     """
     from quietgrad.audit.attacks import ATTACKS
 
@@ -59,7 +52,7 @@ def audit(
     count = runs if runs is not None else _QUICK if quick else None
     reports: list[AuditReport] = []
     names = list(ATTACKS) if everything else what or []
-    for report in _audits(names, count, quiet=quiet or as_json):
+    for report in _audits(names, count):
         reports.append(report)
         if not as_json:
             typer.echo(_line(report))
@@ -68,12 +61,10 @@ def audit(
     for report in reports:
         if not as_json and (not report.passed or len(reports) == 1):
             typer.echo(str(report))
-    if page is not None:
-        _write(page, reports)
     raise typer.Exit(1 if "violation" in [r.verdict for r in reports] else 0)
 
 
-def _audits(names: list[str], runs: int | None, *, quiet: bool) -> Iterator[AuditReport]:
+def _audits(names: list[str], runs: int | None) -> Iterator[AuditReport]:
     from quietgrad.audit.attacks import ATTACKS
 
     for name in names:
@@ -85,42 +76,16 @@ def _audits(names: list[str], runs: int | None, *, quiet: bool) -> Iterator[Audi
                 f"{name!r}: must be a folder of a run, or one of {', '.join(ATTACKS)}.{near}", param_hint="WHAT"
             )
 
-    def watch(title: str) -> AbstractContextManager[Callable[[float], None] | None]:
-        return _bar(title, quiet=quiet)
-
     for name in names:
         if name in ATTACKS:
             try:
-                yield from ATTACKS[name].reports(runs or _FULL, watch)
+                yield from ATTACKS[name].reports(runs or _FULL)
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from None
             continue
-        with watch(name) as progress:
-            report = audit_folder(Path(name), runs, progress)
+        report = audit_folder(Path(name), runs)
         _keep(report, Path(name))
         yield report
-
-
-@contextmanager
-def _bar(title: str, *, quiet: bool) -> Iterator[Callable[[float], None] | None]:
-    """A bar on stderr while runs are made, gone before what they showed is printed; without a terminal, nothing."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from quietgrad.sanitize import sanitize
-
-    columns = (
-        TextColumn("attacking {task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(sanitize(title), total=1.0)
-        yield lambda share: bar.update(task, completed=share)
 
 
 def _keep(report: AuditReport, folder: Path) -> None:
@@ -133,19 +98,19 @@ def _keep(report: AuditReport, folder: Path) -> None:
     write_atomically(folder / AUDIT_FILE, (json.dumps(said, indent=2, default=str) + "\n").encode())
 
 
-def audit_folder(
-    folder: Path, runs: int | None = None, progress: Callable[[float], None] | None = None
-) -> AuditReport:
+def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
     """Audit the configuration, noise and claim of a finished run; its data are not needed.
 
-    Without ``runs``, as many as show half the noise missing, but no more than half a minute allows: fixed before
-    anything is seen, and the report says what they could show.
+    Without ``runs``, as many as show half the noise missing, within limits, fixed before anything is seen.
     """
     from dataclasses import replace
 
     from quietgrad.algorithms.additive_gd import AdditiveGD
+    from quietgrad.algorithms.registry import entry
     from quietgrad.audit.attacks import with_people
-    from quietgrad.audit.running import affordable_runs, enough_runs, run
+    from quietgrad.audit.confidence_bounds import runs_for
+    from quietgrad.audit.distinguishers import PrivacyClaim
+    from quietgrad.audit.running import run
     from quietgrad.errors import DataError
     from quietgrad.privacy.budget import Budget, PrivacyUnit
     from quietgrad.training import plan
@@ -175,9 +140,11 @@ def audit_folder(
     budget = Budget(privacy.epsilon, privacy.delta, privacy.relation)
     claimed = plan(algorithm, n=n, budget=budget, noise_multiplier=noise)
     if runs is None:
-        wanted = min(_MANY, enough_runs(claimed) or _MANY, affordable_runs(algorithm, claimed, _SECONDS))
-        runs = max(_FEW, round(wanted))
-    report = run(algorithm, budget=budget, n=n, runs=runs, noise_multiplier=noise, progress=progress)
+        claim = PrivacyClaim(claimed)
+        wanted = runs_for(claim.mu, claim.profile, 1e-7) or _MANY
+        share = min(1.0, entry(algorithm.name).attacks[0].share)  # less where runs are made one by one
+        runs = max(_FEW, round(share * min(wanted, _MANY)))
+    report = run(algorithm, budget=budget, n=n, runs=runs, noise_multiplier=noise)
     attacked = {prefix + slot.name for slot in claimed.schedule.slots}
     if left := [slot["name"] for slot in result.details.get("slots", ()) if slot["name"] not in attacked]:
         why = f"not attacked: {', '.join(left)}, with which the run claims ε={privacy.epsilon:.4g}"
@@ -209,11 +176,3 @@ def _line(report: AuditReport) -> str:
         f"{claim:<52}claimed ε {report.epsilon_claimed:6.3g}  at least {report.epsilon_lower:6.3g}  "
         f"{report.verdict.upper():<10}{report.layer:<15}{report.seconds:6.2f} s"
     )
-
-
-def _write(page: Path, reports: list[AuditReport]) -> None:
-    from quietgrad.audit.report import to_html
-
-    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left}"
-    body = to_html(reports)
-    page.write_text(f'<!doctype html><meta charset="utf-8"><title>Audit</title><style>{style}</style>{body}\n')

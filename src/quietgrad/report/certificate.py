@@ -90,8 +90,6 @@ class AuditResult:
     confidence: float
     runs: int
     verdict: str
-    refutes: float | None = None
-    """The least ε of a Gaussian mechanism that so many runs nearly always accuse."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +211,6 @@ def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
             float(found["confidence"]),
             int(found["runs"]),
             str(found["verdict"]),
-            None if found.get("refutes") is None else float(found["refutes"]),
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
