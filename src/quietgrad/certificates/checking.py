@@ -414,7 +414,9 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
         # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
         if slot.mechanism.together:
             again = sensitivity_again(slot.mechanism)
-            known = known and again is not None and again <= slot.mechanism.factor * (1.0 + 1e-9)
+            if again is None or not again <= slot.mechanism.factor * (1.0 + 1e-9):
+                known = False
+                break
             said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
     if not known or (schedule is not None and schedule.composition == "filter"):
         words = (

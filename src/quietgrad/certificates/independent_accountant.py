@@ -1,6 +1,7 @@
 """The second opinion: ε from the same events by dp-accounting, whose code is not ours.
 
-Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi accountant takes zCDP releases and private search. What is shared with our own accountants is the walk over
+Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi
+accountant takes zCDP releases and private search. What is shared with our own accountants is the walk over
 compositions (:mod:`quietgrad.privacy.composition`). Rényi curves of sampled Gaussians, which ours borrows, are not
 used: they would be no second proof. What dp-accounting has no rule for is refused, but for epochs of random
 allocation: their losses are found here in another way than ours, by one power of one transform on an even grid, and
