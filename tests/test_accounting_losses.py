@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.privacy import pld_accountant
-from quietgrad.privacy.accounting import account, delta_of, prove, prove_or_infinite
+from quietgrad.privacy.accounting import account, delta_of, prove
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.events import (
@@ -175,23 +174,3 @@ def test_random_rounds_and_mixtures_are_tilted_alike() -> None:
         most = account(worst, delta=delta, relation=ADD)
         # the longest run alone has a chance of 0.2, so it costs at least its ε at 5δ
         assert account(worst, delta=5 * delta, relation=ADD) * (1 - 1e-3) <= proof.epsilon <= most
-
-
-def test_where_rounding_does_not_matter_nothing_is_tilted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sum per order of the neighbours, as quick as ever; and it agrees with a tilted one."""
-    tilts: list[float] = []
-
-    def spy(*arguments: object, **options: object) -> DiscretizedPLD:
-        tilts.append(float(arguments[4]))  # type: ignore[arg-type]
-        return compose_tilted(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(pld_accountant, "compose_tilted", spy)
-    prove_or_infinite.cache_clear()
-    event = poisson_gaussian(0.01, 1.1, 1000)
-    plain = account(event, delta=1e-6, relation=ADD)
-    assert tilts == [0.0, 0.0]
-    monkeypatch.setattr(pld_accountant, "_PER_RELEASE", 1e-10)
-    prove_or_infinite.cache_clear()
-    assert account(event, delta=1e-6, relation=ADD) == pytest.approx(plain, rel=1e-6)
-    prove_or_infinite.cache_clear()
-    assert max(tilts) > 0.0

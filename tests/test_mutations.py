@@ -37,6 +37,7 @@ from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
+from quietgrad.privacy.noise import NoiseStream
 from quietgrad.secure.identity import SumOutOfBoundsError
 from tests import broken
 from tests.probes.parties import (
@@ -131,17 +132,14 @@ def moments(patched: bool) -> Findings:
 
 def blocks(patched: bool) -> Findings:
     """Normals are made in blocks; the bug makes the first block again."""
-    from quietgrad.privacy.mechanisms import StandardNormals
+    made = NoiseStream.normal
 
-    made = StandardNormals._block
-
-    def again(self: StandardNormals, release: int, dim: int) -> Any:
-        first, rows = made(self, release, dim)
-        return first, made(self, 0, dim)[1][: len(rows)]
+    def again(self: NoiseStream, block: int, shape: Any) -> Any:
+        return made(self, 0, shape)
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            patch.setattr(StandardNormals, "_block", again)
+            patch.setattr(NoiseStream, "normal", again)
         return noise()
 
 

@@ -80,22 +80,6 @@ def test_stream_is_aes_in_counter_mode() -> None:
     np.testing.assert_array_equal(stream(3, "x").at(5, np.array([[7], [2**64 - 1]], np.uint64))[0], words[14:15])
 
 
-def test_blocks_and_labels_are_uncorrelated() -> None:
-    n = 100_000
-    columns = [stream().normal(b, n) for b in range(4)] + [stream(0, "other").normal(0, n), stream(1).normal(0, n)]
-    correlation = np.asarray(np.corrcoef(columns))[np.triu_indices(6, 1)]
-    # 15 pairs, each √n·r ~ N(0, 1): a union bound at the stated false-alarm rate.
-    assert np.abs(correlation).max() * math.sqrt(n) < special.ndtri(1 - FALSE_ALARM / 30)
-
-
-def test_words_are_uniform() -> None:
-    counts = np.bincount(np.frombuffer(stream().bytes(0, 2**20), np.uint8), minlength=256)
-    chi2 = float(np.sum((counts - 4096.0) ** 2 / 4096))
-    assert special.gammaincc(255 / 2, chi2 / 2) > FALSE_ALARM
-    bits = np.unpackbits(stream().uint64(1, 2**16).view(np.uint8)).reshape(-1, 64).sum(axis=0, dtype=np.int64)
-    assert np.abs(bits - 2**15).max() / 2**7 < special.ndtri(1 - FALSE_ALARM / 128)
-
-
 def test_normals_pass_and_wrong_scales_fail() -> None:
     x = stream().normal(0, 200_000)
     assert not variance_rejects(x)
@@ -159,12 +143,6 @@ def test_the_far_tail_has_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ks_rejects(ordered, special.ndtr(ordered) * 2.0**64 * 0.95)
 
 
-def test_chunks_do_not_show() -> None:
-    whole = stream().normal(4, 40_000)
-    np.testing.assert_array_equal(stream().normal(4, 100), whole[:100])
-    np.testing.assert_array_equal(stream().normal(4, (2, 100, 200)).ravel(), whole)
-
-
 def test_exponentials_pass_and_wrong_scales_fail() -> None:
     x = np.sort(stream().exponential(0, 200_000))
     assert not ks_rejects(x, -np.expm1(-x))
@@ -189,7 +167,7 @@ def test_bad_addresses_are_refused() -> None:
     for block in (-1, 2**64):
         with pytest.raises(ValueError, match="block="):
             stream().uint64(block, 1)
-    with pytest.raises(ValueError, match="size=-1"):
+    with pytest.raises(ValueError, match="must be ≥ 0"):
         stream().uint64(0, -1)
     with pytest.raises(ValueError, match="must be ≥ 0"):
         stream().at(0, [-1])

@@ -20,7 +20,7 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, from_json
 from quietgrad.sampling.fisher_yates import draw_subsets
-from quietgrad.sampling.samplers import SubsetSampler, binomial_table, hashed_slots, permuted_slots
+from quietgrad.sampling.samplers import binomial_table, hashed_slots, permuted_slots
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]
@@ -101,28 +101,6 @@ def test_inclusion_is_uniform_and_batches_are_independent(sampling: Sampling) ->
         assert abs(overlap - mean) < special.ndtri(1 - FALSE_ALARM / 4) * 1.2 * math.sqrt(mean)
 
 
-@pytest.mark.parametrize(("n", "rate"), [(1, 0.5), (30, 0.03), (1000, 0.4), (40, 0.99)])
-def test_poisson_sizes_are_binomial(n: int, rate: float) -> None:
-    draws = 40_000
-    sampler = Poisson(rate).sampler(n, stream(2))
-    sizes = np.bincount([len(sampler.batch(i)) for i in range(draws)], minlength=n + 1)  # type: ignore[arg-type]
-    k = np.arange(n + 1)
-
-    def expected(q: float) -> Floats:
-        law = np.exp(
-            special.gammaln(n + 1)
-            - special.gammaln(k + 1)
-            - special.gammaln(n - k + 1)
-            + k * np.log(q)
-            + (n - k) * np.log1p(-q)
-        )
-        return np.asarray(draws * law, np.float64)
-
-    keep = expected(rate) > 5
-    assert not chi2_rejects(sizes[keep], expected(rate)[keep])
-    assert chi2_rejects(sizes[keep], expected(rate * 0.95)[keep])
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 400), st.floats(1e-4, 0.9999))
 def test_binomial_table_is_exact(n: int, rate: float) -> None:
@@ -162,13 +140,6 @@ def test_batches_handed_out_are_kept_and_cannot_be_changed() -> None:
     np.testing.assert_array_equal(early, kept)
     with pytest.raises(ValueError, match="read-only"):
         early[0] = 1
-
-
-def test_huge_batches_are_drawn_one_by_one() -> None:
-    sampler = SubsetSampler(200_000, 150_000, stream())
-    batch = sampler.batch(3)
-    assert batch.size == np.unique(batch).size == 150_000
-    assert batch.max() < 200_000
 
 
 @settings(max_examples=30, deadline=None)

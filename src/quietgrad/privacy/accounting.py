@@ -1,17 +1,8 @@
 """One face for all accountants: what ε does a composition of events cost?
 
 ``account`` gives the number, ``prove`` the number with the name of the accountant that proved it, ``delta_of`` the
-other coordinate. Every value is an upper bound with a proof behind it; no central limit is ever taken.
-
-====================  ==============================================================================
-``gaussian-exact``    un-sampled Gaussian releases, also with random rounds: nothing lost
-``pure``              pure-DP releases: ε adds up, and the claim holds with δ = 0
-``pld``               Gaussian and pure releases, un-sampled, Poisson-sampled or on fixed-size
-                      batches, epochs of random allocation, random rounds (reported as ``pld-poisson``,
-                      ``pld-fixed-size``, ``pld-random-allocation`` or ``pld``)
-``zcdp``              Gaussian, pure and zCDP releases
-``rdp``               sampled Gaussians, zCDP, and the private search ``RepeatAndSelect``
-====================  ==============================================================================
+other coordinate. Every value is an upper bound with a proof behind it; no central limit is ever taken. What each
+accountant takes is in ``docs/accounting.md``.
 
 ``best`` is the smallest of what can be proved. An exact answer ends the search, and the Rényi accountants are asked
 only when the PLD has no finite answer: it takes the moments of its own losses into account, so a curve of the same
@@ -25,11 +16,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from quietgrad.errors import UnprovableError
 from quietgrad.privacy.budget import Budget, Relation, check_delta
-from quietgrad.privacy.closed_form_accountants import gaussian_profile, pure_profile, rdp_profile, zcdp_profile
+from quietgrad.privacy.closed_form_accountants import (
+    GaussianProfile,
+    PureProfile,
+    RenyiProfile,
+    gaussian_profile,
+    pure_profile,
+    rdp_profile,
+    zcdp_profile,
+)
 from quietgrad.privacy.composition import (
     AccountantRefusal,
     count_releases,
@@ -44,21 +43,11 @@ from quietgrad.privacy.events import Event
 ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
 
 
-class PrivacyProfile(Protocol):
-    """What an accountant proves about a composition."""
+if TYPE_CHECKING:
+    from quietgrad.privacy.pld_accountant import ComposedPLD
 
-    @property
-    def name(self) -> str:
-        """The accountant's name."""
-        ...
-
-    def epsilon(self, delta: float) -> float:
-        """ε at ``delta``."""
-        ...
-
-    def delta(self, epsilon: float) -> float:
-        """δ at ``epsilon``."""
-        ...
+    PrivacyProfile = GaussianProfile | PureProfile | RenyiProfile | ComposedPLD
+    """What an accountant proves about a composition: its ``name``, ``epsilon(delta)`` and ``delta(epsilon)``."""
 
 
 @dataclass(frozen=True)

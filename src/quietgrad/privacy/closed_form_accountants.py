@@ -72,12 +72,10 @@ class RenyiProfile:
     name: str
 
     def epsilon(self, delta: float) -> float:
-        """ε at ``delta``, at the best order."""
         a = self.orders
         return max(0.0, float(np.min(self.curve + np.log1p(-1 / a) - np.log(delta * a) / (a - 1))))
 
     def delta(self, epsilon: float) -> float:
-        """δ at ``epsilon``, at the best order."""
         a = self.orders
         return min(1.0, math.exp(float(np.min((a - 1) * (self.curve - epsilon + np.log1p(-1 / a)) - np.log(a)))))
 
@@ -241,11 +239,9 @@ class PureProfile:
     name: str = "pure"
 
     def epsilon(self, delta: float) -> float:
-        """ε, whatever δ."""
         return self.total
 
     def delta(self, epsilon: float) -> float:
-        """0 from the total ε on; below it, that of randomised response, the worst ε-DP release."""
         below = max(0.0, self.total - epsilon)
         return -math.expm1(-below) / (1 + math.exp(-self.total))
 
@@ -312,11 +308,9 @@ class GaussianProfile:
     name: str = "gaussian-exact"
 
     def delta(self, epsilon: float) -> float:
-        """δ at ``epsilon``."""
         return self._delta_at()(epsilon)
 
     def epsilon(self, delta: float) -> float:
-        """ε at ``delta``."""
         return _smallest_epsilon(self._delta_at(), max(mu for _, mu in self.components), delta)
 
     def _delta_at(self) -> Callable[[float], float]:

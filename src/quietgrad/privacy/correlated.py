@@ -5,18 +5,14 @@ Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later release
 added, so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single
 release carries more (:attr:`BufferedToeplitzNoise.loudness`).
 
-**Why it is private.** S is lower triangular and invertible, so the transcript is a causal bijection of
-S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k = Σ_j S_kj Δ_j, a vector that
-is known given the steps before, and Σ‖r_k‖² = Σ G_ij⟨Δ_i, Δ_j⟩ ≤ C²·Σ_{i,j∈π}|G_ij| with G = SᵀS, on every path and
-however the Δ_j were chosen. Gaussian steps whose squared shifts sum to at most μ² on every path have a privacy loss
-that is exactly N(∓μ²/2, μ²) once a last step pads the sum to μ²: all T releases together are **one** Gaussian
-release of noise multiplier z, if s² is at least Σ|G_ij| over every possible π. Replace-one doubles it by the
-triangle inequality, as it does for any Gaussian release. C may change from release to release as long as it follows
-from earlier releases: divide each step by its own C.
+**Why it is private** (proof: ``docs/correlated-proof.md``). S is lower triangular and invertible, so the transcript
+is a causal bijection of S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k, a
+vector that is known given the steps before, and Σ‖r_k‖² ≤ C²·Σ_{i,j∈π}|G_ij| with G = SᵀS on every path: all T
+releases together are **one** Gaussian release of noise multiplier z, if s² is at least Σ|G_ij| over every possible
+π.
 
-**The sensitivity s.** With at most k participations at least b apart, G_ij = Σ_{m<T−j} c_m·c_{m+j−i} (i < j) falls
-in j and in j − i, because c₁ ≥ c₂ ≥ … ≥ 0. Compared term by term, no π exceeds {0, b, 2b, …}: s is the norm of the
-sum of those columns, and it is attained.
+**The sensitivity s.** G_ij falls in j and in j − i, because c₁ ≥ c₂ ≥ … ≥ 0. With at most k participations at least
+b apart no π exceeds {0, b, 2b, …}: s is the norm of the sum of those columns, and it is attained.
 
 What must not depend on other people is *when* a record takes part (see :class:`~quietgrad.sampling.CyclicCohorts`).
 """

@@ -94,18 +94,14 @@ class DeviceStream:
         coarse = (k < _COARSE).nonzero().flatten()
         if len(coarse):
             more = chacha20(self._key, _nonce(_MORE, block), coarse)
-            x[coarse] = k[coarse].double() + (_double(more[:, 0], more[:, 1]) + 0.5) * 2.0**-64
+            rest = more[:, 1].double() * 2.0**32 + more[:, 0].double()  # 64 bits as a float, rounded once
+            x[coarse] = k[coarse].double() + (rest + 0.5) * 2.0**-64
         numbers: Tensor = sign * torch.special.ndtri(x * 2.0**-64)
         return numbers
 
 
 def _nonce(lane: int, block: int) -> bytes:
     return lane.to_bytes(4, "little") + block.to_bytes(8, "little")
-
-
-def _double(low: Tensor, high: Tensor) -> Tensor:
-    """An unsigned word of 64 bits as a float, rounded once."""
-    return high.double() * 2.0**32 + low.double()
 
 
 def digest(total: Tensor, key: bytes) -> npt.NDArray[np.int64]:

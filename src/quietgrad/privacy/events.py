@@ -82,36 +82,25 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _positive(name: str, value: object, low: float = LEAST_NUMBER, high: float = LARGEST_NUMBER) -> float:
-    if not _is_number(value) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r}: must be a number > 0, from {low:g} to {high:g}.")
-    return float(value)
+def _number(low: float, high: float, words: str, *, whole: bool = False) -> Callable[[str, object], float]:
+    """A check that a number is within a range, or a whole number of it."""
+
+    def check(name: str, value: object) -> float:
+        if not _is_number(value) or not low <= value <= high or (whole and int(value) != value):
+            raise ValueError(f"{name}={value!r}: must be {words}.")
+        return int(value) if whole else float(value)
+
+    return check
 
 
-def _count(name: str, value: object, least: int = 1, most: int = _LARGEST_COUNT) -> int:
-    if not _is_number(value) or not least <= value <= most or int(value) != value:
-        raise ValueError(f"{name}={value!r}: must be a whole number from {least} to {most:.0e}.")
-    return int(value)
-
-
-def _probability(name: str, value: object) -> float:
-    if not _is_number(value) or not 0.0 <= value < 1.0:
-        raise ValueError(f"{name}={value!r}: must be in [0, 1).")
-    return float(value)
-
-
-def _rate(name: str, value: object) -> float:
-    if not _is_number(value) or not _LEAST_RATE <= value <= 1.0:
-        raise ValueError(
-            f"rate={value!r}: must be in (0, 1], at least {_LEAST_RATE:g}; it is the expected batch ÷ n."
-        )
-    return value
-
-
-def _at_least(name: str, value: object, least: float) -> float:
-    if not _is_number(value) or not value >= least:
-        raise ValueError(f"{name}={value!r}: must be ≥ {least:g}.")
-    return value
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_positive = _number(LEAST_NUMBER, LARGEST_NUMBER, f"a number > 0, from {LEAST_NUMBER:g} to {LARGEST_NUMBER:g}")
+_count = _number(1, _LARGEST_COUNT, f"a whole number from 1 to {_LARGEST_COUNT:.0e}", whole=True)
+_rounds = _number(0, _LARGEST_COUNT, f"a whole number from 0 to {_LARGEST_COUNT:.0e}", whole=True)
+_epoch = _number(1, _LARGEST_EPOCH, f"a whole number from 1 to {_LARGEST_EPOCH:.0e}", whole=True)
+_rho = _number(LEAST_NUMBER**2 / 4, 4 * LARGEST_NUMBER**2, "a number > 0, from 2.5e-37 to 4e+36")
+_rate = _number(_LEAST_RATE, 1.0, f"in (0, 1], at least {_LEAST_RATE:g}; it is the expected batch ÷ n")
+_probability = _number(0.0, _BELOW_ONE, "in [0, 1)")
 
 
 def _event(name: str, value: object) -> Event:
@@ -128,7 +117,7 @@ def _events(name: str, value: Iterable[object]) -> tuple[Event, ...]:
 
 
 def _law(name: str, value: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    law = tuple((_count("rounds", r, 0), float(p)) for r, p in value)
+    law = tuple((int(_rounds("rounds", r)), float(p)) for r, p in value)
     if not law or not all(p >= 0.0 for _, p in law) or not abs(sum(p for _, p in law) - 1.0) <= 1e-9:
         raise ValueError("law: must be pairs (rounds ≥ 0, probability ≥ 0) whose probabilities sum to 1.")
     return law
@@ -137,19 +126,19 @@ def _law(name: str, value: Iterable[tuple[int, float]]) -> tuple[tuple[int, floa
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "noise_multiplier": _positive,
     "epsilon": _positive,
-    "rho": lambda name, value: _positive(name, value, LEAST_NUMBER**2 / 4, 4 * LARGEST_NUMBER**2),
+    "rho": _rho,
     "relation": lambda name, value: Relation.parse(value),
     "rate": _rate,
     "n": _count,
     "batch_size": _count,
     "count": lambda name, value: _count("steps", value),
-    "steps_per_epoch": lambda name, value: _count(name, value, most=_LARGEST_EPOCH),
+    "steps_per_epoch": _epoch,
     "inner": _event,
     "parts": _events,
     "parties": _events,
     "law": _law,
-    "mean": lambda name, value: _at_least(name, _positive(name, value), 1.0),
-    "shape": lambda name, value: _at_least(name, value, 0.0),
+    "mean": _number(1.0, LARGEST_NUMBER, f"≥ 1, at most {LARGEST_NUMBER:g}"),
+    "shape": _number(0.0, math.inf, "≥ 0"),
     "total_variation": _probability,
     "probability": _probability,
 }

@@ -9,23 +9,12 @@ A pair (P, Q) is described by the tails of its privacy loss L = log dP/dQ: P{L >
 about its positive losses, the same tails of the reversed pair all about its negative ones. Tails, unlike profiles,
 keep full relative precision, and the difference of two of them is the mass of an interval.
 
-Fixed-size batches under replace-one
-------------------------------------
-Let D, D' differ in one record (x against x'), q = batch/n, and let the un-sampled release have profile
-δ₀(ε) under replace-one. Condition on whether the record is drawn: M(D) = (1−q)A + qB and M(D') = (1−q)A + qB',
-where A, B, B' are mixtures over batches without the record, with x, and with x'.
-
-For α = e^ε ≥ 1 put α' = 1 + (α−1)/q and β = α/α' ≤ 1. Advanced joint convexity (Balle, Barthe, Gaboardi 2018)
-says H_α(M(D) ‖ M(D')) = q H_α'(B ‖ (1−β)A + βB'), and H is convex in its second argument, so it is at most
-q[(1−β) H_α'(B ‖ A) + β H_α'(B ‖ B')]. A batch with x becomes a batch without it by replacing that one record, and
-every batch of A is reached equally often, so B and A couple into pairs of neighbouring batches; B and B' do so
-plainly. Hence H_α(M(D) ‖ M(D')) ≤ q δ₀(log α'), which is the profile of the pair ((1−q)Q₀ + qP₀, Q₀) for α ≥ 1.
-For α < 1 use H_α(P ‖ Q) = 1 − α + α H_{1/α}(Q ‖ P) and the same bound with D and D' exchanged.
-
-Together they bound every neighbouring pair in both orders by one function of α. It is convex, decreasing, 1 at 0
-and at least (1−α)₊, so it is itself the profile of some pair, and adaptive composition of mechanisms dominated by
-that pair is dominated by its product (Zhu, Dong, Wang 2022). In tails: the positive losses are those of
-((1−q)Q₀ + qP₀, Q₀), the negative ones their mirror image, and what is left of the mass sits at loss 0.
+Fixed-size batches under replace-one (proof: ``docs/accounting-proof.md``). Condition on whether the record is
+drawn: M(D) = (1−q)A + qB and M(D') = (1−q)A + qB', q = batch/n. For α = e^ε ≥ 1 advanced joint convexity (Balle,
+Barthe, Gaboardi 2018) bounds H_α(M(D) ‖ M(D')) by q·δ₀(log(1 + (α−1)/q)), δ₀ the un-sampled profile, because
+batches with and without the record couple into neighbours. For α < 1 the mirrored bound holds. Together they are
+the profile of one pair, which covers both orders: its positive losses are those of ((1−q)Q₀ + qP₀, Q₀), its
+negative ones their mirror image, and what is left of the mass sits at loss 0.
 """
 
 from __future__ import annotations

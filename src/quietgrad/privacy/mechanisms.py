@@ -7,7 +7,6 @@ Sessions, certificates and audits do not know which one they hold: another mecha
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -96,6 +95,7 @@ class Mechanism(ABC):
     """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
 
     kind: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
     verb: ClassVar[str] = "release"
     """What a session is asked for it; asked otherwise it would cost otherwise."""
     what: ClassVar[str] = "a sum"
@@ -114,11 +114,10 @@ class Mechanism(ABC):
     """Whether the secrecy of a sample lowers its cost."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
-        if kind is not None:
-            cls.kind = kind
-            _KINDS[kind] = cls
-        elif ABC not in cls.__bases__:  # it would be written down as its parent, which makes other noise
+        if kind is None:  # it would be written down as its parent, which makes other noise
             raise TypeError(f"{cls.__name__}: a mechanism names its kind.")
+        cls.kind = kind
+        _KINDS[kind] = cls
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:
@@ -188,7 +187,7 @@ class Mechanism(ABC):
 
     def to_json(self) -> Any:
         """The kind, or an object with the kind and the settings if there are any."""
-        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        fields = {name: getattr(self, name) for name in self.__match_args__}
         return {"kind": self.kind, **fields} if fields else self.kind
 
 
@@ -200,7 +199,7 @@ def from_json(data: Any) -> Mechanism:
     """
     fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
     kind = kinds().get(fields.pop("kind", None))
-    if kind is None or set(fields) != {field.name for field in dataclasses.fields(kind)}:  # type: ignore[arg-type]
+    if kind is None or set(fields) != set(kind.__match_args__):
         raise ValueError(f"mechanism={data!r}: must be one of {', '.join(sorted(_KINDS))} with its settings.")
     return kind(**fields)
 
@@ -220,7 +219,6 @@ class GaussianNoise(Mechanism, kind="gaussian"):
     amplified: ClassVar[bool] = True
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """``Gaussian(z)``."""
         return events.Gaussian(multiplier)
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
@@ -228,11 +226,9 @@ class GaussianNoise(Mechanism, kind="gaussian"):
         return Probe(lambda heard, number, rng: heard / (multiplier * bound))
 
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
-        """Amplified by the secrecy of the sample."""
         return events.repeated(sampled(self.once(multiplier, relation)), count)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """Unit normals in blocks, scaled by z·C."""
         return _GaussianSource(key, label, count)
 
 
@@ -268,11 +264,9 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
     in_secure_sums: ClassVar[bool] = False
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """``Pure(Δ/(z·C))``."""
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """A Gamma length in a uniform direction."""
         return _L2LaplaceSource(NoiseStream(key, f"noise/{label}"))
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
@@ -317,7 +311,6 @@ class ExponentialMechanism(Mechanism, kind="choice"):
     noise: ClassVar[str] = "Gumbel"
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """ρ-zCDP with the ρ of a Gaussian release of this multiplier."""
         return events.ZCDP((sensitivity_factor(relation) / multiplier) ** 2 / 2.0, relation)
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
@@ -328,7 +321,6 @@ class ExponentialMechanism(Mechanism, kind="choice"):
         return Probe(lambda chosen, number, rng: spread_choice(chosen, shares, rng), tuple(values.tolist()))
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """Gumbel noise for exact scores, Gaussian noise for shared ones."""
         return _ChoiceSource(key, label, count)
 
 
@@ -358,7 +350,6 @@ class AboveThreshold(Mechanism, kind="threshold"):
     one_curator: ClassVar[bool] = True
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """``Pure(Δ/(z·C))``."""
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
@@ -369,7 +360,6 @@ class AboveThreshold(Mechanism, kind="threshold"):
         return Probe(lambda found, number, rng: spread_choice(found, shares, rng), scaled)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """A block of Laplace numbers per search."""
         return _ThresholdSource(NoiseStream(key, f"noise/{label}"))
 
 
@@ -433,7 +423,6 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
             raise ValueError(f"failure={self.failure!r}: must be a probability in (0, 1).")
 
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """A Gaussian release of the counts, and the failure of the threshold."""
         return events.Composed((events.Gaussian(multiplier), events.FailureProbability(self.failure)))
 
     def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
@@ -464,11 +453,9 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
 
     @classmethod
     def example(cls, releases: int) -> GaussianPartitionSelection:
-        """One that fails once in a billion."""
         return cls(1e-9)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        """Normals for as many labels as there are."""
         return _LabelSource(self, NoiseStream(key, f"noise/{label}"))
 
 
@@ -501,7 +488,10 @@ class StandardNormals:
         """The numbers of ``release``; lengths do not share words of a stream."""
         first, rows = self._kept.get(dim, (0, _NOTHING))
         if not 0 <= release - first < len(rows):
-            first, rows = self._kept[dim] = self._block(release, dim)
+            size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
+            number = release // size
+            stream = NoiseStream(self._key, f"{self._label}/{dim}")
+            first, rows = self._kept[dim] = number * size, stream.normal(number, (size, dim))
         units: Floats = rows[release - first]
         return units
 
@@ -509,15 +499,7 @@ class StandardNormals:
         """The same numbers, of a long vector a piece at a time in memory that the next one overwrites."""
         if dim <= _BLOCK_NUMBERS:
             return iter([(slice(0, dim), self.row(release, dim))])
-        return self._stream(dim).normal_pieces(release, dim)
-
-    def _block(self, release: int, dim: int) -> tuple[int, Floats]:
-        size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
-        number = release // size
-        return number * size, self._stream(dim).normal(number, (size, dim))
-
-    def _stream(self, dim: int) -> NoiseStream:
-        return NoiseStream(self._key, f"{self._label}/{dim}")
+        return NoiseStream(self._key, f"{self._label}/{dim}").normal_pieces(release, dim)
 
 
 _NOTHING: Floats = np.empty((0, 0))

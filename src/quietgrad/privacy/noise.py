@@ -172,39 +172,34 @@ def add_discretized_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: f
         sigma: standard deviation on the sum, and ``step`` its grid, both from :func:`sigma_for`.
     """
     if not isinstance(total, np.ndarray):
-        total = _numpy_view(total)
+        try:
+            total = total.detach().numpy()  # its memory as an array, without importing torch
+        except AttributeError:
+            kind = type(total).__name__
+            raise TypeError(f"total is a {kind}: must be a numpy array or a CPU torch tensor.") from None
+        except TypeError:
+            raise TypeError("total is a tensor on another device: move it with total.cpu() first.") from None
     if sigma == 0.0:
         total[...] = 0.0
-    elif total.dtype == _FLOAT64:
-        _add_on_grid(total, unit, sigma / step, step)
-    else:
-        wide = total.astype(np.float64)
-        _add_on_grid(wide, unit, sigma / step, step)
+        return
+    wide = total if total.dtype == _FLOAT64 else total.astype(np.float64)
+    # Dividing by a power of two is exact, and so is everything after rint: all are integers below 2^53.
+    np.multiply(wide, 1.0 / step, out=wide)
+    np.rint(wide, out=wide)
+    np.minimum(wide, _CLAMP, out=wide)
+    np.maximum(wide, _MINUS_CLAMP, out=wide)
+    noise = unit * (sigma / step)
+    np.rint(noise, out=noise)
+    np.add(wide, noise, out=wide)
+    np.multiply(wide, step, out=wide)
+    if wide is not total:
         total[...] = wide
 
 
-def _add_on_grid(total: npt.NDArray[np.float64], unit: npt.NDArray[np.float64], scale: float, step: float) -> None:
-    # Dividing by a power of two is exact, and so is everything after rint: all are integers below 2^53.
-    np.multiply(total, 1.0 / step, out=total)
-    np.rint(total, out=total)
-    np.minimum(total, _CLAMP, out=total)
-    np.maximum(total, _MINUS_CLAMP, out=total)
-    noise = unit * scale
-    np.rint(noise, out=noise)
-    np.add(total, noise, out=total)
-    np.multiply(total, step, out=total)
-
-
-def _numpy_view(total: Any) -> npt.NDArray[Any]:
-    """Return the memory of a CPU torch tensor as an array, without importing torch."""
-    try:
-        view: npt.NDArray[Any] = total.detach().numpy()
-    except AttributeError:
-        kind = type(total).__name__
-        raise TypeError(f"total is a {kind}: must be a numpy array or a CPU torch tensor.") from None
-    except TypeError:
-        raise TypeError("total is a tensor on another device: move it with total.cpu() first.") from None
-    return view
+def _check_positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
 
 
 def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float, float]:
@@ -213,9 +208,7 @@ def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float,
     ``sensitivity`` is the L2 distance Δ of the vector on neighbours (the caller's relation is in it);
     scale = (Δ + √dim·step)/ε.
     """
-    for name, value in (("epsilon", epsilon), ("sensitivity", sensitivity)):
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+    _check_positive(epsilon=epsilon, sensitivity=sensitivity)
     step = grid_step(sensitivity / epsilon)
     return grid_bound(sensitivity, dim, step) / epsilon, step
 
@@ -252,9 +245,7 @@ def noisy_argmax(scores: npt.ArrayLike, epsilon: float, sensitivity: float, stre
     at most ``sensitivity``, and, its privacy loss having range ε, also ε²/8-zCDP (Cesar and Rogers 2021).
     Non-finite scores count as the worst one, because an error would tell which record caused it.
     """
-    for name, value in (("epsilon", epsilon), ("sensitivity", sensitivity)):
-        if not 0.0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+    _check_positive(epsilon=epsilon, sensitivity=sensitivity)
     values = np.array(scores, dtype=np.float64)
     if values.ndim != 1 or not values.size:
         raise ValueError(f"scores of shape {values.shape}: must be a non-empty list of numbers.")
@@ -264,18 +255,13 @@ def noisy_argmax(scores: npt.ArrayLike, epsilon: float, sensitivity: float, stre
     return int(np.argmax(values * (epsilon / (2.0 * sensitivity)) + gumbel))
 
 
-_DEVICE_CLAMP = 2.0**52  # as in privacy.noise
-
-
 def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None:
-    """Replace ``total`` by (rint(total/step) + rint(unit·σ/step))·step: :func:`noise.add_discretized_gaussian` on
-    a device.
-    """
+    """:func:`add_discretized_gaussian` on a device."""
     if sigma == 0.0:
         total.zero_()
         return
     # Division by a power of two is exact, and so is what follows: all are whole numbers below 2⁵³.
-    total.mul_(1.0 / step).round_().clamp_(-_DEVICE_CLAMP, _DEVICE_CLAMP)
+    total.mul_(1.0 / step).round_().clamp_(-(2.0**52), 2.0**52)
     total.add_((unit * (sigma / step)).round_()).mul_(step)
 
 

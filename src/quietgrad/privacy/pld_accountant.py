@@ -34,7 +34,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TypedDict, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -387,13 +387,6 @@ _TAIL_AT_EPSILON = 1e-16  # where ε is given, δ is not known beforehand
 _LEAST_TAIL = 1e-280
 
 
-class _EvaluationPoint(TypedDict):
-    tail: float
-    one_tail: float
-    delta: float | None
-    epsilon: float | None
-
-
 _Base = GaussianPair | PurePair
 
 
@@ -454,12 +447,13 @@ def pld_profile(
             floor = step = step * points / _MOST_POINTS * 1.01
             continue
         break
-    asked: _EvaluationPoint = {"tail": tail, "one_tail": one_tail, "delta": delta, "epsilon": epsilon}
-    orders = [compose_plds(releases, uses, grids, bounds, **asked)]
+    add = partial(compose_plds, releases, uses, tail=tail, one_tail=one_tail, delta=delta, epsilon=epsilon)
+    orders = [add(grids, bounds)]
     if not all(pair.symmetric for pair in pairs.values()):
         turned = {leaf: grid.reversed() for leaf, grid in grids.items()}
-        orders.append(compose_plds(releases, uses, turned, chernoff(releases, turned, deviation, tail), **asked))
-    return ComposedPLD(tuple(orders), _name(uses))
+        orders.append(add(turned, chernoff(releases, turned, deviation, tail)))
+    kinds = {leaf.kind for leaf in uses} & {"poisson", "fixed-size", "random-allocation"}
+    return ComposedPLD(tuple(orders), f"pld-{kinds.pop()}" if len(kinds) == 1 else "pld")
 
 
 def _uses(releases: Mapping[Event, int]) -> dict[Event, int]:
@@ -473,11 +467,6 @@ def _uses(releases: Mapping[Event, int]) -> dict[Event, int]:
         else:
             uses[event] = uses.get(event, 0) + count
     return uses
-
-
-def _name(leaves: Mapping[Event, int]) -> str:
-    kinds = {leaf.kind for leaf in leaves} & {"poisson", "fixed-size", "random-allocation"}
-    return f"pld-{kinds.pop()}" if len(kinds) == 1 else "pld"
 
 
 def pair_of(event: Event, relation: Relation, factor: float) -> DominatingPair:

@@ -1,23 +1,15 @@
 """Random allocation: the losses of one epoch in which every record secretly takes part in one of T steps.
 
-*The pair.* Fix a record, all other records and all other randomness. Step t releases f_t + g_t·1{bin = t} + N(0,
-σ²I), where f_t and g_t may depend on earlier releases and ‖g_t‖ ≤ C. Let x be a draw of N(e_bin, (σ/C)²I) in T
-dimensions, or of N(0, (σ/C)²I) where the record is absent. Given the earlier releases, f_t + x_t·g_t plus Gaussian
-noise of covariance σ²I − (σ/C)²·g_t g_tᵀ has the law of the release. That covariance is not negative, so the epoch
-is post-processing of x, however its queries adapt. With the bin uniform, every epoch is dominated by
-
-    P = (1/T) Σ_t N(e_t, I/μ²),   Q = N(0, I/μ²),   μ = C/σ,
-
-in both orders, and epochs whose bins are drawn anew by the product of their pairs. The pair is attained. Other
-releases between the steps of an epoch change nothing: each is post-processing of a draw of its own pair.
+Proof: ``docs/accounting-proof.md``. However its queries adapt, an epoch is post-processing of one draw of
+P = (1/T) Σ_t N(e_t, I/μ²), or without the record of Q = N(0, I/μ²), μ = C/σ, and epochs compose as the product.
 
 *The losses.* dP/dQ = S = (Y_1 + … + Y_T)/T with Y_t = e^{μG_t − μ²/2}, independent log-normals of mean one under Q.
-The two profiles are E_Q(S − α)₊ and E_Q(1 − αS)₊, expectations of convex functions of S. So whatever is larger in
-the *convex order* dominates in both directions at once. To split the mass at a point between two points around it
-so that its mean stays (a mean-preserving spread) makes a law larger in that order, and sums of independent terms
-keep the order. The law of Y is put on a grid in this way. Sums are formed by doubling, each spread on a grid of its
-own. Mass above a grid is split between its end and infinity, where Q has none of it and P has the mean: an infinite
-loss. On a grid of spacing h a profile C(x) grows by at most h²C″(x)/8; the spacing makes that a small part of ε.
+The two profiles are expectations of convex functions of S, so whatever is larger in the *convex order* dominates in
+both directions at once. To split the mass at a point between two points around it so that its mean stays makes a
+law larger in that order, and sums of independent terms keep the order. The law of Y is put on a grid in this way.
+Sums are formed by doubling, each spread on a grid of its own. Mass above a grid is split between its end and
+infinity, where Q has none of it and P has the mean: an infinite loss. On a grid of spacing h a profile C(x) grows
+by at most h²C″(x)/8; the spacing makes that a small part of ε.
 
 *Rounding.* All masses are sums of products of positive numbers, so each is right to a relative error: a few units
 for a mass of Y (ten Gauss–Legendre nodes on cells of at most 2/(8 + |g|) deviations leave less than a unit), then
@@ -86,7 +78,6 @@ class AllocationPair(DominatingPair):
         return math.log(law.terms / float(law.points[1]))
 
     def on_grid(self, step: float, tail: float) -> DiscretizedPLD:
-        """The epoch's losses on a grid, tails of at most ``tail`` cut; P and Q keep their masses in each split."""
         law = law_of_sum(self.mu, self.steps, tail)
         q = law.mass * (1.0 + law.error)
         ratio = law.points / law.terms

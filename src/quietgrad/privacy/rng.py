@@ -76,15 +76,11 @@ class SecureStream:
 
     def bytes(self, block: int, n: int) -> bytes:
         """Return the first ``n`` bytes of ``block``."""
-        out = np.empty(_size("n", n), np.uint8)
-        self._fill(block, out)
-        return out.tobytes()
+        return self._read(block, n).tobytes()
 
     def uint64(self, block: int, size: int) -> npt.NDArray[np.uint64]:
         """Return the first ``size`` 64-bit words of ``block``, each uniform."""
-        out = np.empty(_size("size", size), "<u8")
-        self._fill(block, out.view(np.uint8))
-        return out.astype(np.uint64, copy=False)
+        return self._read(block, 8 * size).view("<u8").astype(np.uint64, copy=False)
 
     def at(self, block: int, counters: npt.ArrayLike) -> npt.NDArray[np.uint64]:
         """Return one 64-bit word for each of the 64-bit ``counters``: a keyed function of (block, counter).
@@ -109,11 +105,15 @@ class SecureStream:
         nonce = _block(block).to_bytes(8, "big") + bytes(8)
         return Cipher(self._aes, modes.CTR(nonce)).encryptor()
 
-    def _fill(self, block: int, out: npt.NDArray[np.uint8]) -> None:
+    def _read(self, block: int, size: int) -> npt.NDArray[np.uint8]:
+        if size < 0:
+            raise ValueError(f"size={size!r}: must be ≥ 0.")
+        out = np.empty(size, np.uint8)
         stream = self._open(block)
         for start in range(0, out.size, len(ZEROS)):
             piece = out[start : start + len(ZEROS)]
             stream.update_into(ZEROS[: piece.size], piece.data)
+        return out
 
 
 def inversion_table(weights: Sequence[int]) -> npt.NDArray[np.uint64]:
@@ -134,9 +134,3 @@ def _block(block: int) -> int:
     if not 0 <= block < _BLOCKS:
         raise ValueError(f"block={block!r}: must be a whole number in [0, 2^64).")
     return int(block)
-
-
-def _size(name: str, size: int) -> int:
-    if size < 0:
-        raise ValueError(f"{name}={size!r}: must be ≥ 0.")
-    return int(size)

@@ -10,7 +10,6 @@ r. A billion rows cost no memory, and the sample does not depend on how many thr
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -245,16 +244,29 @@ class AllocationSampler:
         return self._turns.batch(i)
 
 
-class SinglePassOrder(ABC):
-    """Slots handed out in order, each once; refuses when there are not enough left."""
+class SlotSampler:
+    """Slots handed out in order, each once; refuses when there are not enough left.
 
-    def __init__(self, n_slots: int, batch_size: int) -> None:
+    >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
+    >>> sampler.take(2).tolist(), sampler.left
+    ([1, 2], 1)
+    """
+
+    def __init__(self, slots: Indices, n_slots: int, batch_size: int = 1) -> None:
         self._n_slots, self._batch_size = n_slots, batch_size
         self.position = 0
+        if len(slots) == n_slots and np.bincount(slots, minlength=n_slots).max() == 1:
+            self._slots = np.arange(n_slots)  # a permutation is inverted, which is much quicker than sorted
+            self._by_slot = np.empty(n_slots, np.int64)
+            self._by_slot[slots] = self._slots
+        else:
+            self._by_slot = np.argsort(slots, kind="stable")
+            self._slots = slots[self._by_slot]
 
-    @abstractmethod
     def _between(self, first: int, last: int) -> Indices:
         """The records of slots first … last − 1."""
+        start, end = np.searchsorted(self._slots, (first, last))
+        return self._by_slot[start:end]
 
     @property
     def left(self) -> int:
@@ -287,29 +299,6 @@ class SinglePassOrder(ABC):
         self.position = position
 
 
-class SlotSampler(SinglePassOrder):
-    """Slots of records that are listed.
-
-    >>> sampler = SlotSampler(np.array([2, 0, 1]), n_slots=3)
-    >>> sampler.take(2).tolist(), sampler.left
-    ([1, 2], 1)
-    """
-
-    def __init__(self, slots: Indices, n_slots: int, batch_size: int = 1) -> None:
-        super().__init__(n_slots, batch_size)
-        if len(slots) == n_slots and np.bincount(slots, minlength=n_slots).max() == 1:
-            self._slots = np.arange(n_slots)  # a permutation is inverted, which is much quicker than sorted
-            self._by_slot = np.empty(n_slots, np.int64)
-            self._by_slot[slots] = self._slots
-        else:
-            self._by_slot = np.argsort(slots, kind="stable")
-            self._slots = slots[self._by_slot]
-
-    def _between(self, first: int, last: int) -> Indices:
-        start, end = np.searchsorted(self._slots, (first, last))
-        return self._by_slot[start:end]
-
-
 def _check_records(n: int) -> None:
     if not 0 <= n <= _MOST_RECORDS:
         raise ValueError(f"{n} records: must be between 0 and 2^31 − 1.")
@@ -337,7 +326,7 @@ class RowScan:
         return np.concatenate(found)
 
 
-class SlotScan(SinglePassOrder):
+class SlotScan(SlotSampler):
     """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
@@ -347,7 +336,7 @@ class SlotScan(SinglePassOrder):
     """
 
     def __init__(self, n_records: int, n_slots: int, batch_size: int, stream: SecureStream) -> None:
-        super().__init__(n_slots, batch_size)
+        super().__init__(np.zeros(0, np.int64), n_slots, batch_size)
         self._n, self._stream = n_records, stream
 
     def _between(self, first: int, last: int) -> Indices:

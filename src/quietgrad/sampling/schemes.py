@@ -43,6 +43,7 @@ class Sampling(ABC):
     """
 
     kind: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
     in_turns: ClassVar[bool] = False
     """Whether cohorts of records take turns."""
     counts_exactly: ClassVar[bool] = False
@@ -152,7 +153,7 @@ class Sampling(ABC):
 
     def to_json(self) -> dict[str, Any]:
         """Return the scheme as plain JSON values, with its kind under ``"sampling"``."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {name: getattr(self, name) for name in self.__match_args__}
         return {"sampling": self.kind, **{k: str(v) if isinstance(v, Relation) else v for k, v in fields.items()}}
 
 
@@ -164,7 +165,7 @@ def from_json(data: dict[str, Any]) -> Sampling:
     """
     try:
         kind = KINDS[data["sampling"]]
-        fields = {f.name: data[f.name] for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        fields = {name: data[name] for name in kind.__match_args__}
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a sampling scheme: {data!r} ({error!r})") from None
     return kind(**fields)
