@@ -66,6 +66,7 @@ def test_gaussian_delta_equals_quadrature(mu: float, epsilon: float) -> None:
 
 
 @given(st.floats(0.01, 20.0), st.floats(1e-12, 0.1))
+@settings(deadline=None)
 def test_gaussian_epsilon_and_mu_invert_each_other(epsilon: float, delta: float) -> None:
     mu = gaussian_mu(epsilon, delta)
     assert gaussian_epsilon(mu, delta) == pytest.approx(epsilon, rel=1e-7, abs=1e-9)
