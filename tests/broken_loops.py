@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch import distributed, loop_wrappers, loops, opacus, private_loop, recorded_loop
-from quietgrad.torch.checkpoints import LoopCost
 from quietgrad.torch.private_batch import Handle, RecordBlock, Sample
 
 Patch = pytest.MonkeyPatch
@@ -64,7 +62,7 @@ def opaque_batches_serve_again(patch: Patch) -> None:
 
     def backward(self: Any, batch: Any) -> None:
         self._session._begun.add(batch._drawn)
-        self.release(batch._drawn, GradientQuery(self.engine.flatten(self.parameters()), self.rule.clip))
+        self.release(batch._drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip))
 
     patch.setattr(private_loop.PrivateLoop, "backward", backward)
 
@@ -93,21 +91,15 @@ def ledgers_are_not_told(patch: Patch) -> None:
 
 def last_loop_only(patch: Patch) -> None:
     """An engine forgets its earlier loops."""
-    costs = opacus.Accountant.costs.fget  # type: ignore[attr-defined]
-    patch.setattr(opacus.Accountant, "costs", property(lambda self: costs(self)[-1:]))
+    patch.setattr(opacus, "epsilon_of", lambda loops, delta: loops_epsilon(loops[-1:], delta))
+
+
+loops_epsilon = loops.epsilon_of
 
 
 def stepped_samples_only(patch: Patch) -> None:
     """Samples that were seen and not stepped on are not charged."""
-    patch.setattr(LoopCost, "of", staticmethod(lambda loop: replace(_cost(loop), used=max(0, loop.handed_out - 1))))
-
-
-_cost = LoopCost.of
-
-
-def states_are_free(patch: Patch) -> None:
-    """What a loaded state cost stays behind."""
-    patch.setattr(opacus.Accountant, "add", lambda self, costs: None)
+    patch.setattr(loops.Loop, "used", property(lambda self: max(0, self.handed_out - 1)))
 
 
 def stops_are_public(patch: Patch) -> None:

@@ -182,17 +182,14 @@ def float32_sums(patch: Patch) -> None:
 
     class Narrow(module.CompensatedSum):
         def __init__(self, out: Any) -> None:
-            self._out, self._low, self._begun = out, None, True
+            self._out, self._low = out, None
             self._high = torch.zeros_like(out, dtype=torch.float32)
 
         @contextmanager
         def term(self) -> Iterator[Any]:
             part = torch.zeros_like(self._out)
             yield part
-            self.add(part)
-
-        def add(self, term: Any) -> None:
-            self._high += term.float()
+            self._high += part.float()
 
     patch.setattr(module, "CompensatedSum", Narrow)
 

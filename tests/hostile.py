@@ -370,22 +370,6 @@ def _scanned(suffix: str) -> Callable[[bytes, Path], object]:
     return read
 
 
-def _loop_checkpoint() -> bytes:
-    import torch
-
-    from quietgrad.torch.checkpoints import save
-
-    file = io.BytesIO()
-    save(file, {"epoch": 3, "w": torch.ones(2), "names": ["a", ("b", 1.5)]}, [])
-    return file.getvalue()
-
-
-def _read_loop_checkpoint(content: bytes, folder: Path) -> object:
-    from quietgrad.torch.checkpoints import load
-
-    return load(io.BytesIO(content))
-
-
 READERS = (
     Reader("libsvm", _table(".libsvm"), lambda: [LIBSVM, b"1 1:1\n0 2:1\n"]),
     Reader("csv", _table(".csv"), lambda: [NUMBERS, b"a,y\n1,0\n2,1\n", NUMBERS.replace(b"\n", b"\r\n")]),
@@ -409,5 +393,4 @@ READERS = (
     Reader("certificate", _read_certificate, lambda: [_certificate()], _certified),
     Reader("scanned parquet", _scanned(".parquet"), _parquet_seeds),
     Reader("scanned csv", _scanned(".csv"), lambda: [b"a,b,y\n1,2,0\n0.5,-3,1\n2,1e3,0\n"]),
-    Reader("loop checkpoint", _read_loop_checkpoint, lambda: [_loop_checkpoint()]),
 )

@@ -21,7 +21,6 @@ TABLE: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], Callable[[], A
     "ledgers are not told": ("L0 condition", broken.ledgers_are_not_told, probe_loop_conditions),
     "earlier loops forgotten": ("L0 charge", broken.last_loop_only, probe_loop_charges),
     "skipped samples free": ("L0 charge", broken.stepped_samples_only, probe_loop_charges),
-    "loaded states are free": ("L0 charge", broken.states_are_free, probe_loop_charges),
     "stops are public": ("L0 charge", broken.stops_are_public, probe_loop_charges),
     "seeded loop says nothing": ("L0 charge", broken.seeded_says_nothing, probe_loop_charges),
     "records drawn, not people": ("L0 sampling", broken.records_drawn, probe_people_drawn),

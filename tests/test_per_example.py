@@ -294,20 +294,6 @@ def test_layer_is_that_of_autograd(name: str, budget: float) -> None:
     agree(*LAYERS[name](), budget, RULES if budget else RULES[2:3])
 
 
-@pytest.mark.parametrize(
-    "name", ["linear", "conv2d", "group norm", "reused and tied", "gru, state", "attention", "weight norm", "raw"]
-)
-def test_one_record_at_a_time_gives_the_same_sums(name: str) -> None:
-    torch.manual_seed(1)
-    module, x = LAYERS[name]()
-    engine = PerExampleEngine(module.double(), loss)
-    groups = grouped(x, r(len(x), seed=5))
-    slow = one_at_a_time(module, loss, groups)
-    for rule in RULES[2:]:
-        found, expected = (summed(each, start(engine, 0.01), groups, rule) for each in (engine, slow))
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
 RANDOM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "dropout": (lambda: Head(nn.Dropout(0.4), nn.Linear(6, 6)), (6, 6)),
     "recurrent": (lambda: Head(nn.LSTM(6, 4, 2, dropout=0.5, batch_first=True), call=first), (6, 5, 6)),
@@ -345,7 +331,6 @@ def test_dropout_inside_layers_is_each_record_s_own(name: str) -> None:
         ("gru", {"recurrent input", "recurrent state"}),
         ("gru, state", {"recurrent input", "recurrent state"}),
         ("attention", {"linear"}),
-        ("gru cell", {"linear"}),
         ("transposes", {"matmul"}),
         ("chunks", {"linear"}),
     ],
@@ -483,12 +468,10 @@ def test_what_a_loop_of_one_s_own_leaves_is_the_same(name: str) -> None:
         (made,) = recording
         torch.autograd.backward(factor * loss(made.outputs.flatten(0, 1), y).sum())
     passes = [made for recording in recordings for made in recording]
-    (found,) = recorded(passes, len(x), engine.space, list(engine.slices.values()))
+    (found,) = recorded(passes, len(x), engine.space)
     rows = 3 * gradients(PerExampleEngine(module, loss), start(engine), x, y)
     out = torch.zeros_like(rows[0])
     for _ in range(2):
         torch.testing.assert_close(found.norms()[:, 0], rows.norm(dim=1), rtol=1e-9, atol=1e-12)
-        sizes = torch.stack([rows[:, slot].norm(dim=1) for slot in engine.slices.values()], 1)
-        torch.testing.assert_close(found.parameter_norms(), sizes, rtol=1e-9, atol=1e-12)
     found.add_weighted((0.1 / rows.norm(dim=1, keepdim=True)).clamp(max=1.0), out)
     torch.testing.assert_close(out, clipped(rows, 0.1).sum(0), rtol=1e-9, atol=1e-12)

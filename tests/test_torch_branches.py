@@ -15,7 +15,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.vectors import UnitAssignment
-from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
+from tests.autograd import KEY, gradients, grouped, in_passes_of, ruled, start, summed
 
 RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
 N = 16
@@ -162,12 +162,3 @@ def test_few_answers_are_few_passes(program: Any, monkeypatch: pytest.MonkeyPatc
     x = x.sign() + 0.1 * torch.arange(1, 7)  # few ways
     found, _ = summed(engine, (theta,), grouped(x, y), RULES[0])
     torch.testing.assert_close(found, ruled(RULES[0], gradients(engine, theta, x, y))[0], rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize("program", [early, late, own_activation])
-def test_one_at_a_time_gives_the_same(program: Any) -> None:
-    engine, x, y = made(program)
-    points = start(engine, 0.3)
-    slow = one_at_a_time(engine.module, loss, grouped(x, y))
-    found, expected = (summed(each, points, grouped(x, y), RULES[1]) for each in (engine, slow))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,35 +12,21 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import composed, gaussian, poisson_gaussian
+from quietgrad.privacy.events import gaussian, poisson_gaussian
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.torch.checkpoints import LoopCost
+from tests.loops import network, table
 
 F: Any = nn.functional
 QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
 CLIP = 0.3
-ADAPTIVE: dict[str, Any] = {
-    "clipping": "adaptive", "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2,
-    "max_clipbound": 10.0, "min_clipbound": 0.001, "unclipped_num_std": 4.0,
-}  # fmt: skip
 
 pytestmark = pytest.mark.filterwarnings("ignore:seed=")
-
-
-def table(n: int = 60, seed: int = 0) -> TensorDataset:
-    x = torch.randn(n, 5, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, (x[:, 0] > 0).long())
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
 def gradients(model: nn.Module, x: Any, y: Any, loss: Callable[..., Tensor] = F.cross_entropy) -> list[Tensor]:
@@ -107,29 +92,6 @@ def test_a_batch_becomes_the_clipped_mean_by_the_public_size(form: str) -> None:
     assert_gradients(model, [a + b for a, b in zip(expected, more, strict=True)])
 
 
-def test_per_layer_and_adaptive_clipping() -> None:
-    clips = [0.3, 0.1, 0.2, 0.05]
-    model = network()
-    loop = loop_of(model, clipping="per_layer", max_grad_norm=clips)
-    assert loop.rule.bound(1.0) == pytest.approx(math.sqrt(sum(c * c for c in clips)))
-    batch = next(iter(loop))
-    rows = gradients(model, *table()[indices(loop, batch)])
-    expected = [clipped_mean([row], 15, clip)[0] for clip, row in zip(clips, rows, strict=True)]
-    loop.backward(batch)
-    assert_gradients(model, expected)
-    model = network()
-    loop = loop_of(model, max_grad_norm=5.0, noise_multiplier=1.5, epochs=10, seed=None, **ADAPTIVE)
-    noise = 1.5 * loop.rule.bound(1.5) / 5.0  # the gradient's, in C
-    assert noise**-2 + 8.0**-2 == pytest.approx(1.5**-2)  # Andrew et al. (2021), Theorem 1
-    for batch in loop:
-        loop.step(batch)
-    assert loop.rule.clip < 4.0  # it began far above all norms
-    event = poisson_gaussian(rate=0.25, noise_multiplier=1.5, steps=40)
-    assert loop.privacy.epsilon == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
-    with pytest.raises(ValueError, match="no noise left"):
-        loop_of(network(), noise_multiplier=8.0, **ADAPTIVE)
-
-
 def test_a_batch_tells_nothing_and_serves_once() -> None:
     model = network()
     loop = loop_of(model, epochs=None, steps=3)
@@ -152,29 +114,15 @@ def test_a_batch_tells_nothing_and_serves_once() -> None:
         loop.epochs()
 
 
-def test_epochs_schedules_and_what_they_cost() -> None:
-    model = network()
-    loop = loop_of(
-        model, seed=None, epochs=3, noise_multiplier=1.5, noise_schedule=lambda epoch: 0.8**epoch,
-        batch_schedule=lambda epoch: 15 if epoch < 2 else 30,
-    )  # fmt: skip
-    lengths = []
-    for epoch in loop.epochs():
-        batches = list(epoch)
-        lengths.append(len(batches))
-        for batch in batches:
-            loop.step(batch)
-    assert lengths == [4, 4, 2]
-    settings = [(0.25, 1.5, 4), (0.25, 1.2, 4), (0.5, 0.96, 2)]
-    event = composed([poisson_gaussian(rate=q, noise_multiplier=z, steps=k) for q, z, k in settings])
+@pytest.mark.parametrize("sampling", ["poisson", "turns"])
+def test_epochs_and_what_they_cost(sampling: str) -> None:
+    loop = loop_of(network(), seed=None, noise_multiplier=1.5, sampling=sampling)
+    lengths = [len([loop.step(batch) for batch in epoch]) for epoch in loop.epochs()]  # type: ignore[func-returns-value]
+    assert lengths == [4, 4]
+    poisson = poisson_gaussian(rate=0.25, noise_multiplier=1.5, steps=8)
+    event = poisson if sampling == "poisson" else gaussian(1.5, steps=2)
     assert loop.privacy.epsilon == pytest.approx(account(event, delta=1e-5, relation="add-remove"))
-    assert loop.privacy.condition is None
-    assert not loop.privacy.notes
-    turns = loop_of(network(), seed=None, noise_multiplier=2.0, poisson_sampling=False)
-    for batch in next(turns.epochs()):
-        turns.step(batch)
-    whole = account(gaussian(2.0, steps=1), delta=1e-5, relation="add-remove")
-    assert turns.privacy.epsilon == pytest.approx(whole)
+    assert (loop.privacy.condition, loop.privacy.notes) == (None, ())
 
 
 def test_samples_count_when_they_are_handed_out_and_a_stop_costs_the_plan(tmp_path: Path) -> None:
@@ -207,7 +155,6 @@ def test_a_private_count_is_part_of_what_a_loop_costs() -> None:
     loop = loop_of(model, noise_multiplier=None, budget=qg.Budget(2.0, 1e-5), n_public=None, seed=None)
     assert loop.privacy.epsilon == 2.0
     assert 1.9 < loop.epsilon() <= 2.0
-    assert LoopCost.from_json(loop.cost.to_json()) == loop.cost
     engine.make_private_with_epsilon(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), target_epsilon=2.0, target_delta=1e-5,
         data_loader=DataLoader(table(), batch_size=15), epochs=2, max_grad_norm=1.0,
@@ -243,10 +190,9 @@ def test_callbacks_are_told_and_may_stop_the_loop(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("settings", "message"), [
     ({"noise_multiplier": None}, "needs a budget"), ({"epochs": None, "ledger": "x"}, "needs the number of epochs"),
     ({"steps": 3}, "give one of them"), ({"epochs": 0}, "whole number"),
-    ({"batch_schedule": lambda epoch: 99}, "between 1"),
+    ({"budget": qg.Budget(1.0, 1e-5)}, "give one of them"), ({"batch_size": 99}, "between 1"),
     ({"noise_multiplier": None, "budget": qg.Budget(1.0, 1e-5), "epochs": None}, "epochs= or steps="),
-    ({"clipping": "layers"}, "must be"), ({"max_grad_norm": -1.0}, "finite number > 0"),
-    ({"views": 2, "clipping": "per_layer"}, "views"), ({"person": np.arange(60), "clipping": "adaptive"}, "person"),
+    ({"max_grad_norm": -1.0}, "finite number > 0"),
 ])  # fmt: skip
 def test_what_is_refused_says_why(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     if "ledger" in settings:
@@ -328,7 +274,8 @@ def test_questions_and_casts_are_free() -> None:
     assert loader.privacy.condition is None
 
 
-TOUCHED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Any]] = {
+TOUCHED: dict[str, Callable[..., Any]] = {
+    "another gradient than one": lambda x, y, out, loss: loss.backward(torch.tensor(0.5), retain_graph=True),
     "loss.item()": lambda x, y, out, loss: loss.item(),
     "loss.detach()": lambda x, y, out, loss: loss.detach(),
     "loss / 2": lambda x, y, out, loss: loss / 2,
@@ -401,15 +348,6 @@ def test_a_ledger_that_cannot_be_told_shows_nothing(tmp_path: Path, monkeypatch:
     with pytest.warns(UserWarning, match="conditional"):
         x.sum()
     assert Ledger(tmp_path / "l").book().conditions("default")
-
-
-def test_a_gradient_other_than_one_is_conditional() -> None:
-    made, optimizer, loader, criterion = private(network(), nn.CrossEntropyLoss())
-    x, y = next(iter(loader))
-    loss = criterion(made(x), y)
-    with pytest.warns(UserWarning, match="conditional"):
-        loss.backward(torch.tensor(0.5))
-    optimizer.step()
 
 
 class Records(Dataset[Any]):
@@ -606,29 +544,6 @@ def test_inputs_get_their_gradients() -> None:
     assert_gradients(model, expected)
 
 
-def test_a_generator_learns_through_the_private_model() -> None:
-    """A GAN: the discriminator is private; after its step its parameters are constants, and noise has no labels."""
-    generator, model = nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
-    made, optimizer, loader = private(model, noise_multiplier=1.0, seed=None)
-    own = torch.optim.SGD(generator.parameters(), lr=0.1)
-    loss = nn.BCEWithLogitsLoss()
-    for x, _ in loader:
-        size = x.size(0)
-        made.zero_grad()
-        loss(made(x), torch.ones(size, 1)).backward()
-        fake = generator(torch.randn(size, 3))
-        loss(made(fake.detach()), torch.zeros(size, 1)).backward()
-        optimizer.step()
-        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-        generator.zero_grad()
-        loss(made(fake), torch.ones(size, 1)).backward()
-        own.step()
-        for param, grad in zip(model.parameters(), before, strict=True):
-            assert grad is not None
-            assert torch.equal(param.grad, grad)  # type: ignore[arg-type]
-        assert all(param.grad is not None for param in generator.parameters())
-
-
 # --- what cannot be ---------------------------------------------------------------------------------------------
 
 
@@ -737,7 +652,8 @@ def test_the_private_model_is_the_plain_module_to_everyone_else() -> None:
         copy.deepcopy(optimizer)
     with pytest.raises(TypeError, match="closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(BudgetError, match="noise_schedule"):
-        optimizer.noise_multiplier = 0.1
+    for name in ("noise_multiplier", "max_grad_norm"):
+        with pytest.raises(BudgetError, match=name):
+            setattr(optimizer, name, 0.1)
     with pytest.raises(Exception, match="would fuse"):
         compiled(made, backend="eager")(next(iter(loader))[0])

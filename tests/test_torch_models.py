@@ -21,7 +21,6 @@ from quietgrad.objectives.networks import taps
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.torch.clip_rules import FlatClip
 from quietgrad.torch.clipped_sums import clipped_gradient_sum
 from tests.autograd import KEY, gradients, grouped, ruled, start, summed
 
@@ -74,6 +73,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "batch norm without statistics": (
         lambda: nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False).eval(), nn.Linear(6, 2)), CE,
         "BatchNorm1d"),
+    "statistics": (
+        lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True)), CE,
+        "track_running_stats"),
+    "renormalised rows": (lambda: nn.Embedding(4, 2, max_norm=1.0), CE, "max_norm"),
     "bag by frequency": (
         lambda: nn.Sequential(nn.Linear(6, 2), nn.EmbeddingBag(3, 2, scale_grad_by_freq=True)), CE, "often"),
     "another width": (lambda: nn.Linear(5, 2), CE, r"failed on a batch of one record \(RuntimeError\)"),
@@ -223,7 +226,7 @@ def test_autocast_does_not_reach_what_is_clipped() -> None:
     torch.autograd.backward(F.cross_entropy(passes[0].outputs[:, 0], data()[1], reduction="sum"))
     with torch.autocast("cpu", torch.bfloat16):
         total = torch.zeros(engine.dim, dtype=torch.float64)
-        engine.add_recorded(passes, len(group.rows), None, FlatClip(0.3), total)
+        engine.add_recorded(passes, len(group.rows), None, 0.3, total)
     expected = torch.cat([each.flatten() for each in plain[0].values()]).double()
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 

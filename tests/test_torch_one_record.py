@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ import quietgrad.torch as qt
 from quietgrad.errors import QuietgradError
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
-from tests.one_record.attacks import ORDINARY, REMEMBERING
 from tests.one_record.cases import (
     CLASSES,
     CLIP,
@@ -36,18 +34,11 @@ from tests.one_record.cases import (
     moved,
     table,
 )  # fmt: skip
-from tests.one_record.every import MODULES, STATEFUL
-from tests.one_record.layers import Mean
 from tests.one_record.losses import LOSSES, contrastive, mined, plain, triplet
-from tests.one_record.modules import MIXING, Between
+from tests.one_record.modules import MIXING, MODULES, REMEMBERING, STATEFUL, Between, Mean
 
 AT_MOST = 1.0001
-CASES = {**MODULES, **ORDINARY, **{f"loss: {name}": case for name, case in LOSSES.items()}}
-
-
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+CASES = {**MODULES, **{f"loss: {name}": case for name, case in LOSSES.items()}}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch itself, in forward mode
@@ -123,9 +114,6 @@ def test_a_collate_function_sees_one_record(collate: Any, pad: Any) -> None:
     assert set(seen) == {1}
     expected = by_autograd(case, data, range(60))
     assert float((whole - expected).norm()) <= 1e-4 * float(expected.norm())
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------
 
 
 # --- two points -------------------------------------------------------------------------------------------------

@@ -76,19 +76,6 @@ class Words(nn.Module):
         return torch.tanh(self.out(torch.tanh(self.table(x)).mean(1)))
 
 
-class Visits(nn.Module):
-    """A recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(3, 4, batch_first=True)
-        self.out = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.out(self.cell(x)[0][:, -1])
-        return result
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2),
@@ -108,7 +95,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "tied, many words": (lambda: Sentences(400), lambda n: torch.randint(0, 400, (n, 2))),
     "raw parameters": (Patches, lambda n: torch.randn(n, 4, 6)),
     "tied table": (Words, lambda n: torch.randint(0, 40, (n, 3))),
-    "recurrent": (Visits, lambda n: torch.randn(n, 4, 3)),
 }
 
 
@@ -271,23 +257,6 @@ def test_what_a_person_contributes_depends_on_nobody_else() -> None:
         assert not torch.allclose(asked_sum(asked, records, None, bytes(32)), whole, rtol=1e-3)  # another release
         if most is not None:
             assert torch.equal(asked_sum(asked, records, np.array([0])), each[0])
-
-
-def test_losses_and_risks_of_people() -> None:
-    ids = scattered([1, 7, 4])
-    x, y = torch.randn(12, 5), torch.randint(0, 3, (12,))
-    asked = objective(dropout=0.0, micro_batch=5)
-    records = asked.prepare(RecordsWithIds((x, y), ids))
-    theta: Any = asked.initial(records)
-    losses = LOSS(asked.loss.module(x), y).detach().double().numpy()
-    means = [losses[ids == person].mean() for person in range(3)]
-    assert asked.loss_sum(Batch(records, None, KEY), theta, 0.9) == pytest.approx(
-        np.minimum(means, 0.9).sum(), 1e-5
-    )
-    assert asked.risk(records, theta) == pytest.approx(np.mean(means), 1e-5)
-    random = objective(dropout=0.9)
-    assert random.risk(records, theta) == pytest.approx(asked.risk(records, theta), 1e-5)  # without dropout
-    assert random.loss.module.training
 
 
 def visits(n: int = 90) -> tuple[Tensor, Tensor, Any]:
@@ -467,7 +436,7 @@ def test_a_loop_is_about_people_and_says_so() -> None:
         module=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1), noise_multiplier=1.0,
         max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(x, y), batch_size=10),
     )  # fmt: skip
-    with pytest.raises(ValueError, match="some about people"):
+    with pytest.raises(ValueError, match="privacy units"):
         engine.get_epsilon(1e-5)
     with pytest.raises(DataError, match="people of the data set"):
         private(perceptron(), person=ids, batch_size=60)

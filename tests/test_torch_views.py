@@ -124,17 +124,6 @@ def test_views_of_people_s_records(combine: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_randomness_views_change_nothing() -> None:
-    data, model = made(much=0.0)
-    sums = []
-    for views in (1, 4):
-        objective = ModuleObjective(model, LOSS, views=views)
-        records = objective.prepare(data)
-        theta = objective.initial(records)
-        sums.append(total(objective, records, np.array([0, 2, 5]), (theta,), ClippingRule.gradient(CLIP)))
-    torch.testing.assert_close(sums[0], sums[1], rtol=1e-5, atol=1e-6)
-
-
 def test_fit_takes_views() -> None:
     data, model = made(60)
     start = [p.detach().clone() for p in model.parameters()]

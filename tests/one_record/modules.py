@@ -1,8 +1,16 @@
-"""Modules: ordinary ones of every kind, and those that mix rows, keep state, draw numbers, differentiate inside."""
+"""Modules that mix rows, keep state, draw numbers or differentiate inside, and losses and programs around them.
+
+Ordinary layers are compared with autograd in tests/test_per_example.py. A tensor that a program keeps outside its
+module dies with its pass, so its next use ends in an error. Numbers that a program keeps in closures, classes or
+globals are its own affair, as docs/torch.md says.
+"""
 
 from __future__ import annotations
 
+import functools
+import random
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
-from tests.one_record.cases import (
-    CLASSES,
-    FEATURES,
-)  # fmt: skip
+from tests.one_record.cases import CLASSES, FAR, FEATURES, Case, Texts, images, of_model, table, tokens
 
 H = 8
 
@@ -23,7 +28,7 @@ H = 8
 class Between(nn.Module):
     """Two layers with something between the rows of the batch and the first of them."""
 
-    def __init__(self, change: Any) -> None:
+    def __init__(self, change: Any = lambda x: x) -> None:
         super().__init__()
         self.first, self.second, self.change = nn.Linear(FEATURES, H), nn.Linear(H, CLASSES), change
 
@@ -33,9 +38,6 @@ class Between(nn.Module):
 
 def between(change: Any) -> Any:
     return lambda: Between(change)
-
-
-# --- rows of the batch in reach of each other, if there were any --------------------------------------------------
 
 
 def minus_mean(x: Tensor) -> Tensor:
@@ -90,65 +92,8 @@ MIXING: dict[str, Any] = {
 }  # fmt: skip
 
 
-# --- modules that keep something --------------------------------------------------------------------------------
-
-
-class Remembers(Between):
-    """Keeps the last batch's mean in an attribute, as code that was copied from a notebook does."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-        self.last: Any = 0.0
-
-    def forward(self, x: Tensor) -> Any:
-        before, self.last = self.last, float(x.detach().mean())
-        return super().forward(x - before)
-
-
-class Counts(Between):
-    """Scales by how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        scale = self.calls if bool(x.sum() > 0) else -self.calls
-        return super().forward(x) * scale
-
-
-class KeepsTensors(Between):
-    """Keeps activations for a regulariser that nobody asks for."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-        self.kept: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Any:
-        self.kept.append(x)
-        return super().forward(torch.cat(self.kept[-2:]).mean(0, keepdim=True))
-
-
-class RunningMean(Between):
-    """An exponential mean of the batches in a buffer."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-        self.register_buffer("mean", torch.zeros(FEATURES))
-
-    def forward(self, x: Tensor) -> Any:
-        self.mean.mul_(0.5).add_(0.5 * x.detach().mean(0))
-        return super().forward(x - self.mean)
-
-
 class Writes(Between):
     """Moves its own weights as it goes."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
 
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -157,13 +102,10 @@ class Writes(Between):
 
 
 def hooked() -> nn.Module:
-    model = Between(lambda x: x)
+    model = Between()
     model.first.register_forward_hook(lambda module, given, out: out - out.mean(0))
     model.second.register_full_backward_hook(lambda module, given, out: None)
     return model
-
-
-# --- modules that differentiate, iterate, route -----------------------------------------------------------------
 
 
 class Energy(nn.Module):
@@ -246,9 +188,6 @@ def _center_all(info: Any, in_dims: Any, x: Tensor) -> Any:
 class Centered(Between):
     """An operator of somebody's own that comes with a rule for many records."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-
     def forward(self, x: Tensor) -> Any:
         return self.second(center(self.first(x)))
 
@@ -272,7 +211,7 @@ def hooked_back(kind: str) -> Any:
     """Gradients changed on their way back, by what would be the batch's mean."""
 
     def make() -> nn.Module:
-        model = Between(lambda x: x)
+        model = Between()
         second: Any = model.second
         if kind == "module":
             second.register_full_backward_hook(lambda module, given, out: (centered(given[0]),))
@@ -287,7 +226,7 @@ def hooked_back(kind: str) -> Any:
 
 class Function(Between):
     def __init__(self, function: Any) -> None:
-        super().__init__(lambda x: x)
+        super().__init__()
         self.function = function
 
     def forward(self, x: Tensor) -> Any:
@@ -351,17 +290,6 @@ class Renormed(nn.Module):
         return self.out(F.embedding(x, self.table, **self.options).mean(1))
 
 
-class Hyper(nn.Module):
-    """Makes the weights of a layer from the record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.make = nn.Linear(FEATURES, FEATURES * CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(self.make(x).view(len(x), CLASSES, FEATURES), x[:, :, None])[:, :, 0]
-
-
 class Raw(nn.Module):
     """Parameters in operations that are no layer."""
 
@@ -420,35 +348,9 @@ class Renormalised(nn.Module):
         return self.out(self.table(x).mean(1))
 
 
-class Checkpointed(Between):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__(lambda x: x)
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Any:
-        def inner(x: Tensor) -> Any:
-            return torch.tanh(self.first(x))
-
-        x = x.detach().requires_grad_() if self.reentrant else x
-        return self.second(checkpoint(inner, x, use_reentrant=self.reentrant))
-
-
-class Tied(nn.Module):
-    """An embedding that is the last layer too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, H)
-        self.out = nn.Linear(H, 20, bias=False)
-        self.out.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Any:
-        return self.out(self.table(x)).mean(1)
-
-
 def normed(kind: str) -> Any:
     def make() -> nn.Module:
-        model = Between(lambda x: x)
+        model = Between()
         if kind == "weight":
             parametrizations.weight_norm(model.first)
         elif kind == "orthogonal":
@@ -463,9 +365,6 @@ def normed(kind: str) -> Any:
 class Branches(Between):
     """Records that answer apart."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-
     def forward(self, x: Tensor) -> Any:
         if x.sum() > 0:
             x = x * 2
@@ -477,9 +376,262 @@ class Branches(Between):
 class Ragged(Between):
     """A number of values that depends on the record."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda x: x)
-
     def forward(self, x: Tensor) -> Any:
         positive = x[x > 0]
         return super().forward(x) + positive.sum() / (1 + len(positive))
+
+
+class Mean(nn.Module):
+    """The mean over positions of an embedding, padding and all: Opacus' imdb example."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(20, H, sparse=sparse), nn.Linear(H, CLASSES)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.table(x).mean(1))
+
+
+class Draws(Between):
+    """Random numbers inside."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        how = self.how
+        if how == "python":
+            x = x * (1.0 + random.random())
+        elif how == "numpy":
+            x = x + float(np.random.normal())  # noqa: NPY002
+        elif how == "equal masks":
+            mask = torch.bernoulli(torch.full((FEATURES,), 0.5))
+            x = x * mask
+        elif how == "gumbel":
+            x = x * F.gumbel_softmax(x.clamp(-3, 3), hard=True)
+        elif how == "permutation":
+            x = x[:, torch.randperm(FEATURES)]
+        elif how == "multinomial":
+            x = x * F.one_hot(torch.multinomial(x.clamp(-3, 3).softmax(1), 1)[:, 0], FEATURES)
+        elif how == "rrelu":
+            x = F.rrelu(x, training=True)
+        elif how == "dropout of the batch":
+            x = x * F.dropout(torch.ones(x.shape[0], 1), 0.5)
+        else:
+            x = F.dropout(x, 0.5)
+        return super().forward(x)
+
+
+def half() -> nn.Module:
+    return Between().bfloat16()
+
+
+def unused() -> nn.Module:
+    model = Between()
+    model.extra = nn.Linear(3, 3)
+    return model
+
+
+def double() -> Any:
+    x, y = table().tensors
+    return TensorDataset(x.double(), y)
+
+
+def halves() -> Any:
+    x, y = table().tensors
+    return TensorDataset(x.bfloat16(), y)
+
+
+def _linear() -> nn.Module:
+    return nn.Linear(FEATURES, CLASSES)
+
+
+def mirrored() -> TensorDataset:
+    """The table, whose far record is on the other side, where its loss is large."""
+    data = table()
+    data.tensors[0][FAR] *= -1.0
+    return data
+
+
+def _losses_in_a_list() -> Any:
+    """A loss that keeps what it saw in its closure, and scales by it."""
+    seen: list[Tensor] = []
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        value = F.cross_entropy(output, y)
+        seen.append(value.detach())
+        return value * (1 + torch.stack(seen).sum())
+
+    return loss
+
+
+def _largest_in_a_dict() -> Any:
+    """A loss whose closure remembers the largest loss of all records so far."""
+    kept: dict[str, Any] = {"largest": torch.zeros(())}
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        value = F.cross_entropy(output, y)
+        kept["largest"] = torch.maximum(kept["largest"], value.detach())
+        return value * kept["largest"]
+
+    return loss
+
+
+class _Hooked(nn.Module):
+    """A forward hook that keeps activations in a list outside of the module, which forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+        kept: list[Tensor] = []
+        self.first.register_forward_hook(lambda layer, given, out: kept.append(out.detach()))
+        self.last.register_forward_pre_hook(lambda layer, given: (given[0] / torch.stack(kept).abs().sum(),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(self.first(x))
+        return made
+
+
+class _Cached(nn.Module):
+    """A result that is cached by shape, which all records share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.scale = functools.lru_cache(maxsize=None)(self._scale)
+        self._first: Tensor | None = None
+
+    def _scale(self, shape: tuple[int, ...]) -> Tensor:
+        assert self._first is not None
+        return self._first.detach().abs().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._first = x
+        made: Tensor = self.layer(x / (1 + self.scale(tuple(x.shape))))
+        return made
+
+
+class _Spectral(nn.Module):
+    """Complex numbers inside: a filter on the spectrum of a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.layer = nn.Parameter(torch.randn(FEATURES // 2 + 1, 2)), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
+        made: Tensor = self.layer(torch.fft.irfft(spectrum, n=FEATURES))
+        return made
+
+
+class _Mapped(nn.Module):
+    """vmap over a record's own features, with the parameters inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.layer = nn.Parameter(torch.randn(3)), nn.Linear(FEATURES * 3, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.func.vmap(lambda value: torch.tanh(value * self.weight))(x.flatten())
+        made: Tensor = self.layer(each.reshape(len(x), -1))
+        return made
+
+
+@of_model
+def _one_step_ahead(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss after a step of the record's own (MAML)."""
+    params: dict[str, Tensor] = dict(model.named_parameters())
+    value = F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+    grads = torch.autograd.grad(value, list(params.values()), create_graph=True)
+    ahead = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads, strict=True)}
+    return F.cross_entropy(torch.func.functional_call(model, ahead, (x,)), y)
+
+
+def _pooled() -> nn.Module:
+    """Overlapping and plain windows of two, of three, and with indices."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 4, 3), nn.Linear(4 + 4 + 16, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.first(x)
+            once, _ = F.max_pool2d(z, 6, return_indices=True)
+            twice = F.max_pool2d(F.max_pool2d(z, 2, stride=1), (2, 2)).amax((2, 3))
+            wide = F.max_pool2d(z, 3, 2, 1, ceil_mode=True)[:, :, :2, :2]
+            made: Tensor = self.last(torch.cat([once.flatten(1), twice, wide.flatten(1)], 1))
+            return made
+
+    return Net()
+
+
+# --- the tables -----------------------------------------------------------------------------------------------
+
+
+ALONE = ("std().item()", "unique rows", "through numpy", "through lists")  # one record at a time: fewer
+
+
+def few() -> Any:
+    return table(50)
+
+
+MODULES: dict[str, Case] = {
+    **{name: Case(between(change), few if name in ALONE else table) for name, change in MIXING.items()},
+    "forward and backward hooks": Case(hooked, few),
+    "branches": Case(Branches, few),
+    "dynamic shapes": Case(Ragged, few),
+    "equilibrium": Case(Equilibrium, few),
+    "mixture of experts": Case(Experts, few),
+    "autograd inside": Case(lambda: Energy("autograd"), few),
+    "torch.func inside": Case(lambda: Energy("func"), few),
+    "straight-through Function": Case(lambda: Function(Straight), few),
+    "Function that mixes backward": Case(lambda: Function(MeanInBackward), few),
+    "Function with a rule of its own": Case(lambda: Function(OwnRule), few),
+    "operator with a rule of its own": Case(Centered, few),
+    "jacobians inside": Case(Jacobians, few),
+    **{f"gradients hooked: {kind}": Case(hooked_back(kind), few) for kind in ("module", "before", "tensor")},
+    "orthogonal": Case(normed("orthogonal"), rtol=1e-3),
+    **{
+        f"raw: {how}": Case(partial(Raw, how))
+        for how in ("cosine", "prototypes", "solve", "in place", "addmm", "gather", "einsum", "stacked", "where",
+                    "topk", "matrix exponential", "fft")
+    },
+    "windows": Case(_pooled, images),
+    "sparse embedding": Case(lambda: Mean(sparse=True), tokens),
+    "texts of several lengths": Case(Mean, lambda: Texts(60)),
+    "experts chosen by a question": Case(Chosen),
+    "double precision": Case(lambda: Between().double(), double),
+    "complex numbers inside": Case(_Spectral),
+    "vmap inside": Case(_Mapped),
+    "a step ahead": Case(_linear, mirrored, loss=_one_step_ahead),
+    **{
+        f"draws: {how}": Case(partial(Draws, how), few, random=True)
+        for how in ("python", "numpy", "equal masks", "gumbel", "permutation", "multinomial", "rrelu",
+                    "dropout of the batch", "dropout")
+    },
+}  # fmt: skip
+"""Everything here must run, equal plain autograd on one record at a time, and stay within C."""
+
+STATEFUL: dict[str, Case] = {
+    "spectral norm": Case(normed("spectral")),
+    "embedding with max_norm": Case(Renormalised, tokens),
+    "max_norm, functional": Case(lambda: Renormed(max_norm=0.5), tokens),
+    "frequencies, functional": Case(lambda: Renormed(scale_grad_by_freq=True), tokens),
+    "batch_norm, functional": Case(between(lambda x: F.batch_norm(x, None, None, training=True))),
+    "instance_norm over the batch": Case(between(lambda x: F.instance_norm(x.T[None])[0].T)),
+    "unused parameter": Case(unused),
+    "writes into a parameter": Case(Writes, few),
+    "writes into its input": Case(between(lambda x: x.mul_(2.0).sub_(x.mean(0)))),
+    "bfloat16": Case(half, halves),
+}
+"""These may be refused in a sentence; what runs stays within C."""
+
+REMEMBERING: dict[str, Case] = {
+    "a list in the loss's closure": Case(_linear, mirrored, loss=_losses_in_a_list()),
+    "a dictionary in the loss's closure": Case(_linear, mirrored, loss=_largest_in_a_dict()),
+    "a hook that keeps activations": Case(_Hooked, mirrored),
+    "a result cached by shape": Case(_Cached, mirrored),
+}
+"""These are refused: a tensor of one record is not there for the next."""

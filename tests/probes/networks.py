@@ -32,7 +32,6 @@ from quietgrad.objectives.networks.one_record import stacked
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UserLevelObjective
-from quietgrad.torch.clip_rules import FlatClip
 from tests.probes import found
 
 _KEY = bytes(range(32))
@@ -360,9 +359,8 @@ def probe_recorded(name: str, tolerance: float = 1e-4) -> AuditFinding:
     engine = PerExampleEngine(objective.module)
     passes = engine.record([RecordGroup(group.rows, ((x,), {}))], keys)
     torch.autograd.backward(loss(stacked(passes, 10).flatten(0, 1), y.flatten()).sum())
-    clipping, made = FlatClip(1.0), torch.zeros_like(wanted)
-    clipping.precision = theta.dtype
-    engine.add_recorded(passes, 10, None, clipping, made)
+    made = torch.zeros_like(wanted)
+    engine.add_recorded(passes, 10, None, 1.0, made)
     return _compared("L0 recorded", name, made, wanted, tolerance)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import MATTERS, PerExampleEngine, positive
+from quietgrad.objectives.networks.engine import MATTERS, PerExampleEngine
 from quietgrad.objectives.networks.records import RecordGroup
 from quietgrad.objectives.networks.trees import mapped, tensors_of
 from quietgrad.objectives.networks.usable import LossFunction
@@ -65,7 +65,7 @@ def clipped_gradient_sum(
     """
     engine = _engine(model, loss_fn)
     theta = engine.flatten(dict(model.named_parameters()))
-    return _sum(engine, (theta,), batch, positive(ClippingRule.gradient(clip)), person, combine)
+    return _sum(engine, (theta,), batch, ClippingRule.gradient(clip), person, combine)
 
 
 def clipped_difference_sum(
@@ -94,11 +94,10 @@ def clipped_difference_sum(
     """
     engine = _engine(model, loss_fn)
     points = engine.flatten(dict(model.named_parameters())), engine.flatten(previous_params)
-    return _sum(engine, points, batch, positive(ClippingRule.difference(clip)), person, combine)
+    return _sum(engine, points, batch, ClippingRule.difference(clip), person, combine)
 
 
 def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
-    """The engine of a model and a loss: made once, and again if other parameters are trained."""
     trained = tuple(id(p) for p in model.parameters() if p.requires_grad)
     hooked = tuple(bool(m._backward_hooks or m._backward_pre_hooks) for m in model.modules())
     known = _ENGINES.get(model)
@@ -210,11 +209,11 @@ def explain(
     for operation, names, copied, kernel in known.sites:
         how = "kernel" if kernel or copied <= MATTERS else "copied"
         why = "" if how == "kernel" else f"{operation} has no kernel: its parameters are copied for each record"
-        part = found.setdefault((*names, operation, how), OperationCost(", ".join(names), operation, how, why))
-        fresh = sum(sizes[name] for name in set(names) - counted)
+        key = *names, operation, how
+        part = found.get(key) or OperationCost(", ".join(names), operation, how, why)
+        fresh = part.parameters + sum(sizes[name] for name in set(names) - counted)
+        found[key] = replace(part, parameters=fresh, memory=part.memory + copied)
         counted |= set(names)
-        more = replace(part, parameters=part.parameters + fresh, memory=part.memory + copied)
-        found[(*names, operation, how)] = more
     missing = [name for name in engine.names if name not in counted]
     if missing:
         names_of = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")

@@ -21,10 +21,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import parse_json, read_bytes
-from quietgrad.objectives.networks.records import Padding, as_padding
+from quietgrad.objectives.networks.records import as_padding
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import composed
-from quietgrad.torch.checkpoints import epsilon_of
 from quietgrad.torch.distributed import is_distributed
 from quietgrad.torch.private_loop import PrivateBatch, PrivateLoop
 from quietgrad.training.result import Privacy
@@ -58,7 +56,7 @@ class _Samples:
     """What the Trainer takes for its data loader: an epoch of samples that cannot be read."""
 
     def __init__(self, loop: PrivateLoop) -> None:
-        self._loop, self._length = loop, loop.lengths[0]
+        self._loop, self._length = loop, loop.epoch_length
         self._batches = iter(loop)
 
     def __len__(self) -> int:
@@ -79,18 +77,14 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             training arguments' is. All other arguments of :class:`~quietgrad.torch.PrivateLoop` may stand here.
         pad: pads each record by its own length (:class:`~quietgrad.torch.Padding`); with a tokenizer by its padding
             token. Records without an attention mask get one. Without ``pad`` records are grouped by their length.
-        public_stop: training that ends before its last step (an early stop, a callback) costs its whole plan,
-            because what ended it may be data. ``True`` declares that nothing that was seen had a part in it; it
-            then costs the steps that were made.
 
-    All other arguments are the ``Trainer``'s. Every one is honoured, or refused by name. A sample's expected size
-    is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``, and the first of these is what is
-    computed at a time. Released gradients are not clipped again, and a sample has no short last batch to drop.
-    ``data_collator`` is called with one record; workers of a data loader are not used. What is logged is ``step``,
-    ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: losses, memory, tokens
-    and operations of secret samples are data. ``train()`` can be called again, and is charged again. Checkpoints
-    are ordinary. Each training is a run in a folder ``private-run-…`` of the output folder. After an interruption
-    ``train(resume_from_checkpoint=True)`` goes on from its last checkpoint, and nothing is spent twice.
+    Training that ends before its last step (an early stop, a callback) costs its whole plan, because what ended it
+    may be data. A trainer trains once. All other arguments are the ``Trainer``'s, honoured or refused by name. A
+    sample's expected size is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``; the first of
+    these is what is computed at a time. ``data_collator`` is called with one record. What is logged is ``step``,
+    ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: all else tells of
+    secret samples. Checkpoints are ordinary. Each training is a run in a folder ``private-run-…`` of the output;
+    after an interruption ``train(resume_from_checkpoint=True)`` goes on, and nothing is spent twice.
     """
 
     model: Any
@@ -100,15 +94,17 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         *args: Any,
         privacy: Mapping[str, Any],
         pad: Any = None,
-        public_stop: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.args: Any = self.args
         self._refuse()
-        self._privacy, self._public_stop = dict(privacy), public_stop
+        self._privacy = dict(privacy)
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        self._pad = _for_tokenizer(as_padding(self._privacy.pop("pad", pad)), tokenizer)
+        token = getattr(tokenizer, "pad_token_id", None)
+        self._pad = as_padding(self._privacy.pop("pad", pad))
+        if self._pad is not None and token is not None and "input_ids" not in self._pad.values:
+            self._pad = replace(self._pad, values={**self._pad.values, "input_ids": token})
         self._sample_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
         self._privacy.setdefault("micro_batch", self.args.train_batch_size)
         self._privacy.setdefault("max_grad_norm", self.args.max_grad_norm)
@@ -116,7 +112,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self.args.gradient_accumulation_steps = 1  # a sample is one step of the Trainer's
         self.args.max_grad_norm = 0.0
         self.args.ignore_data_skip = True  # a resumed training draws fresh samples: there is nothing to skip
-        self._loops: list[PrivateLoop] = []  # of all trainings; the last is the present one
+        self._begun: PrivateLoop | None = None
 
     def _refuse(self) -> None:
         if self.model_init is not None:
@@ -142,27 +138,29 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
         settings = self._settled()
-        if self._loops and checkpoint is not None:
-            self._loops.pop().let_go()  # it goes on below
-        elif self._loops and not self._loop.paused:
-            self._loop.close(data_dependent=not self._public_stop)
+        if self._begun is not None and checkpoint is None:
+            raise BudgetError("this trainer has trained: make another DPTrainer, which is charged again.")
+        if self._begun is not None:
+            self._begun.let_go()  # it goes on below
         loop = PrivateLoop(
             self.model, self._loss, self.train_dataset, collate_fn=self._collator(), pad=self._pad,
             batch_size=self._sample_size, folder=self._folder(checkpoint), checkpoint_seconds=math.inf, **settings,
         )  # fmt: skip
-        self._loops.append(loop)
-        if checkpoint is not None and loop.handed_out != _global_step(Path(checkpoint)):
-            loop.let_go()
-            raise DataError(
-                f"{checkpoint}: the interrupted training was saved after step {loop.handed_out}: resume from the "
-                f"checkpoint of that step. Nothing was spent."
-            )
+        self._begun = loop
+        if checkpoint is not None:
+            state = parse_json(read_bytes(Path(checkpoint) / "trainer_state.json"))
+            if loop.handed_out != int(state["global_step"]):
+                loop.let_go()
+                raise DataError(
+                    f"{checkpoint}: the interrupted training was saved after step {loop.handed_out}: resume from "
+                    "the checkpoint of that step. Nothing was spent."
+                )
         try:
             done: Any = super().train(checkpoint, *args, **kwargs)
         except BaseException:
             loop.let_go()
             raise
-        loop.close(data_dependent=not self._public_stop)
+        loop.close()
         return done._replace(training_loss=math.nan, metrics=self._allowed(done.metrics))
 
     def _folder(self, checkpoint: Any) -> Path:
@@ -181,7 +179,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return known[-1]
 
     def _settled(self) -> dict[str, Any]:
-        """The arguments in the words of a loop."""
         settings = dict(self._privacy)
         epsilon, delta = settings.pop("target_epsilon", None), settings.pop("target_delta", 1e-5)
         if epsilon is not None:
@@ -201,12 +198,11 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def _loop(self) -> PrivateLoop:
-        if not self._loops:
+        if self._begun is None:
             raise BudgetError("nothing is trained yet; call train() first.")
-        return self._loops[-1]
+        return self._begun
 
     def _loss(self, model: nn.Module, record: Any) -> Tensor:
-        """The Trainer's loss of one record."""
         loss: Tensor = self.compute_loss(model, dict(record))
         return loss
 
@@ -223,7 +219,6 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return collate
 
     def get_train_dataloader(self) -> Any:
-        """The samples of the private loop."""
         return _Samples(self._loop)
 
     def num_examples(self, dataloader: Any) -> int:
@@ -252,16 +247,9 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what is public, and the scores of the evaluation data."""
         told = self._allowed(logs)
-        if self._loops and not any(key.startswith("eval_") for key in told):
-            told["epsilon"] = self._so_far()
+        if self._begun is not None and not any(key.startswith("eval_") for key in told):
+            told["epsilon"] = self._loop.plan.epsilon_by(self._loop.handed_out)  # an upper bound, at no cost
         super().log(told, *args, **kwargs)
-
-    def _so_far(self) -> float:
-        """An upper bound of ε so far; of one training alone a proved point of its plan, which costs nothing."""
-        plan = self._loop.plan
-        assert plan.budget is not None
-        several = len(self._loops) > 1
-        return self.epsilon(plan.budget.delta) if several else plan.epsilon_by(self._loop.handed_out)
 
     def _allowed(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         told = {key: value for key, value in logs.items() if key in _PUBLIC or key.startswith("eval_")}
@@ -270,31 +258,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return told | {key: _MINUTE * math.ceil(value / _MINUTE) for key, value in runtimes.items()}
 
     def epsilon(self, delta: float) -> float:
-        """What all training of this trainer has cost so far; an account of a ledger knows what others spent."""
-        return epsilon_of([loop.cost for loop in self._loops], delta)
+        """What this training has cost so far; an account of a ledger knows what others spent."""
+        return self._loop.epsilon(delta)
 
     @property
     def privacy(self) -> Privacy:
-        """The statement of all training of this trainer so far."""
-        said = self._loop.privacy
-        if len(self._loops) == 1 or said.delta is None:
-            return said
-        events = [event for event in (loop.cost.event for loop in self._loops) if event is not None]
-        note = "composed with the earlier trainings of this trainer"
-        return replace(said, epsilon=self.epsilon(said.delta), events=composed(events), notes=(*said.notes, note))
+        return self._loop.privacy
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         self._loop.save()
-
-
-def _global_step(folder: Path) -> int:
-    return int(parse_json(read_bytes(folder / "trainer_state.json"))["global_step"])
-
-
-def _for_tokenizer(pad: Padding | None, tokenizer: Any) -> Padding | None:
-    """The padding with a tokenizer's own token, where it has one."""
-    token = getattr(tokenizer, "pad_token_id", None)
-    if pad is None or token is None or "input_ids" in pad.values:
-        return pad
-    return replace(pad, values={**pad.values, "input_ids": token})

@@ -7,7 +7,7 @@ steps use released gradients. The loader hands out secret samples, as handles.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,8 +17,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.networks.trees import mapped, with_parameters
-from quietgrad.torch.clip_rules import PerParameterClip
+from quietgrad.objectives.networks.trees import ModuleState, mapped
 from quietgrad.torch.distributed import process_count
 from quietgrad.torch.private_batch import plain
 from quietgrad.torch.recorded_loop import CustomLoop, pieces_of
@@ -51,7 +50,6 @@ class PrivateModule(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The user's module."""
         return self._module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +65,7 @@ class PrivateModule(nn.Module):
         if self.training and self._loop.sample is not None:
             return self._loop.call(args, kwargs)
         constants = {name: param.detach() for name, param in self._module.named_parameters()}
-        with with_parameters(self._module, constants):
+        with ModuleState(self._module).holding(constants):
             return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +82,6 @@ class PrivateModule(nn.Module):
         setattr(self._module, name, value)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state."""
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,10 +91,7 @@ class PrivateModule(nn.Module):
                 "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
                 "the private loop would know: nothing would train. Load without assign."
             )
-        loaded = self._module.load_state_dict(*args, **kwargs)
-        if self._loop.shards is not None:
-            self._loop.shards.scatter()
-        return loaded
+        return self._module.load_state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and what came back to the records in hand."""
@@ -132,7 +126,6 @@ class PrivateOptimizer(Optimizer):
     """What a private loop adds to an optimizer: it stays of its own class, and schedulers work on it."""
 
     _loop: CustomLoop
-    _step_hooks: list[Callable[[Any], None]]
     _opt_called: bool
 
     def step(self, closure: Any = None, **options: Any) -> Any:
@@ -142,11 +135,9 @@ class PrivateOptimizer(Optimizer):
                 "optimizer.step(closure): a step may use its sample once; call step() without a closure."
             )
         loop, self._opt_called = self._loop, True
-        check_optimizer(self, loop.stepped().values())  # parameters may have joined since
+        check_optimizer(self, loop.parameters().values())  # parameters may have joined since
         if not loop.write_gradients():  # a piece of the sample: the step comes with the last one
             return None
-        for hook in self._step_hooks:
-            hook(self)
         result = super().step()
         loop.has_stepped()
         return result
@@ -160,43 +151,28 @@ class PrivateOptimizer(Optimizer):
         self._loop.clear()
         super().zero_grad(set_to_none)
 
-    def virtual_step(self) -> None:
-        """Release the sample's gradient now; the next sample's is added to it."""
-        self._loop.write_gradients()
-
-    def attach_step_hook(self, hook: Callable[[Any], None]) -> None:
-        """Call ``hook(optimizer)`` when the gradients are released, before each step."""
-        self._step_hooks.append(hook)
-
-    @property
-    def original_optimizer(self) -> Optimizer:
-        """The optimizer itself."""
-        return self
-
     @property
     def noise_multiplier(self) -> float:
-        """That of the next step."""
-        return self._loop.noise_multiplier
+        """Noise ÷ C, the same in all steps."""
+        return self._loop.plan.noise_multiplier
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> NoReturn:
         raise BudgetError(
             "optimizer.noise_multiplier: the noise of a loop is declared beforehand, because noise that is chosen "
-            "on the way may follow what was seen, and no ε could be stated. Give make_private epochs and "
-            "noise_schedule=lambda epoch: …; it is accounted for."
+            "on the way may follow what was seen, and no ε could be stated. Make a new loop for other noise."
         )
 
     @property
-    def max_grad_norm(self) -> Any:
-        """C of the next step; a list if every parameter has its own."""
-        rule = self._loop.rule
-        return list(rule.clips) if isinstance(rule, PerParameterClip) else rule.clip
+    def max_grad_norm(self) -> float:
+        """C, the same in all steps."""
+        return self._loop.clip
 
     @max_grad_norm.setter
-    def max_grad_norm(self, value: Any) -> NoReturn:
+    def max_grad_norm(self, value: float) -> NoReturn:
         raise BudgetError(
-            "optimizer.max_grad_norm: a bound that is set on the way may follow what was seen without noise. Give "
-            "make_private clipping='adaptive': its bound follows the gradients, and that is accounted for."
+            "optimizer.max_grad_norm: a bound that is set on the way may follow what was seen without noise. Make "
+            "a new loop for another bound."
         )
 
     @property
@@ -219,7 +195,7 @@ def made_private(optimizer: Optimizer, loop: CustomLoop) -> Optimizer:
         private: Any = type(f"Private{known.__name__}", (PrivateOptimizer, known), {})
         optimizer.__class__ = private
     assert isinstance(optimizer, PrivateOptimizer)
-    optimizer._loop, optimizer._step_hooks = loop, []
+    optimizer._loop = loop
     return optimizer
 
 
@@ -255,12 +231,10 @@ class PrivateLoader:
         self.loop = loop
         self.original = loader
         self.dataset: Any = loader.dataset
-        self._epoch = 0
         self._iterators = 0
 
     @property
     def privacy(self) -> Privacy:
-        """What is proved of the samples so far."""
         return self.loop.privacy
 
     @property
@@ -269,7 +243,7 @@ class PrivateLoader:
         return self.loop.expected_batch
 
     def __len__(self) -> int:
-        return self.loop.lengths[min(self._epoch, len(self.loop.lengths) - 1)]
+        return self.loop.epoch_length
 
     def __iter__(self) -> Iterator[Any]:
         return self.pieces(None)
@@ -286,7 +260,6 @@ class PrivateLoader:
                         "this iterator ended when a newer one was made on the same private loader: a sample is "
                         "handed out once. Use one iterator at a time."
                     )
-        self._epoch += 1
 
 
 class BatchMemoryManager:
@@ -317,7 +290,6 @@ class BatchMemoryManager:
 
     @property
     def dataset(self) -> Any:
-        """The data set."""
         return self._loader.dataset
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ then on its ε is conditional, because nothing checks what the loop's own code d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -225,15 +225,14 @@ class Handle(Tensor):
     _made_version: int
     _made_grad: bool
 
-    @staticmethod
-    def of(sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor] | None = None) -> Handle:
+    @classmethod
+    def of(cls, sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor] | None = None) -> Self:
         """A handle of these values; ``make`` makes the plain tensor where that is not only to put them together."""
         like = parts[0].values
-        new: Any = Tensor._make_wrapper_subclass(Handle, (0,), dtype=like.dtype, device=like.device)
+        new: Self = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
         new._sample, new._parts, new._made = sample, parts, None
         new._make = make or (lambda: together(parts))
-        handle: Handle = new
-        return handle
+        return new
 
     @property
     def untouched(self) -> bool:
@@ -310,18 +309,11 @@ def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHan
     """
     if reduction == "none":
         whole: Tensor = together(parts)
-        return _loss(sample, parts, lambda: whole)
+        return LossHandle.of(sample, parts, lambda: whole)
     sample.loop.mean = reduction == "mean"
     losses = torch.cat([part.values for part in parts])
     value: Tensor = applied(_Reduced, losses, sample, reduction == "mean")
-    return _loss(sample, [RecordBlock(np.arange(0), value)], lambda: value)
-
-
-def _loss(sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor]) -> LossHandle:
-    new: Any = Handle.of(sample, parts, make)
-    new.__class__ = LossHandle
-    loss: LossHandle = new
-    return loss
+    return LossHandle.of(sample, [RecordBlock(np.arange(0), value)], lambda: value)
 
 
 class _Reduced(Function):

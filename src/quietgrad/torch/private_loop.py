@@ -17,17 +17,16 @@ from torch.optim import Optimizer
 from quietgrad.algorithms.custom_loop import LoopSampling
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, GradientQuery, Query
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import DEFAULT
-from quietgrad.torch.clip_rules import FlatClip, clip_rule
-from quietgrad.torch.distributed import Shards, is_distributed, unwrapped
+from quietgrad.torch.distributed import is_distributed, unwrapped
 from quietgrad.torch.loop_wrappers import check_optimizer
-from quietgrad.torch.loops import Loop, LoopTerms, loop_sampling
+from quietgrad.torch.loops import Loop, LoopTerms, check_clip
 from quietgrad.training import runs
 from quietgrad.training.callbacks import Callback, Progress, begin, together
 from quietgrad.training.minimizing import counting, result_of
@@ -58,13 +57,13 @@ def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run 
     return open_run(folder, kind=LOOP, ledger=terms.ledger, every=every)
 
 
-def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, rule: FlatClip) -> None:
+def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, clip: float) -> None:
     """Raise ``DataError`` unless what the call says is what the folder says."""
     plan = kept.plan
     kept.agree_on_account(None if terms.account == DEFAULT else terms.account, terms.cap)
     for what in ("parameters", "optimizer", "people"):
         kept.agree(what, settings[what] or "none", kept.header.settings[what] or "none")
-    said = terms.releases(plan.n_public, rule).config()
+    said = terms.releases(plan.n_public, clip).config()
     for what in sorted({*said, *plan.config}):
         kept.agree(what, [said.get(what)], [plan.config.get(what)])
     assert plan.budget is not None
@@ -73,26 +72,13 @@ def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, rule: FlatC
     kept.agree("n_public", terms.n_public, plan.n_public)
 
 
-def _state(params: Parameters, optimizer: Optimizer | None, rule: FlatClip) -> dict[str, Any]:
-    """Where a loop stands between two samples: parameters, gradients that wait for a step, optimizer, clip rule."""
+def _state(params: Parameters, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Where a loop stands between two samples: parameters, gradients that wait for a step, optimizer."""
     return {
         "params": {name: param.detach() for name, param in params.items()},
         "grads": {name: param.grad for name, param in params.items() if param.grad is not None},
         "optimizer": None if optimizer is None else optimizer.state_dict(),
-        "rule": rule.state(),
     }
-
-
-def _put_back(state: Mapping[str, Any], params: Parameters, optimizer: Optimizer | None, rule: FlatClip) -> None:
-    """Go on from a :func:`_state`."""
-    with torch.no_grad():
-        for name, param in params.items():
-            param.copy_(state["params"][name])
-            grad = state["grads"].get(name)
-            param.grad = None if grad is None else grad.to(param)
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
-    rule.load_state(state["rule"])
 
 
 class PrivateBatch:
@@ -129,15 +115,11 @@ class PrivateLoop(Loop):
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
         budget: the promise; the noise follows from it and from ``epochs`` or ``steps``.
-        noise_multiplier: fix the noise instead. With a budget the loop then ends before the step that would exceed
-            it; without one ``delta`` and ``relation`` say what :attr:`privacy` is about.
+        noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
+            is about.
         epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
-        clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``, with the settings of
-            :func:`quietgrad.torch.make_private_with_epsilon`.
-        noise_schedule, batch_schedule: noise (relative) and expected size of a sample in epoch e.
         sampling: ``"poisson"``; ``"random-allocation"``: everybody is in one secret sample of each epoch, drawn by
             themselves; ``"turns"``: likewise, accounted without amplification.
-        poisson_sampling: ``False`` is ``sampling="turns"``.
         person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
         folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
@@ -166,7 +148,7 @@ class PrivateLoop(Loop):
         data: Any,
         *,
         batch_size: int,
-        max_grad_norm: float | Sequence[float],
+        max_grad_norm: float,
         optimizer: Optimizer | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
@@ -174,11 +156,7 @@ class PrivateLoop(Loop):
         relation: str | Relation = Relation.ADD_REMOVE,
         epochs: int | None = None,
         steps: int | None = None,
-        clipping: str = "flat",
-        noise_schedule: Callable[[int], float] | None = None,
-        batch_schedule: Callable[[int], int] | None = None,
         sampling: LoopSampling = "poisson",
-        poisson_sampling: bool = True,
         person: Any = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
@@ -195,32 +173,28 @@ class PrivateLoop(Loop):
         callbacks: Sequence[Callback] = (),
         folder: str | Path | None = None,
         checkpoint_seconds: float = 10.0,
-        **settings: float,
     ) -> None:
-        given = unwrapped(model)
-        shards = Shards.of(given)
-        module = given if shards is None else shards.twin
+        module, clip = unwrapped(model), check_clip(max_grad_norm)
         objective = ModuleObjective(
             module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
             views=views,
         )  # fmt: skip
-        engine, several = objective.engine, "person" if person is not None else "views" if views > 1 else None
-        rule = clip_rule(clipping, max_grad_norm, len(engine.names), several, **settings)
+        engine = objective.engine
         if optimizer is not None:
-            check_optimizer(optimizer, given.parameters())
+            check_optimizer(optimizer, module.parameters())
         terms = LoopTerms(
             batch_size=batch_size, epsilon=None if budget is None else budget.epsilon,
             delta=delta if budget is None else budget.delta, noise_multiplier=noise_multiplier,
             relation=relation if budget is None else budget.relation, epochs=epochs, steps=steps,
-            noise_schedule=noise_schedule, batch_schedule=batch_schedule, n_public=n_public, ledger=ledger,
-            sampling=loop_sampling(sampling, poisson_sampling), account=account, cap=cap, seed=seed,
+            sampling=sampling, n_public=n_public, ledger=ledger, account=account,
+            cap=cap, seed=seed,
             unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
         asked = with_privacy_unit(objective, data, person, combine, records_per_person)
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
         self._folder = None if folder is None else Path(folder)
-        self._trained = {name: param for name, param in given.named_parameters() if param.requires_grad}
+        self._trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
         said = {
             "parameters": {name: list(param.shape) for name, param in self._trained.items()},
             "optimizer": None if optimizer is None else type(optimizer).__name__,
@@ -233,20 +207,26 @@ class PrivateLoop(Loop):
             # Before anything is reserved, a count of the records included; the length of epochs follows from that.
             begin(self._tell, steps or 0, engine.flatten(dict(module.named_parameters())), private=seed is None)
             if kept is not None:
-                _agree(kept, said, terms, rule)
+                _agree(kept, said, terms, clip)
                 said = {**kept.header.settings}
-            plan = terms.plan(curator, rule) if kept is None else kept.plan
+            plan = terms.plan(curator, clip) if kept is None else kept.plan
             if kept is None and folder is not None:
                 kept = runs.begin(
-                    folder, plan, curator, kind=LOOP, state=_state(self._trained, optimizer, rule), settings=said,
+                    folder, plan, curator, kind=LOOP, state=_state(self._trained, optimizer), settings=said,
                     every=checkpoint_seconds,
                 )  # fmt: skip
             super().__init__(
-                plan, terms.stretches(plan.n_public)[1], curator, engine, rule, shards, kept=kept,
-                n_is_declared=bool(said["n_is_declared"]),
+                plan, terms, curator, engine, clip, kept=kept, n_is_declared=bool(said["n_is_declared"])
             )  # fmt: skip
             if kept is not None and kept.resumed:
-                _put_back(kept.state, self._trained, optimizer, rule)
+                state = kept.state
+                with torch.no_grad():
+                    for name, param in self._trained.items():
+                        param.copy_(state["params"][name])
+                        grad = state["grads"].get(name)
+                        param.grad = None if grad is None else grad.to(param)
+                if optimizer is not None:
+                    optimizer.load_state_dict(state["optimizer"])
         except Exception:
             if kept is not None:
                 (kept.close if kept.resumed else kept.discard)()
@@ -254,7 +234,6 @@ class PrivateLoop(Loop):
         self._kept = kept
 
     def __len__(self) -> int:
-        """The samples of the whole plan."""
         return self.total
 
     def __iter__(self) -> Iterator[PrivateBatch]:
@@ -270,12 +249,8 @@ class PrivateLoop(Loop):
         return self._epochs()
 
     def _epochs(self) -> Iterator[Iterator[PrivateBatch]]:
-        end, epoch = 0, 0
         while self.handed_out < self.total:
-            while end <= self.handed_out:
-                end += self.lengths[min(epoch, len(self.lengths) - 1)]
-                epoch += 1
-            yield self._until(min(end, self.total))
+            yield self._until((self.handed_out // self.epoch_length + 1) * self.epoch_length)
 
     def _until(self, end: int) -> Iterator[PrivateBatch]:
         while self.handed_out < min(end, self.total):
@@ -288,7 +263,7 @@ class PrivateLoop(Loop):
     def save(self) -> None:
         """Save where the loop stands between two samples, if it is kept in a folder."""
         if self._kept is not None and self._folder is not None:
-            self._kept.save(_state(self._trained, self.optimizer, self.rule), self._session, now=True)
+            self._kept.save(_state(self._trained, self.optimizer), self._session, now=True)
 
     def pause(self) -> None:
         """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
@@ -304,7 +279,6 @@ class PrivateLoop(Loop):
             self._folder, self.total, self.paused = None, self.handed_out, True
 
     def refusal(self) -> str:
-        """Why there is no further sample."""
         return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
 
     def close(self, *, data_dependent: bool = True) -> Privacy:
@@ -343,13 +317,7 @@ class PrivateLoop(Loop):
                 "this batch was stepped on already: each sample serves one step. Take the next one of the loop."
             )
         drawn, batch._drawn = batch._drawn, None
-        if self.shards is not None:
-            self.shards.gather()
-        theta = self.engine.flatten(self.parameters())
-        query: Query = _RuledSum(self, theta, self.multiplier(drawn.slot))
-        if type(self.rule) is FlatClip:
-            query = GradientQuery(theta, self.rule.clip)
-        return self.release(drawn, query)
+        return self.release(drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip))
 
     def step(self, batch: PrivateBatch) -> None:
         """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""
@@ -368,19 +336,3 @@ class PrivateLoop(Loop):
         self._tell(progress)
         if progress.stopped and not done:
             self.close()
-
-
-class _RuledSum:
-    """Σ over a sample of what a clip rule makes of each record's gradient."""
-
-    def __init__(self, loop: PrivateLoop, theta: Tensor, multiplier: float) -> None:
-        self._loop, self._theta = loop, theta
-        self._clipping, self.bound = loop.rule.at(multiplier), loop.rule.bound(multiplier)
-
-    def dim(self, records: Any) -> int:
-        return self._loop.engine.dim + self._loop.rule.extra
-
-    def sum_into(self, objective: object, batch: Batch, out: Any) -> None:
-        out, engine = torch.as_tensor(out), self._loop.engine
-        for _, part in self._loop.objective.passes(batch):
-            engine.add((self._theta,), batch.records.read(part), self._clipping, out, part)

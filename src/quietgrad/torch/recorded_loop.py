@@ -25,7 +25,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Examples, RecordGroup
-from quietgrad.objectives.networks.trees import Args, Called, Options, mapped, refilled, tensors_of, with_parameters
+from quietgrad.objectives.networks.trees import Args, Called, ModuleState, Options, mapped, refilled, tensors_of
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.torch.distributed import Summed, process_count
@@ -197,17 +197,14 @@ class CustomLoop(Loop):
 
     def collect(self) -> None:
         """Clip and add up what came back to the records in hand, and let go of it."""
-        sample, drawn = self.sample, self._drawn
+        sample = self.sample
         assert sample is not None
-        assert drawn is not None
         if self._sum is None:
-            dim, device = self.engine.dim + self.rule.extra, self.engine.device
-            self._sum = torch.zeros(dim, dtype=torch.float64, device=device)
+            self._sum = torch.zeros(self.engine.dim, dtype=torch.float64, device=self.engine.device)
         passes = [each for call in sample.calls if call.reached for each in call.passes]
         sample.calls = []
         if passes:
-            clipping = self.rule.at(self.multiplier(drawn.slot))
-            self.engine.add_recorded(passes, len(sample), sample.units, clipping, self._sum)
+            self.engine.add_recorded(passes, len(sample), sample.units, self.clip, self._sum)
 
     def write_gradients(self) -> bool:
         """Make the noisy sum of the sample in hand the parameters' gradient; false while pieces of it follow."""
@@ -228,14 +225,11 @@ class CustomLoop(Loop):
         drawn, total = self._drawn, self._sum
         self._drawn = self._sum = self.sample = None
         self._waiting = True
-        self.release(drawn, Summed(total, self.rule.bound(self.multiplier(drawn.slot))))
+        self.release(drawn, Summed(total, self.clip))
         return True
 
     def has_stepped(self) -> None:
-        """The optimizer has stepped: what computes follows what is stepped."""
         self._waiting = False
-        if self.shards is not None:
-            self.shards.gather()
 
 
 def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
@@ -276,7 +270,7 @@ def _tried(module: nn.Module, record: Any) -> list[torch.Size] | None:
 
     for fill in (0, 1):  # a length of zero is not taken by all
         args, kwargs = mapped(record, partial(two, fill=fill))
-        with suppress(Exception), preserved(), torch.no_grad(), with_parameters(module, {}, torch.clone):
+        with suppress(Exception), preserved(), torch.no_grad(), ModuleState(module).holding({}, torch.clone):
             return [tensor.shape for tensor in tensors_of(module(*args, **kwargs))]
     return None
 

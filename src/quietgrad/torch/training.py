@@ -13,15 +13,14 @@ from torch import nn
 
 from quietgrad import training
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import DataError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.networks.module import ModuleObjective, evaluating
+from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.torch.distributed import run_on_leader
-from quietgrad.torch.loops import TruncatedAlgorithm, affordable_steps
+from quietgrad.torch.distributed import is_distributed
 from quietgrad.training.callbacks import Callback, Progress, together
 from quietgrad.training.minimizing import check_people, progress_bar
 from quietgrad.training.result import Result
@@ -86,8 +85,7 @@ def fit(
         records_per_person: Largest number of a person's records used in one release.
         budget: (ε, δ) and the neighbouring relation. ``None`` trains without noise, and the result says **not
             private**.
-        noise_multiplier: Fixes the noise instead of calibrating it. The run stops before the step that would exceed
-            ``budget``.
+        noise_multiplier: Fixes the noise instead of calibrating it. A run that would exceed ``budget`` is refused.
         ledger: Path of the ledger that is charged before the first step; default the project's own.
         account: Name of the people in the ledger; runs of one account add up.
         cap: Budget that the account as a whole must not exceed.
@@ -109,9 +107,6 @@ def fit(
         micro_batch: Examples per pass; a larger sample takes several passes.
         memory_budget: Bytes of per-example gradients kept at a time.
 
-    Under ``torchrun`` with an initialised process group, every process calls ``fit``: each computes its share of
-    every sum, the first one adds the noise, once, and all end with the same model.
-
     >>> import quietgrad as qg
     >>> model = nn.Linear(2, 2)
     >>> x = torch.randn(300, 2)
@@ -128,22 +123,26 @@ def fit(
         micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
 
-    def lead(shared: Any, examples: Any, tell: Callback) -> Result:
-        within: Any = algorithm
-        if noise_multiplier is not None and n_public is not None:  # the steps that the budget affords
-            within = run.within_budget(n_public, budget, noise_multiplier, records_public)
-        if slow := run.objective.engine.fallbacks:
-            more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
-            log.warning(
-                "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", slow[0], more
-            )
+    def minimize(callback: Callback) -> Result:
+        planned = None
+        if budget is not None and noise_multiplier is not None and n_public is not None:
+            planned = training.plan(
+                algorithm, n=n_public, budget=budget, noise_multiplier=noise_multiplier, unit=run.unit,
+                records_public=records_public,
+            )  # fmt: skip
+            if planned.epsilon() > budget.epsilon:
+                raise BudgetError(
+                    f"noise_multiplier={noise_multiplier:g}: the run would cost ε = {planned.epsilon():.4g}, above "
+                    f"the budget of {budget.epsilon:g}. Use more noise, fewer steps or a smaller batch, or leave "
+                    "the noise to calibration."
+                )
         return training.minimize(
-            shared, examples, within, budget=budget, ledger=ledger, account=account, cap=cap, n_public=n_public,
-            records_public=records_public, seed=seed, folder=folder, checkpoint_seconds=checkpoint_seconds,
-            callback=tell, noise_multiplier=noise_multiplier,
+            run.objective, run.examples, algorithm, budget=budget, ledger=ledger, account=account, cap=cap,
+            n_public=n_public, records_public=records_public, seed=seed, folder=folder, callback=callback,
+            checkpoint_seconds=checkpoint_seconds, noise_multiplier=noise_multiplier, planned=planned,
         )  # fmt: skip
 
-    return run.train(lead)
+    return run.train(minimize)
 
 
 def resume(
@@ -168,21 +167,19 @@ def resume(
     """
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
-    def lead(shared: Any, examples: Any, tell: Callback) -> Result:
-        header, state = look(folder)
-        if len(state.params) != examples.dim:
+    def resume_run(callback: Callback) -> Result:
+        _, state = look(folder)
+        if len(state.params) != run.examples.dim:
             raise DataError(
                 f"{folder}: the checkpoint is of a model with {len(state.params)} parameters; this one has "
-                f"{examples.dim}. Resume with the model it was written for."
+                f"{run.examples.dim}. Resume with the model it was written for."
             )
-        kept = header.plan
-        within = run.within_budget(kept.n_public, kept.budget, kept.noise_multiplier, kept.records_public)
         return training.resume(
-            shared, examples, within, folder=folder, ledger=ledger, account=account, cap=cap,
-            checkpoint_seconds=checkpoint_seconds, callback=tell,
+            run.objective, run.examples, algorithm, folder=folder, ledger=ledger, account=account, cap=cap,
+            checkpoint_seconds=checkpoint_seconds, callback=callback,
         )  # fmt: skip
 
-    return run.train(lead)
+    return run.train(resume_run)
 
 
 class _Training:
@@ -196,35 +193,31 @@ class _Training:
     ) -> None:  # fmt: skip
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
-        self.objective = ModuleObjective(model, loss_fn, **settings)
-        self.algorithm, self.progress = algorithm, progress
+        if is_distributed():
+            raise ValueError("qt.fit trains in one process: use qt.PrivateLoop under torchrun.")
+        self.module_objective = ModuleObjective(model, loss_fn, **settings)
+        self.progress = progress
         self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
         self.scores: dict[str, float] = {}
-        self.asked = with_privacy_unit(self.objective, train_set, person, combine, records_per_person)
-        check_people(algorithm, self.asked[0])
+        self.objective, data = with_privacy_unit(
+            self.module_objective, train_set, person, combine, records_per_person
+        )
+        check_people(algorithm, self.objective)
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
+        with modes_kept(model, training=True):
+            self.examples = self.objective.prepare(data)
 
-    def within_budget(
-        self, n: int, budget: Budget | None, noise_multiplier: float, records_public: int | None
-    ) -> Any:
-        """The algorithm, cut short if the noise is fixed and the budget does not last for all of it."""
-        plan = training.plan(
-            self.algorithm, n=n, budget=budget, noise_multiplier=noise_multiplier, unit=self.unit,
-            records_public=records_public,
-        )  # fmt: skip
-        steps = affordable_steps(plan)
-        return self.algorithm if steps is None else TruncatedAlgorithm(self.algorithm, steps)
-
-    def train(self, lead: Callable[[Any, Any, Callback], Result]) -> Result:
-        """Run ``lead(objective, examples, callback)`` and leave the parameters in the model."""
-
-        def watched(shared: Any, examples: Any) -> Result:
-            with progress_bar(quiet=not self.progress) as bar:
-                return lead(shared, examples, together([self._watch, bar]))
-
-        with modes_kept(self.objective.module, training=True):
-            result = run_on_leader(*self.asked, watched)
-        self.objective.write_back(result.params)
+    def train(self, run: Callable[[Callback], Result]) -> Result:
+        """Run it, tell who watches, and leave the parameters in the model."""
+        if slow := self.module_objective.engine.fallbacks:
+            more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
+            log.warning(
+                "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", slow[0], more
+            )
+        module = self.module_objective.module
+        with modes_kept(module, training=True), progress_bar(quiet=not self.progress) as bar:
+            result = run(together([self._watch, bar]))
+        self.module_objective.write_back(result.params)
         if self.scores:
             metrics = {**self.scores, "private": False, "computed_by": "evaluate, without noise"}
             result = dataclasses.replace(result, metrics=metrics)
@@ -235,9 +228,10 @@ class _Training:
         if progress.step % (self.every or max(1, progress.planned // _REPORTS)) and not progress.done:
             return
         if self.evaluate is not None:
-            self.objective.write_back(progress.params)
-            with evaluating(self.objective.module), torch.no_grad():
-                self.scores = {name: float(value) for name, value in self.evaluate(self.objective.module).items()}
+            module = self.module_objective.module
+            self.module_objective.write_back(progress.params)
+            with self.module_objective.evaluating(), torch.no_grad():
+                self.scores = {name: float(value) for name, value in self.evaluate(module).items()}
         progress.metrics = dict(self.scores)
         for callback in self.callbacks:
             callback(progress)

@@ -120,16 +120,6 @@ def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Arr
             out[m, places[k]] = total
 
 
-@_EXACT
-def add_compensated(high: Array, low: Array, term: Array) -> None:
-    """high + low += term, where low gets what the addition to high rounds away (Knuth's two-sum)."""
-    for j in range(len(high)):
-        total = high[j] + term[j]
-        part = total - high[j]
-        low[j] += (high[j] - (total - part)) + (term[j] - part)
-        high[j] = total
-
-
 @_SUM
 def _row_squares(rows: Array, squares: Array) -> None:
     for i in range(rows.shape[0]):

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.gradients import (
-    GRADIENT,
-    Clipping,
     Collector,
     Found,
     Gradients,
     OtherPath,
+    Piece,
     ProgramProfile,
+    Weights,
     add_clipped,
     recorded,
     vectors_by_autograd,
@@ -126,7 +126,6 @@ class PerExampleEngine:
         return torch.cat([params[name].detach().to(self.dtype).flatten() for name in self.names])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """Views of a flat vector by parameter name, in the vector's precision."""
         return {name: vector[self.slices[name]].view(p.shape) for name, p in self._params.items()}
 
     def unflatten(self, vector: Tensor) -> dict[str, Tensor]:
@@ -154,7 +153,7 @@ class PerExampleEngine:
         self,
         points: Sequence[Tensor],
         groups: Sequence[RecordGroup],
-        rule: ClippingRule | Clipping,
+        rule: ClippingRule,
         out: Tensor,
         keys: RecordSeeds | None = None,
         units: UnitAssignment | None = None,
@@ -166,12 +165,8 @@ class PerExampleEngine:
         records are all in one pass is combined there. The others are added up over passes before they are clipped:
         in no case is anybody clipped twice.
         """
-        mix, clipping = GRADIENT, rule
-        if isinstance(rule, ClippingRule):
-            mix = GradientTerms(not rule.beta or rule.gamma > 0.0, rule.beta > 0.0, rule.beta)
-            clipping = _Weights(rule, mix, self.dtype)
-            self._check(points, out)
-        assert not isinstance(clipping, ClippingRule)
+        mix = GradientTerms(not rule.beta or rule.gamma > 0.0, rule.beta > 0.0, rule.beta)
+        weights = _weights(rule, mix, self.dtype)
         points = [points[1], points[0]] if mix.change else points[:1]  # the previous one first
         count = sum(len(group.rows) for group in groups)
         keys = keys or RecordSeeds.of(None, np.arange(count))
@@ -180,13 +175,13 @@ class PerExampleEngine:
         spread: dict[int, Tensor] = {}
         for rows, whose, found in self._each_pass(points, groups, keys, mix, units):
             if units is None or whose is not None:
-                norms.append(add_clipped(found, whose, clipping, out))
+                norms.append(add_clipped(found, whose, weights, out))
                 who.append(rows if units is None else units.whole_in(rows))
                 continue
             owners, whole = units.owners[rows], units.whole_in(rows)
             inside = np.flatnonzero(np.isin(owners, whole))
             if len(inside):
-                norms.append(add_clipped(_only(found, inside), _whole(units, rows[inside]), clipping, out))
+                norms.append(add_clipped(_only(found, inside), _whole(units, rows[inside]), weights, out))
                 who.append(whole)
             for unit in np.setdiff1d(owners, whole).tolist():
                 total = spread.setdefault(unit, out.new_zeros((mix.families, self.dim), dtype=torch.float64))
@@ -194,13 +189,13 @@ class PerExampleEngine:
                 _add_families(part, total)
         for unit, total in spread.items():
             assert units is not None
-            pieces = [(slice(0, self.dim), Stored(total[:, None]))]
             factors = torch.from_numpy(units.factors[[unit]])
-            alone = Gradients([*pieces], 1, mix.families, [slice(0, self.dim)], factors=factors)
-            norms.append(clipping.norms(alone))
+            pieces: list[Piece] = [(slice(0, self.dim), Stored(total[:, None]))]
+            alone = Gradients(pieces, 1, mix.families, factors=factors)
+            norms.append(alone.norms())
             who.append(np.array([unit]))
             if bool(norms[-1].isfinite().all()):
-                clipping.add(alone, norms[-1], out)
+                alone.add_weighted(weights(norms[-1]), out)
         found_norms = torch.cat([each.to(out.device) for each in norms if len(each)] or norms)
         return found_norms[torch.from_numpy(np.argsort(np.concatenate(who)))]
 
@@ -253,7 +248,7 @@ class PerExampleEngine:
         units: UnitAssignment | None,
     ) -> list[Gradients] | Rows:  # fmt: skip
         rows = np.arange(len(keys.indices))
-        collector = Collector(mix, self.space, list(self.slices.values()), len(rows), units)
+        collector = Collector(mix, self.space, len(rows), units)
         try:
             for number, point in enumerate(points):
                 done = program.together(self.loss_of, self._leaves(point), record, keys, rows, collector.arrived)
@@ -278,12 +273,11 @@ class PerExampleEngine:
         self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
         units: UnitAssignment | None,
     ) -> list[Gradients]:  # fmt: skip
-        """Each record by plain autograd."""
         vectors = []
         for point in points:
             all_of = vectors_by_autograd(program, self.loss_of, self._leaves(point), record, keys, self.dtype)
             vectors.append([(slot, all_of[:, slot].contiguous()) for slot in self.slices.values()])
-        collector = Collector(mix, self.space, list(self.slices.values()), len(keys.indices), units)
+        collector = Collector(mix, self.space, len(keys.indices), units)
         collector.put_vectors(vectors[-1], vectors[0] if mix.change else None)
         return collector.gradients()
 
@@ -307,20 +301,19 @@ class PerExampleEngine:
 
     @torch.no_grad()
     def add_recorded(
-        self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, rule: Clipping, out: Tensor
+        self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, clip: float, out: Tensor
     ) -> None:
-        """out += what the rule makes of ``count`` records' gradients after the way back; several calls add up."""
+        """out += the clipped gradients of ``count`` records after the way back; several calls add up."""
 
         def found(rows: Rows | None, units: UnitAssignment | None) -> list[Gradients]:
-            return recorded(passes, count, self.space, list(self.slices.values()), rows, units)
+            return recorded(passes, count, self.space, rows, units)
 
-        add_clipped(found, units, rule, out)
+        add_clipped(found, units, lambda norms: clip_weights(norms, clip, self.dtype), out)
 
     # --- programs --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def losses(self, theta: Tensor, groups: Sequence[RecordGroup], keys: RecordSeeds | None = None) -> Tensor:
-        """The loss of each record at θ, in whatever mode (train or eval) the module is."""
         count = sum(len(group.rows) for group in groups)
         keys = keys or RecordSeeds.of(None, np.arange(count))
         found = theta.new_zeros(count)
@@ -333,8 +326,7 @@ class PerExampleEngine:
         return found
 
     def _call(self, record: Any) -> Any:
-        args, kwargs = record
-        return self.module(*args, **kwargs)
+        return self.module(*record[0], **record[1])
 
     def on_device(self, record: Any) -> Any:
         """A record where the module is, in float32 at least."""
@@ -353,7 +345,6 @@ class PerExampleEngine:
 
     @property
     def fallbacks(self) -> list[str]:
-        """What is not done by kernels, and why."""
         found = []
         for known in self.programs.values():
             if known.program.alone is not None:
@@ -378,15 +369,6 @@ class PerExampleEngine:
         if numbers == 0 or known.program.alone is not None:
             return None
         return max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
-
-    def _check(self, points: Sequence[Tensor], out: Tensor) -> None:
-        for name, vector in (*zip(("theta", "previous"), points, strict=False), ("out", out)):
-            wide = name == "out" and vector.dtype == torch.float64
-            if vector.shape != (self.dim,) or not (wide or vector.dtype == self.dtype):
-                raise ValueError(
-                    f"{name} has shape {tuple(vector.shape)} and {vector.dtype}: it must be the flat vector of "
-                    f"{self.dim} parameters in {self.dtype}, e.g. engine.flatten(dict(module.named_parameters()))."
-                )
 
 
 def _of(record: Any, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
@@ -415,40 +397,25 @@ def _add_families(part: Gradients, total: Tensor) -> None:
     for family in range(part.families):
         weights = total.new_zeros((part.count, part.families))
         weights[:, family] = 1.0
-        Gradients([*part.pieces], part.count, part.families, part.slices).add_weighted(weights, total[family])
+        Gradients([*part.pieces], part.count, part.families).add_weighted(weights, total[family])
 
 
 def _is_half(value: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float16)
 
 
-def positive(rule: ClippingRule) -> ClippingRule:
-    """The rule, if its clip is one."""
-    if not rule.clip > 0:
-        raise ValueError(f"clip={rule.clip}: must be > 0.")
-    return rule
+def _weights(rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> Weights:
+    """What a rule of the library gives each family of vectors by their norms."""
 
-
-class _Weights:
-    """What a rule of the library makes of records' vectors."""
-
-    def __init__(self, rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> None:
-        self.rule, self.mix, self.precision = rule, mix, precision
-
-    def norms(self, gradients: Gradients) -> Tensor:
-        return gradients.norms()
-
-    def add(self, gradients: Gradients, norms: Tensor, out: Tensor) -> None:
-        rule, precision = self.rule, self.precision
-        if self.mix.families == 2:
+    def weights(norms: Tensor) -> Tensor:
+        if mix.families == 2:
             gradient, change = norms.unbind(1)
             parts = (
                 rule.gamma * clip_weights(gradient, rule.second_clip, precision),
                 rule.alpha * clip_weights(change, rule.clip, precision),
             )
-            weights = torch.stack(parts, 1)
-        else:
-            weights = rule.alpha * clip_weights(norms, rule.clip, precision)
-            if rule.gamma:
-                weights = weights + rule.gamma * clip_weights(norms, rule.second_clip, precision)
-        gradients.add_weighted(weights, out)
+            return torch.stack(parts, 1)
+        total = rule.alpha * clip_weights(norms, rule.clip, precision)
+        return total + rule.gamma * clip_weights(norms, rule.second_clip, precision) if rule.gamma else total
+
+    return weights

@@ -9,8 +9,9 @@ can be run at once, how much is written out for each, and whether the kernels ag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,18 +44,18 @@ class OtherPath(Exception):
     """The program did other things at the two points of a difference."""
 
 
+@dataclass(eq=False)
 class Gradients:
-    """Vectors of ``count`` records or units, for one family or two; ``slices`` are those of all parameters.
+    """Vectors of ``count`` records or units, for one family or two.
 
     ``units`` are the numbers of the units, each of whose vectors counts with its factor.
     """
 
-    def __init__(
-        self, pieces: list[Piece], count: int, families: int, slices: Sequence[slice],
-        units: Rows | None = None, factors: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        self.pieces, self.count, self.families, self.slices = pieces, count, families, slices
-        self.units, self.factors = units, factors
+    pieces: list[Piece]
+    count: int
+    families: int
+    units: Rows | None = None
+    factors: Tensor | None = None
 
     @full_precision()
     def norms(self) -> Tensor:
@@ -64,16 +65,6 @@ class Gradients:
             squares = squares.to(found := piece.squared_norms()) + found
         norms = squares.sqrt()
         return norms if self.factors is None else norms * self.factors.to(norms.device)[:, None]
-
-    @full_precision()
-    def parameter_norms(self) -> Tensor:
-        """(records, parameters), of the first family."""
-        squares = torch.zeros((self.count, len(self.slices)), dtype=torch.float64)
-        for where, piece in self.pieces:
-            found = piece.squared_norms()
-            squares = squares.to(found.device)
-            squares[:, self._parameter(where)] += found[:, 0]
-        return squares.sqrt()
 
     @full_precision()
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
@@ -88,44 +79,23 @@ class Gradients:
         if total is not out:
             out += total.to(out.dtype)
 
-    @full_precision()
-    def add_weighted_by_parameter(self, weights: Tensor, out: Tensor) -> None:
-        """The same with a weight of each record for each parameter, (records, parameters)."""
-        weights = weights.double()
-        while self.pieces:
-            where, piece = self.pieces.pop()
-            place = self._parameter(where)
-            piece.add_weighted(weights[:, place : place + 1].contiguous(), out[where])
-
-    def _parameter(self, where: slice) -> int:
-        starts = [slot.start for slot in self.slices]
-        return int(np.searchsorted(starts, where.start, side="right")) - 1
-
-
-class Clipping(Protocol):
-    """How records' gradients are measured, and what a sum gets of each."""
-
-    def norms(self, gradients: Gradients) -> Tensor:
-        """What is clipped by, of each record or unit: (records, …)."""
-        ...
-
-    def add(self, gradients: Gradients, norms: Tensor, out: Tensor) -> None:
-        """out += the clipped contributions of records, or units, whose norms are finite."""
-        ...
-
 
 Found = Callable[[Rows | None, UnitAssignment | None], list[Gradients]]
 """Makes the gradients of all rows of a pass, or of some; of records, or of the units whose they are."""
 
 
-def add_clipped(found: Found, units: UnitAssignment | None, rule: Clipping, out: Tensor) -> Tensor:
-    """out += what the rule makes of each record, or unit; returns their norms.
+# The weights of the families of each record, or unit, from the norms of its vectors: (records, families).
+Weights = Callable[[Tensor], Tensor]
+
+
+def add_clipped(found: Found, units: UnitAssignment | None, weights: Weights, out: Tensor) -> Tensor:
+    """out += the weighted vectors of each record, or unit; returns their norms.
 
     One whose norm is not finite counts as zero. 0 · inf is not 0, so the sum is then formed again without these;
     the others draw as before.
     """
     parts = found(None, units)
-    measured = [rule.norms(part) for part in parts]
+    measured = [part.norms() for part in parts]
     norms = measured[0]
     if units is not None:
         norms = norms.new_empty((len(units), *norms.shape[1:]))
@@ -136,9 +106,9 @@ def add_clipped(found: Found, units: UnitAssignment | None, rule: Clipping, out:
         good = np.flatnonzero(finite)
         rows, units = (good, None) if units is None else units.some(good)
         parts = found(rows, units) if len(rows) else []
-        measured = [rule.norms(part) for part in parts]
+        measured = [part.norms() for part in parts]
     for part, each in zip(parts, measured, strict=True):
-        rule.add(part, each, out)
+        part.add_weighted(weights(each), out)
     return norms
 
 
@@ -160,7 +130,6 @@ class _Gathered:
         return self.added_up(content)
 
     def added_up(self, vectors: Vectors) -> Vectors:
-        """Written-out vectors of each unit."""
         if self.bucket is None:
             return vectors
         sums = [self.bucket.of(values).sum(1, dtype=torch.float64) for _, values in vectors]
@@ -171,10 +140,9 @@ class Collector:
     """Gathers the contributions of a pass at one point, or of the passes at two."""
 
     def __init__(
-        self, mix: GradientTerms, space: Workspace, slices: Sequence[slice], count: int,
-        units: UnitAssignment | None = None,
-    ) -> None:  # fmt: skip
-        self.mix, self.space, self.slices, self.count = mix, space, slices, count
+        self, mix: GradientTerms, space: Workspace, count: int, units: UnitAssignment | None = None
+    ) -> None:
+        self.mix, self.space, self.count = mix, space, count
         self._units = None if units is None or units.single else units
         self._nothing = Workspace(0.0, torch.empty(0, dtype=space.dtype))
         self._order: dict[int, int] = {}  # number of a site in its pass
@@ -200,7 +168,6 @@ class Collector:
             self._take(site)
 
     def end(self, sites: Sequence[TapSite]) -> None:
-        """All gradients are there."""
         for site in sites:
             if id(site) in self._order:
                 self._take(site)
@@ -219,7 +186,6 @@ class Collector:
                 part.before[number] = own
 
     def put(self, site: TapSite, content: Content) -> None:
-        """One site's content, of one point alone."""
         for part in self._gathered:
             self._put(part, site, part.arranged(content), None)
 
@@ -277,7 +243,7 @@ class Collector:
             if part.bucket is not None and self._units is not None:
                 units, count = part.bucket.units, len(part.bucket.units)
                 factors = torch.from_numpy(self._units.factors[units])
-            found.append(Gradients(pieces, count, self.mix.families, self.slices, units, factors))
+            found.append(Gradients(pieces, count, self.mix.families, units, factors))
         return found
 
 
@@ -321,14 +287,14 @@ def _clustered(covers: Sequence[slice]) -> list[_Cluster]:
 
 @full_precision()
 def recorded(
-    passes: Sequence[Pass], count: int, space: Workspace, slices: Sequence[slice], rows: Rows | None = None,
+    passes: Sequence[Pass], count: int, space: Workspace, rows: Rows | None = None,
     units: UnitAssignment | None = None,
 ) -> list[Gradients]:  # fmt: skip
     """Vectors of ``count`` records from all passes that saw them: what several passes of a record left adds up.
 
     With ``rows`` those of some records alone; ``units`` are theirs.
     """
-    collector = Collector(GRADIENT, space, slices, count if rows is None else len(rows), units)
+    collector = Collector(GRADIENT, space, count if rows is None else len(rows), units)
     collector.begin([site for each in passes for site in each.sites])
     for each in passes:
         for site in each.sites:
@@ -363,7 +329,6 @@ class ProgramProfile:
 
     def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: Any = None) -> None:
         self.program = RecordProgram(module, slices, loss)
-        self.slices = slices
         self.sites: list[tuple[str, tuple[str, ...], int, bool]] = []  # operation, names, numbers copied, kernel
         self.copied = 0  # numbers that are written out for each record
         self.apart = False  # whether each record answers the program's questions in its own way
@@ -419,7 +384,7 @@ class ProgramProfile:
         first = next(iter(params.values()))
         wide = any(p.dtype == torch.float64 for p in params.values())
         like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=first.device)
-        (fast,) = recorded([done], len(done.rows), Workspace(0.0, like), list(self.slices.values()))
+        (fast,) = recorded([done], len(done.rows), Workspace(0.0, like))
         slow = vectors_by_autograd(runner, program, params, record, keys, like.dtype).double()
         norms, size = fast.norms()[:, 0].to(slow), slow.norm(dim=1)
         if not (bool(slow.isfinite().all()) and bool(norms.isfinite().all())):

@@ -170,7 +170,6 @@ def convolution_kernel(
 
 @lru_cache(maxsize=1024)
 def embedding_kernel(rows: int, padding_idx: int | None) -> Kernel:
-    """Of a table with so many rows."""
     return _EmbeddingKernel(rows, padding_idx)
 
 
@@ -206,7 +205,6 @@ class TiedGradients:
         self.parts.append(part)
 
     def squared_norms(self) -> Tensor:
-        """‖Σ_k v_ik‖², from above."""
         if len(self.parts) == 1:
             return self.parts[0].squared_norms()
         tied = self._tied()
@@ -247,7 +245,6 @@ class TiedGradients:
             yield where, sum(others, first)
 
     def written(self, where: slice) -> Tensor:
-        """The sums."""
         first, *others = (part.written(where) for part in self.parts)
         return sum(others, first)
 

@@ -5,7 +5,6 @@ The parameters are one flat vector θ; fᵢ(θ) is the loss of example i. Clippe
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
@@ -19,7 +18,6 @@ from torch.autograd.functional import vhp
 
 from quietgrad.objectives.base import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.objectives.base import Batch as ReleaseBatch
-from quietgrad.objectives.networks import compiled_sums
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
@@ -29,12 +27,6 @@ from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
 
 _MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
-
-# What one record did wrong is itself private: the log stays on this machine, and is silent unless someone who
-# may see the data attaches a handler.
-private_log = logging.getLogger("quietgrad.private")
-private_log.addHandler(logging.NullHandler())
-private_log.propagate = False
 
 
 class ModuleObjective(BaseObjective):
@@ -104,11 +96,9 @@ class ModuleObjective(BaseObjective):
         return examples
 
     def initial(self, records: Examples) -> Tensor:
-        """The module's parameters as they are."""
         return self.engine.flatten(dict(self.module.named_parameters()))
 
     def write_back(self, params: Tensor) -> None:
-        """Put θ into the module."""
         own = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, value in self.engine.unflatten(params.to(self.engine.device)).items():
@@ -120,7 +110,7 @@ class ModuleObjective(BaseObjective):
         Passes are added up in float64 with compensation: with ``out`` in float64 one record moves the sum by its
         own contribution and by what it changes in the roundings of one pass.
         """
-        rows = _rows(batch)
+        rows = batch_rows(batch)
         units = None if self.views == 1 else UnitAssignment.numbered(np.arange(len(rows)), mean=True)
         self._add(batch, rows, units, points, rule, out)
 
@@ -140,7 +130,7 @@ class ModuleObjective(BaseObjective):
         """Units are taken some at a time, each with all its records; a record is to its views what a unit is."""
         if rule.bound == 0.0 or not len(rows):
             return
-        seeds, total, broken = RecordSeeds.of(batch.key, rows), CompensatedSum(out), 0
+        seeds, total = RecordSeeds.of(batch.key, rows), CompensatedSum(out)
         if units is not None and self.views > 1:
             seeds = seeds.views(self.views)
             units = UnitAssignment(np.repeat(units.owners, self.views), units.factors / self.views)
@@ -149,64 +139,49 @@ class ModuleObjective(BaseObjective):
             mine, whose = (some, None) if units is None else units.some(some)
             part = seeds.rows(mine)
             with total.term() as term:
-                norms = self.engine.add(points, batch.records.read(part), rule, term, part, whose)
-            broken += int((~norms.isfinite()).any(1).sum())
+                self.engine.add(points, batch.records.read(part), rule, term, part, whose)
         total.finish()
-        if broken:
-            private_log.info("%d contributions of a release were not finite and counted as zero", broken)
 
     def row_losses(self, batch: ReleaseBatch, params: Tensor) -> npt.NDArray[np.float64]:
         """fᵢ(θ) of each record of the batch, in its order."""
-        losses = np.empty(len(_rows(batch)))
-        for some, found in self._losses(batch, params):
-            losses[some] = found.double().cpu().numpy()
+        losses = np.empty(len(batch_rows(batch)))
+        for some, part in self.passes(batch):
+            losses[some] = self.engine.losses(params, batch.records.read(part), part).double().cpu().numpy()
         return losses
 
     def loss_sum(self, batch: ReleaseBatch, params: Tensor, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
-        total = 0.0
-        for _, losses in self._losses(batch, params):
-            total += float(losses.double().nan_to_num(nan=bound).clamp(0.0, bound).sum())
-        return total
+        losses = np.nan_to_num(self.row_losses(batch, params), nan=bound)
+        return float(losses.clip(0.0, bound).sum())
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The module in evaluation mode."""
-        return evaluating(self.module)
+        """The module in evaluation mode; afterwards each layer as it was."""
+        return modes_kept(self.module, training=False)
 
     def risk(self, records: Examples, params: Tensor) -> float:
         """F(θ) in evaluation mode, with the regulariser: not private."""
-        with evaluating(self.module):
-            found = self._losses(ReleaseBatch(records, None, bytes(32)), params)
-            total = sum(float(losses.double().sum()) for _, losses in found)
-        return total / len(records) + self.regularizer.value(params)
+        with self.evaluating():
+            losses = self.row_losses(ReleaseBatch(records, None, bytes(32)), params)
+        return float(losses.mean()) + self.regularizer.value(params)
 
     def risk_gradient(self, records: Examples, params: Tensor) -> Tensor:
         """∇F(θ) without clipping, in evaluation mode: not private."""
         total = torch.zeros_like(params)
-        with evaluating(self.module):
+        with self.evaluating():
             self.add(ReleaseBatch(records, None), (params,), ClippingRule.gradient(float("inf")), total)
         total /= len(records)
         total += self.regularizer.gradient(params)
         return total
 
-    def _losses(self, batch: ReleaseBatch, params: Tensor) -> Iterator[tuple[Indices, Tensor]]:
-        for some, part in self.passes(batch):
-            yield some, self.engine.losses(params, batch.records.read(part), part)
-
     def passes(self, batch: ReleaseBatch) -> Iterator[tuple[Indices, RecordSeeds]]:
         """Positions in the batch of the records of each pass, and their seeds."""
-        seeds = RecordSeeds.of(batch.key, _rows(batch))
+        seeds = RecordSeeds.of(batch.key, batch_rows(batch))
         for some in seeds.passes(self.micro_batch) if len(seeds.indices) else ():
             yield some, seeds.rows(some)
 
 
-def _rows(batch: ReleaseBatch) -> Indices:
+def batch_rows(batch: ReleaseBatch) -> Indices:
     return np.arange(len(batch.records)) if batch.indices is None else batch.indices
-
-
-def evaluating(module: nn.Module) -> AbstractContextManager[None]:
-    """The module in evaluation mode; afterwards each layer as it was."""
-    return modes_kept(module, training=False)
 
 
 class CompensatedSum:
@@ -235,25 +210,15 @@ class CompensatedSum:
             self._begun = True
             yield self._high
             return
-        part = torch.zeros_like(self._high)
-        yield part
-        self.add(part)
-
-    def add(self, term: Tensor) -> None:
-        """Add one vector in float64."""
-        self._begun = True
-        if self._low is None:
-            self._low = torch.zeros_like(self._high)
-        if compiled_sums.takes(term) and compiled_sums.takes(self._high):
-            compiled_sums.add_compensated(self._high.numpy(), self._low.numpy(), term.numpy())
-            return
+        term = torch.zeros_like(self._high)
+        yield term
         total = self._high + term
         part = total - self._high
-        self._low += (self._high - (total - part)) + (term - part)
+        lost = (self._high - (total - part)) + (term - part)
+        self._low = lost if self._low is None else self._low + lost
         self._high.copy_(total)
 
     def finish(self) -> None:
-        """Put the sum into ``out``."""
         if self._low is not None:
             self._high += self._low
         if self._high is not self._out:
@@ -273,7 +238,7 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
     engine = objective.engine
     total = torch.zeros_like(params)
     state = ModuleState(objective.module)
-    with torch.enable_grad(), evaluating(objective.module):
+    with torch.enable_grad(), objective.evaluating():
         for _, part in objective.passes(ReleaseBatch(records, None, bytes(32))):
             for group in records.read(part):
                 for k in range(len(group.rows)):

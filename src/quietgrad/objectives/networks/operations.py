@@ -7,8 +7,9 @@ with a copy of its parameters for each record.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from quietgrad.objectives.networks import compiled_sums
 from quietgrad.objectives.networks.kernels import convolution_kernel, embedding_kernel, linear_kernel
-from quietgrad.objectives.networks.recurrent import RECURRENT_CELLS, RECURRENT_LAYERS
+from quietgrad.objectives.networks.recurrent import RECURRENT_LAYERS
 from quietgrad.objectives.networks.taps import OPERATIONS, Operation, Taps
 from quietgrad.objectives.networks.trees import replaced
 
@@ -235,97 +236,48 @@ def _embedding_bag(
         return total / size.clamp(min=1.0).unsqueeze(-1) if mode == "mean" else total
 
 
-def _layer_norm(
-    taps: Taps,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: MaybeTensor = None,
-    bias: MaybeTensor = None,
-    eps: float = 1e-5,
-) -> Any:
-    shape = list(normalized_shape)
-    return _norm(
-        taps, "layer_norm", input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), len(shape)
-    )
+def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A norm with a scale and a shift of its last axes, or of channels, which follow a record's images."""
+    signature = inspect.signature(func)
 
+    def run(taps: Taps, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        input, weight, bias = options.pop("input"), options["weight"], options.get("bias")
+        last = len(options.get("normalized_shape", ()))
+        if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
+            return NotImplemented
+        # Batch norms are done with their own statistics alone, instance norms without any.
+        fixed = options.get("running_mean") is not None
+        if (not last and input.dim() < 2) or options.get("training") or fixed != (func is F.batch_norm):
+            return NotImplemented
+        if not options.get("use_input_stats", True):
+            return NotImplemented
 
-def _rms_norm(
-    taps: Taps,
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: MaybeTensor = None,
-    eps: float | None = None,
-) -> Any:
-    shape = list(normalized_shape)
-    return _norm(taps, "rms_norm", input, weight, None, lambda x, w, b: F.rms_norm(x, shape, w, eps), len(shape))
+        def norm(x: Tensor, weight: MaybeTensor, bias: MaybeTensor) -> Tensor:
+            own = {"weight": weight} | ({"bias": bias} if "bias" in options else {})
+            return func(x, **{**options, **own})
 
+        rows = taps.rows(input)
+        given = rows if last else rows.flatten(0, 1)
+        still = given.detach()
 
-def _group_norm(
-    taps: Taps,
-    input: Tensor,
-    num_groups: int,
-    weight: MaybeTensor = None,
-    bias: MaybeTensor = None,
-    eps: float = 1e-5,
-) -> Any:
-    return _norm(taps, "group_norm", input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps))
+        def sums(grad: Tensor) -> list[Tensor]:
+            both = [norm(still, None, None) * grad, grad]
+            if last:
+                flat = [each.flatten(-last) for each in both]
+                return [each.flatten(1, -2).sum(1) if each.dim() > 2 else each for each in flat]
+            return [each.reshape(-1, rows.shape[1], each.shape[1], each[0, 0].numel()).sum((1, 3)) for each in both]
 
+        with taps.outside():
+            out = norm(given, taps.plain(weight), taps.plain(bias))
+            if taps.is_shared(weight) or taps.is_shared(bias):
+                out = taps.tap(out, taps.affine(func.__name__, weight, bias, sums))
+            out = out if last else torch.unflatten(out, 0, (-1, rows.shape[1]))
+        return taps.logical(out)
 
-def _instance_norm(
-    taps: Taps, input: Tensor, running_mean: MaybeTensor = None, running_var: MaybeTensor = None,
-    weight: MaybeTensor = None, bias: MaybeTensor = None, use_input_stats: bool = True, momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:  # fmt: skip
-    if running_mean is not None or not use_input_stats:
-        return NotImplemented
-    return _norm(
-        taps, "instance_norm", input, weight, bias, lambda x, w, b: F.instance_norm(x, None, None, w, b, eps=eps)
-    )
-
-
-def _batch_norm(
-    taps: Taps, input: Tensor, running_mean: MaybeTensor, running_var: MaybeTensor, weight: MaybeTensor = None,
-    bias: MaybeTensor = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Any:  # fmt: skip
-    if training or running_mean is None:
-        return NotImplemented
-    fixed = running_mean, running_var
-    return _norm(
-        taps, "batch_norm", input, weight, bias, lambda x, w, b: F.batch_norm(x, *fixed, w, b, False, momentum, eps)
-    )
-
-
-def _norm(
-    taps: Taps,
-    name: str,
-    input: Tensor,
-    weight: MaybeTensor,
-    bias: MaybeTensor,
-    norm: Callable[..., Tensor],
-    last: int = 0,
-) -> Any:
-    """A norm with a scale and a shift of the ``last`` axes, or of channels, which follow a record's images."""
-    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
-        return NotImplemented
-    if not last and input.dim() < 2:
-        return NotImplemented
-    rows = taps.rows(input)
-    given = rows if last else rows.flatten(0, 1)
-    still = given.detach()
-
-    def sums(grad: Tensor) -> list[Tensor]:
-        both = [norm(still, None, None) * grad, grad]
-        if last:
-            flat = [each.flatten(-last) for each in both]
-            return [each.flatten(1, -2).sum(1) if each.dim() > 2 else each for each in flat]
-        return [each.reshape(-1, rows.shape[1], each.shape[1], each[0, 0].numel()).sum((1, 3)) for each in both]
-
-    with taps.outside():
-        out = norm(given, taps.plain(weight), taps.plain(bias))
-        if taps.is_shared(weight) or taps.is_shared(bias):
-            out = taps.tap(out, taps.affine(name, weight, bias, sums))
-        out = out if last else torch.unflatten(out, 0, (-1, rows.shape[1]))
-    return taps.logical(out)
+    return run
 
 
 def _attention(
@@ -415,11 +367,7 @@ _ALWAYS: dict[Any, Callable[..., Any]] = {
     torch.max_pool2d: _max_pool2d,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
-    F.layer_norm: _layer_norm,
-    F.rms_norm: _rms_norm,
-    F.group_norm: _group_norm,
-    F.instance_norm: _instance_norm,
-    F.batch_norm: _batch_norm,
+    **{func: _norm(func) for func in (F.layer_norm, F.rms_norm, F.group_norm, F.instance_norm, F.batch_norm)},
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     **RECURRENT_LAYERS,
@@ -435,7 +383,6 @@ _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     F.multi_head_attention_forward: _multi_head_attention,
     F.bilinear: _bilinear,
-    **RECURRENT_CELLS,
 }
 OPERATIONS |= {func: Operation(handler, always=True) for func, handler in _ALWAYS.items()}
 OPERATIONS |= {func: Operation(handler) for func, handler in _OF_PARAMETERS.items()}

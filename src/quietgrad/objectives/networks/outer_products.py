@@ -80,7 +80,6 @@ class Convolution:
         return F.pad(inputs, self.padding) if any(self.padding) else inputs
 
     def _images(self, values: Tensor) -> Tensor:
-        """All images, whosever they are."""
         return values.flatten(0, self.channel_dim - 1) if self._several(values) else values
 
     def _several(self, values: Tensor) -> bool:
@@ -199,7 +198,6 @@ class Convolution:
         return self._at_once(inputs)
 
     def _at_once(self, inputs: Tensor) -> int:
-        """Images worked on together."""
         inputs = self._images(inputs)
         if self._grouped(inputs):
             return 64
@@ -288,7 +286,6 @@ class OuterProducts:
         return OuterProducts(self.layer, lefts, rights, self.families)
 
     def squared_norms(self) -> Tensor:
-        """By Gram matrices, or from a few examples at a time, whichever multiplies less."""
         if self.by_gram:
             return torch.cat([self._gram_part(part) for part in self._chunks()])
         return torch.cat([written.squared_norms() for _, written in self._blocks()])
@@ -357,7 +354,6 @@ class OuterProducts:
                 out += self.layer.weight_gradient(total, right[part])
 
     def written(self, where: slice) -> Tensor:
-        """Those of some examples, written out."""
         lefts, rights = ([side[where] for side in sides] for sides in (self.lefts, self.rights))
         return OuterProducts(self.layer, lefts, rights, self.families).stored().values
 

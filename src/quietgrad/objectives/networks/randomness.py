@@ -68,7 +68,6 @@ class RecordSeeds:
         return int(SecureStream(self.key, "records").at(_RELEASE, np.zeros(1, np.int64))[0])
 
     def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordSeeds:
-        """Those of some rows."""
         return RecordSeeds(self.key, self.indices[where], None if self.numbers is None else self.numbers[where])
 
     def views(self, count: int) -> RecordSeeds:
@@ -114,7 +113,6 @@ class RecordSeeds:
         return [np.flatnonzero(parts == part) for part in range(count)]
 
     def share(self, rank: int, world: int) -> npt.NDArray[np.bool_]:
-        """Which rows process ``rank`` of ``world`` sums."""
         mine: npt.NDArray[np.bool_] = self._words(_SHARE) % np.uint64(world) == rank
         return mine
 
@@ -173,19 +171,16 @@ class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return _mixed(self.words[:, None] + counters).view(shape)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """In [0, 1), as fine as the precision."""
         bits = _BITS.get(dtype, 53)
         words = _shifted(self.numbers(shape), 64 - bits)
         return words.to(torch.float64 if bits == 53 else dtype) * 2.0**-bits
 
     def normal(self, shape: Sequence[int]) -> Tensor:
-        """Standard normal, by the inverse of its distribution function."""
         words = _shifted(self.numbers(shape), 11)
         result: Tensor = torch.special.ndtri((words.double() + 0.5) * 2.0**-53)
         return result
 
     def below(self, shape: Sequence[int], chance: float | Tensor) -> Tensor:
-        """True with the given chance."""
         words = _shifted(self.numbers(shape), 11)
         if isinstance(chance, Tensor):
             return words.double() * 2.0**-53 < chance
@@ -204,16 +199,6 @@ def _bernoulli(rng: PerRecordRNG, x: Tensor, p: float | Tensor | None = None) ->
     if isinstance(chance, Tensor):
         chance = chance.expand(x.shape)
     return rng.below(x.shape, chance).to(x.dtype)
-
-
-def _rrelu(
-    rng: PerRecordRNG, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, *_: object
-) -> Tensor:
-    if not training:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    slope = torch.where(x <= 0, lower + (upper - lower) * rng.uniform(x.shape, x.dtype), 1.0)
-    noise.copy_(slope)
-    return x * slope
 
 
 def _shaped(draw: Callable[[PerRecordRNG, Sequence[int], torch.dtype], Tensor]) -> Callable[..., Tensor]:
@@ -260,7 +245,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "uniform_": _uniform,
     "normal_": _normal,
     "exponential_": _exponential,
-    "rrelu_with_noise": _rrelu,
 }
 
 

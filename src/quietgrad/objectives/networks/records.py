@@ -81,7 +81,6 @@ class Padding:
             _check_length("pad", self.length)
 
     def of(self, record: Any) -> Any:
-        """The record, padded."""
         own = next((t.shape[1] for t in tensors_of(record) if t.dim() >= 2), None)
         if own is None:
             return record
@@ -108,7 +107,6 @@ class Padding:
 
 
 def as_padding(pad: int | Multiple | Padding | None) -> Padding | None:
-    """``pad=`` as people give it."""
     return pad if pad is None or isinstance(pad, Padding) else Padding(pad)
 
 

@@ -8,6 +8,7 @@ Only the recurrence itself is written out here, forward and backward, with both 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -116,17 +117,6 @@ class _LongShort(torch.autograd.Function):
             dc.mul_(forget)
         by_gate = by_gate.flatten(2)
         return by_gate, by_gate, None, None, dh, dc
-
-
-def _lstm(z: Tensor, u: Tensor, weight: Tensor, bias: Tensor | None, *start: Tensor) -> Any:
-    return applied(_LongShort, z, u, weight, bias, *start)
-
-
-def _each_time(cell: _CellFunctions) -> Callable[..., Any]:
-    def run(*args: Tensor | None) -> Any:
-        return applied(_Recurrence, cell, *args)
-
-    return run
 
 
 def _gru(z: Tensor, u: Tensor, h: Tensor) -> tuple[Any, ...]:
@@ -247,44 +237,9 @@ def _one_way(
     return hidden, *ends
 
 
-def _cell(recurrence: Callable[..., Any]) -> Callable[..., Any]:
-    def run(
-        taps: Taps,
-        input: Tensor,
-        hx: Any,
-        w_ih: Tensor,
-        w_hh: Tensor,
-        b_ih: Tensor | None = None,
-        b_hh: Tensor | None = None,
-    ) -> Any:
-        h = hx if isinstance(hx, Tensor) else hx[0]
-        with taps:
-            return recurrence(F.linear(input, w_ih, b_ih), F.linear(h, w_hh, b_hh), hx)
-
-    return run
-
-
-def _lstm_cell(z: Tensor, u: Tensor, hx: Any) -> Any:
-    i, f, g, o = (z + u).chunk(4, -1)
-    c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
-    return o.sigmoid() * c.tanh(), c
-
-
-def _gru_cell(z: Tensor, u: Tensor, h: Tensor) -> Tensor:
-    (zr, zk, zn), (ur, uk, un) = z.chunk(3, -1), u.chunk(3, -1)
-    keep, fresh = (zk + uk).sigmoid(), (zn + (zr + ur).sigmoid() * un).tanh()
-    return fresh + keep * (h - fresh)
-
-
 RECURRENT_LAYERS: dict[Any, Callable[..., Any]] = {
-    torch.lstm: _recurrent(_lstm),
-    torch.gru: _recurrent(_each_time(_CellFunctions(_gru, _gru_back))),
-    torch.rnn_tanh: _recurrent(_each_time(_activated(Tensor.tanh_, lambda h: 1 - h * h))),
-    torch.rnn_relu: _recurrent(_each_time(_activated(Tensor.relu_, lambda h: h > 0))),
-}
-RECURRENT_CELLS: dict[Any, Callable[..., Any]] = {
-    torch.lstm_cell: _cell(_lstm_cell),
-    torch.gru_cell: _cell(_gru_cell),
-    torch.rnn_tanh_cell: _cell(lambda z, u, h: (z + u).tanh()),
-    torch.rnn_relu_cell: _cell(lambda z, u, h: (z + u).relu()),
+    torch.lstm: _recurrent(partial(applied, _LongShort)),
+    torch.gru: _recurrent(partial(applied, _Recurrence, _CellFunctions(_gru, _gru_back))),
+    torch.rnn_tanh: _recurrent(partial(applied, _Recurrence, _activated(Tensor.tanh_, lambda h: 1 - h * h))),
+    torch.rnn_relu: _recurrent(partial(applied, _Recurrence, _activated(Tensor.relu_, lambda h: h > 0))),
 }

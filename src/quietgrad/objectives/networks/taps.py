@@ -16,6 +16,7 @@ differently the pass ends, and begins again with those that answer as most do; t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ from quietgrad.objectives.networks.vectors import LayerCall
 functorch = torch._C._functorch
 Vectors = list[tuple[slice, Tensor]]  # parts of the flat vector, and the records' vectors there, (n, size)
 
+_EMBEDDING = inspect.signature(torch.nn.functional.embedding)
 _ANSWERS = 8  # ways that the records of a pass may answer a question; with more each is run alone
 
 
@@ -89,7 +91,6 @@ class TapSite:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells whether two passes did the same."""
         return self.operation, self.names, self.kernel, tuple((s.start, s.stop) for s in self.covers)
 
     def receive(self, grad: Tensor) -> None:
@@ -223,9 +224,11 @@ class Taps(TorchFunctionMode):
                     start = self._slots[id(base)].start + leaf.storage_offset() - base.storage_offset()
                     self._slots[id(leaf)] = slice(start, start + leaf.numel())
         if func is torch.nn.functional.embedding:
-            table, padding = _looked_up(*args, **kwargs)
-            if id(table[1]) in self._slots and isinstance(result, Tensor):
-                self._looked_up[id(result)] = (table[1], table[0], padding)
+            call = _EMBEDDING.bind(*args, **kwargs).arguments
+            table, padding = call["weight"], call.get("padding_idx")
+            if id(table) in self._slots and isinstance(result, Tensor):
+                padding = padding + len(table) if padding is not None and padding < 0 else padding
+                self._looked_up[id(result)] = (table, call["input"], padding)
         return result
 
     def done(self) -> list[TapSite]:
@@ -237,7 +240,6 @@ class Taps(TorchFunctionMode):
     # --- records and parameters ---------------------------------------------------------------------------------
 
     def is_shared(self, value: object) -> bool:
-        """Whether a value is a parameter, or made of parameters alone."""
         return isinstance(value, Tensor) and id(value) in self._known
 
     def is_records(self, value: object) -> bool:
@@ -265,7 +267,6 @@ class Taps(TorchFunctionMode):
         return functorch._add_batch_dim(rows, 0, self.level)
 
     def plain(self, value: Any) -> Any:
-        """A parameter as a constant."""
         return value.detach() if isinstance(value, Tensor) else value
 
     def slot(self, value: Tensor) -> slice | None:
@@ -452,14 +453,6 @@ def _leaves_below(value: Tensor) -> Iterator[Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         near += [above for above, _ in node.next_functions]
-
-
-def _looked_up(
-    input: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any
-) -> tuple[tuple[Tensor, Tensor], int | None]:
-    if padding_idx is not None and padding_idx < 0:
-        padding_idx += len(weight)
-    return (input, weight), padding_idx
 
 
 @dataclass(frozen=True)

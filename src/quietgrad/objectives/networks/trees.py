@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -58,7 +58,6 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def refilled(value: Any, tensors: Iterator[Any]) -> Any:
-    """The same structure with its tensors replaced in order."""
     return mapped(value, lambda _: next(tensors))
 
 
@@ -154,13 +153,5 @@ def replaced(owner: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def applied(function: type[Function], *given: object) -> Any:
-    """What an autograd function makes of what it is given."""
     apply: Called = function.apply
     return apply(*given)
-
-
-def with_parameters(
-    module: nn.Module, params: Mapping[str, Tensor], buffers: Callable[[Tensor], Tensor] | None = None
-) -> AbstractContextManager[None]:
-    """The module with other parameters; see :meth:`ModuleState.holding`."""
-    return ModuleState(module).holding(params, buffers)

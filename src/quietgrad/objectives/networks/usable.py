@@ -122,7 +122,7 @@ def refuse_unusable_modules(module: nn.Module) -> None:
         if isinstance(layer, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"{where} is {type(layer).__name__}, which sums gradients before they are clipped: give the module "
-                "inside it, and use qt.fit under torchrun for several processes."
+                "inside it, and use qt.PrivateLoop under torchrun for several processes."
             )
     spans: list[tuple[int, int, str]] = []
     for name, param in module.named_parameters():

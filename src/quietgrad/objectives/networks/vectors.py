@@ -68,7 +68,6 @@ class UnitAssignment:
 
     @staticmethod
     def of(ids: npt.ArrayLike, *, mean: bool) -> UnitAssignment:
-        """By any ids, one for each row."""
         _, owners = np.unique(np.asarray(ids), return_inverse=True)
         return UnitAssignment.numbered(owners.astype(np.int64).reshape(-1), mean=mean)
 
@@ -83,7 +82,6 @@ class UnitAssignment:
 
     @cached_property
     def sizes(self) -> Rows:
-        """How many rows each has."""
         return np.bincount(self.owners, minlength=len(self))
 
     @property
@@ -151,7 +149,6 @@ class GradientTerms:
 
     @property
     def families(self) -> int:
-        """Number of vectors per example."""
         return int(self.gradient) + int(self.change)
 
     def join(self, now: Tensor, change: Tensor | None, dim: int) -> Tensor:
@@ -257,7 +254,6 @@ class Stored:
         self._squares = None
 
     def squared_norms(self) -> Tensor:
-        """Sums of squares."""
         return squares_of(self.values).T if self._squares is None else self._squares
 
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
@@ -271,7 +267,6 @@ class Stored:
             out.addmv_(rows[start : start + size].double().T, weights[start : start + size])
 
     def written(self, where: slice) -> Tensor:
-        """The values."""
         return self.values[:, where]
 
 
@@ -317,7 +312,6 @@ class TokenSums:
         return [slice(start, start + size) for start in range(0, examples, size)]
 
     def written(self, where: slice) -> Tensor:
-        """Whole tables, where other layers use the table as well."""
         tokens, values = self.tokens[where], self.values[where].permute(2, 0, 1, 3)
         families, examples, _, width = values.shape
         tables = values.new_zeros((families, examples, self.rows, width))
