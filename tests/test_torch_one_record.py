@@ -1,6 +1,6 @@
 """Brute force: one record more or less moves a clipped sum by at most C, whatever models, losses and data sets do.
 
-Each sum is the one that is released, before noise, on 200 rows of which one is far away (fewer where a row is an
+Each sum is the one that is released, before noise, on 100 rows of which one is far away (fewer where a row is an
 image or a text). It must also be what plain autograd makes of the records one at a time.
 """
 
@@ -191,7 +191,7 @@ def by_sum(model: nn.Module, loss: Any, data: Any) -> Tensor:
 
 
 ATTACKS: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[], Any], dict[str, Any]]] = {
-    "padding to the longest": (Mean, nn.CrossEntropyLoss(), lambda: Texts(200), {"collate_fn": to_the_longest}),
+    "padding to the longest": (Mean, nn.CrossEntropyLoss(), Texts, {"collate_fn": to_the_longest}),
     "rows silence each other": (plain, mined, table, {}),
     "the largest": (plain, LOSSES["the largest"].loss, table, {}),
     "std().item()": (plain, LOSSES["outputs over their std"].loss, table, {}),

@@ -15,7 +15,7 @@ from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.module import ModuleObjective
 
 KEY = bytes(range(32))
-N, FEATURES, CLASSES = 200, 6, 3
+N, FEATURES, CLASSES = 100, 6, 3
 FAR = N // 2  # the record that is far away
 CLIP = 1.0
 CROSS = nn.CrossEntropyLoss()

@@ -7,7 +7,6 @@ globals are its own affair, as docs/torch.md says.
 
 from __future__ import annotations
 
-import functools
 import random
 import warnings
 from functools import partial
@@ -192,17 +191,6 @@ class Centered(Between):
         return self.second(center(self.first(x)))
 
 
-class Jacobians(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, H), nn.Linear(H, CLASSES)
-
-    def forward(self, x: Tensor) -> Any:
-        jacobian = torch.func.jacrev(lambda z: self.first(z).tanh().sum(0))(x)
-        _, tangent, *_ = torch.func.jvp(lambda z: self.first(z).tanh(), (x,), (torch.ones_like(x),))
-        return self.second(jacobian.sum((1, 2))[None] + tangent)
-
-
 def centered(grad: Tensor) -> Tensor:
     return grad - 0.9 * grad.mean(0)
 
@@ -231,41 +219,6 @@ class Function(Between):
 
     def forward(self, x: Tensor) -> Any:
         return self.second(self.function.apply(self.first(x)))
-
-
-class Equilibrium(nn.Module):
-    """Iterates until its own state stands still."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.inner, self.out = nn.Linear(FEATURES, H), nn.Linear(H, H), nn.Linear(H, CLASSES)
-
-    def forward(self, x: Tensor) -> Any:
-        z = torch.zeros(len(x), H)
-        for _ in range(6):
-            new = torch.tanh(0.5 * self.inner(z) + self.into(x))
-            if (new - z).norm().item() < 0.3:
-                break
-            z = new
-        return self.out(z)
-
-
-class Experts(nn.Module):
-    """A mixture of experts that routes rows by nonzero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(FEATURES, 3)
-        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.gate(x).softmax(1)
-        chosen = weights.argmax(1)
-        out = torch.zeros(len(x), CLASSES)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            out[rows] = weights[rows, number, None] * expert(x[rows])
-        return out
 
 
 class Chosen(nn.Module):
@@ -308,10 +261,6 @@ class Raw(nn.Module):
         how = self.how
         if how == "cosine":
             return 3.0 * F.normalize(x, dim=1) @ F.normalize(self.w, dim=0) + self.b
-        if how == "prototypes":
-            return -torch.cdist(x * self.s, self.w.T)
-        if how == "solve":
-            return torch.linalg.solve(torch.eye(CLASSES) * 9 + self.w[:CLASSES], (x @ self.w).T).T + self.b
         if how == "in place":
             h = x.clone()
             h *= self.s
@@ -326,15 +275,9 @@ class Raw(nn.Module):
             return torch.einsum("bi,i,ic->bc", x, self.s, self.w) + self.b
         if how == "stacked":
             return (torch.stack([self.w, -self.w]).mean(0).T @ (x * self.s).T).T + self.b.clamp(-1, 1)
-        if how == "where":
-            return torch.where(x[:, :1] > 0, x @ self.w, (x * self.s) @ self.w.abs()) + self.b
-        if how == "topk":
-            values, places = (x * self.s).topk(2)
-            return values @ self.w[:2] + self.w[places].sum(1)
-        if how == "matrix exponential":
-            return x[:, :CLASSES] @ torch.matrix_exp(self.w[:CLASSES] * 0.1) + self.b
-        assert how == "fft"
-        return (torch.fft.rfft(x * self.s).abs() @ self.w[:4]) + self.b
+        assert how == "topk"
+        values, places = (x * self.s).topk(2)
+        return values @ self.w[:2] + self.w[places].sum(1)
 
 
 class Renormalised(nn.Module):
@@ -493,51 +436,6 @@ class _Hooked(nn.Module):
         return made
 
 
-class _Cached(nn.Module):
-    """A result that is cached by shape, which all records share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-        self.scale = functools.lru_cache(maxsize=None)(self._scale)
-        self._first: Tensor | None = None
-
-    def _scale(self, shape: tuple[int, ...]) -> Tensor:
-        assert self._first is not None
-        return self._first.detach().abs().sum()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._first = x
-        made: Tensor = self.layer(x / (1 + self.scale(tuple(x.shape))))
-        return made
-
-
-class _Spectral(nn.Module):
-    """Complex numbers inside: a filter on the spectrum of a record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.filter, self.layer = nn.Parameter(torch.randn(FEATURES // 2 + 1, 2)), nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
-        made: Tensor = self.layer(torch.fft.irfft(spectrum, n=FEATURES))
-        return made
-
-
-class _Mapped(nn.Module):
-    """vmap over a record's own features, with the parameters inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.layer = nn.Parameter(torch.randn(3)), nn.Linear(FEATURES * 3, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = torch.func.vmap(lambda value: torch.tanh(value * self.weight))(x.flatten())
-        made: Tensor = self.layer(each.reshape(len(x), -1))
-        return made
-
-
 @of_model
 def _one_step_ahead(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """The loss after a step of the record's own (MAML)."""
@@ -582,29 +480,23 @@ MODULES: dict[str, Case] = {
     "forward and backward hooks": Case(hooked, few),
     "branches": Case(Branches, few),
     "dynamic shapes": Case(Ragged, few),
-    "equilibrium": Case(Equilibrium, few),
-    "mixture of experts": Case(Experts, few),
     "autograd inside": Case(lambda: Energy("autograd"), few),
     "torch.func inside": Case(lambda: Energy("func"), few),
     "straight-through Function": Case(lambda: Function(Straight), few),
     "Function that mixes backward": Case(lambda: Function(MeanInBackward), few),
     "Function with a rule of its own": Case(lambda: Function(OwnRule), few),
     "operator with a rule of its own": Case(Centered, few),
-    "jacobians inside": Case(Jacobians, few),
     **{f"gradients hooked: {kind}": Case(hooked_back(kind), few) for kind in ("module", "before", "tensor")},
     "orthogonal": Case(normed("orthogonal"), rtol=1e-3),
     **{
         f"raw: {how}": Case(partial(Raw, how))
-        for how in ("cosine", "prototypes", "solve", "in place", "addmm", "gather", "einsum", "stacked", "where",
-                    "topk", "matrix exponential", "fft")
+        for how in ("cosine", "in place", "addmm", "gather", "einsum", "stacked", "topk")
     },
     "windows": Case(_pooled, images),
     "sparse embedding": Case(lambda: Mean(sparse=True), tokens),
     "texts of several lengths": Case(Mean, lambda: Texts(60)),
     "experts chosen by a question": Case(Chosen),
     "double precision": Case(lambda: Between().double(), double),
-    "complex numbers inside": Case(_Spectral),
-    "vmap inside": Case(_Mapped),
     "a step ahead": Case(_linear, mirrored, loss=_one_step_ahead),
     **{
         f"draws: {how}": Case(partial(Draws, how), few, random=True)
@@ -632,6 +524,5 @@ REMEMBERING: dict[str, Case] = {
     "a list in the loss's closure": Case(_linear, mirrored, loss=_losses_in_a_list()),
     "a dictionary in the loss's closure": Case(_linear, mirrored, loss=_largest_in_a_dict()),
     "a hook that keeps activations": Case(_Hooked, mirrored),
-    "a result cached by shape": Case(_Cached, mirrored),
 }
 """These are refused: a tensor of one record is not there for the next."""

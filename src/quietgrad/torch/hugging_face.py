@@ -202,7 +202,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             raise BudgetError("nothing is trained yet; call train() first.")
         return self._begun
 
-    def _loss(self, model: nn.Module, record: Any) -> Tensor:
+    def _loss(self, model: nn.Module, record: Mapping[str, Any]) -> Tensor:
         loss: Tensor = self.compute_loss(model, dict(record))
         return loss
 

@@ -19,7 +19,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.one_record import Pass, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import Args, Called, Options, applied, mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import Args, Called, Options, PyTree, applied, mapped, refilled, tensors_of
 from quietgrad.objectives.networks.vectors import Rows, UnitAssignment
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Sample:
         return np.arange(first, first + length)
 
 
-def _hidden(value: Any) -> Any:
+def _hidden(value: PyTree) -> Any:
     """The structure of a record without what is no tensor: a text or a number of one record is not handed out."""
     if isinstance(value, dict):
         return {key: _hidden(item) for key, item in value.items()}
@@ -296,7 +296,7 @@ class LossHandle(Handle):
         return super()._answer(func, args, kwargs)
 
 
-def plain(value: Any) -> Any:
+def plain(value: PyTree) -> Any:
     """The same with plain tensors in the place of handles."""
     return mapped(value, lambda tensor: tensor.plain() if isinstance(tensor, Handle) else tensor)
 

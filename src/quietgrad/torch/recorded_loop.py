@@ -25,7 +25,16 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.networks.one_record import each_record
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Examples, RecordGroup
-from quietgrad.objectives.networks.trees import Args, Called, ModuleState, Options, mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import (
+    Args,
+    Called,
+    ModuleState,
+    Options,
+    PyTree,
+    mapped,
+    refilled,
+    tensors_of,
+)
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import UserLevelRecords
 from quietgrad.torch.distributed import Summed, process_count
@@ -137,7 +146,7 @@ class CustomLoop(Loop):
         ]
         return refilled(parts[0][1], iter(made))
 
-    def _output(self, call: Call, number: int, parts: list[RecordBlock], record: Any) -> Handle:
+    def _output(self, call: Call, number: int, parts: list[RecordBlock], record: PyTree) -> Handle:
         """A handle of one of the module's outputs, with records on the axis on which a batch would have them."""
         sample, shape, axis = call.sample, parts[0].values.shape[1:], 0
         if not shape or shape[0] != 1:
@@ -155,7 +164,7 @@ class CustomLoop(Loop):
             sample, parts, lambda: undone(together(parts, axis if shape else None), call, outputs=True)
         )
 
-    def _of_two(self, record: Any) -> list[torch.Size] | None:
+    def _of_two(self, record: PyTree) -> list[torch.Size] | None:
         """The shapes of the outputs for a synthetic batch of two records like this: they tell where the batch is.
 
         Only how outputs are laid out for the loop's own code depends on it.
@@ -261,7 +270,7 @@ def pieces_of(most: int, expected: float) -> int:
     return max(1, math.ceil(expected / mean))
 
 
-def _tried(module: nn.Module, record: Any) -> list[torch.Size] | None:
+def _tried(module: nn.Module, record: PyTree) -> list[torch.Size] | None:
     def two(tensor: Tensor, fill: int) -> Tensor:
         shape = list(tensor.shape[1:])
         if shape:
@@ -305,11 +314,11 @@ class PrivateCriterion(nn.Module):
             parts.append(RecordBlock(rows, self._losses(record, sample.keys.rows(rows))))
         return reduced(sample, parts, self.reduction)
 
-    def _losses(self, record: Any, keys: RecordSeeds) -> Tensor:
+    def _losses(self, record: PyTree, keys: RecordSeeds) -> Tensor:
         if not len(keys.indices):  # an empty sample's: none, of the graph that its outputs are of
             return torch.stack([t.flatten()[:0].float() for t in tensors_of(record) if t.requires_grad]).sum(0)
 
-        def one(own: Any) -> Tensor:
+        def one(own: PyTree) -> Tensor:
             with _NoParameters():
                 loss: Tensor = self.criterion(*own[0], **own[1])
             if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -20,6 +20,7 @@ from quietgrad.objectives.networks.records import Collate, Multiple, Padding
 from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.torch.distributed import is_distributed
 from quietgrad.training.callbacks import Callback, Progress, together
 from quietgrad.training.minimizing import check_people, progress_bar
@@ -52,7 +53,7 @@ def fit(
     callbacks: Sequence[Callback] = (),
     stop: Stop | None = None,
     progress: bool = True,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
@@ -152,7 +153,7 @@ def resume(
     algorithm: Algorithm,
     *,
     folder: str | Path,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,

@@ -36,7 +36,7 @@ from quietgrad.objectives.networks.gradients import (
 from quietgrad.objectives.networks.one_record import Pass, RecordProgram, full_precision, in_passes
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import mapped
+from quietgrad.objectives.networks.trees import PyTree, mapped
 from quietgrad.objectives.networks.usable import (
     LossFunction,
     RecordLoss,
@@ -222,8 +222,8 @@ class PerExampleEngine:
                     yield group.rows[rows], whose, found
 
     def _pass(
-        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
-        whose: UnitAssignment | None,
+        self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
+        mix: GradientTerms, whose: UnitAssignment | None,
     ) -> Found | Rows:  # fmt: skip
         """What makes these records' gradients, of all or of some rows; or which can be made together."""
         made = self._together(program, points, record, keys, mix, whose)
@@ -244,8 +244,8 @@ class PerExampleEngine:
         return found
 
     def _together(
-        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
-        units: UnitAssignment | None,
+        self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
+        mix: GradientTerms, units: UnitAssignment | None,
     ) -> list[Gradients] | Rows:  # fmt: skip
         rows = np.arange(len(keys.indices))
         collector = Collector(mix, self.space, len(rows), units)
@@ -270,8 +270,8 @@ class PerExampleEngine:
         return rows[:most] if len(rows) > most else self._one_by_one(program, points, record, keys, mix, units)
 
     def _one_by_one(
-        self, program: RecordProgram, points: Sequence[Tensor], record: Any, keys: RecordSeeds, mix: GradientTerms,
-        units: UnitAssignment | None,
+        self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
+        mix: GradientTerms, units: UnitAssignment | None,
     ) -> list[Gradients]:  # fmt: skip
         vectors = []
         for point in points:
@@ -325,10 +325,10 @@ class PerExampleEngine:
                 found[where] = made.outputs.detach().to(found)
         return found
 
-    def _call(self, record: Any) -> Any:
+    def _call(self, record: PyTree) -> Any:
         return self.module(*record[0], **record[1])
 
-    def on_device(self, record: Any) -> Any:
+    def on_device(self, record: PyTree) -> Any:
         """A record where the module is, in float32 at least."""
 
         def moved(tensor: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class PerExampleEngine:
 
         return mapped(record, moved)
 
-    def try_out(self, record: Any) -> ProgramProfile:
+    def try_out(self, record: PyTree) -> ProgramProfile:
         """Run model and loss on synthetic records of this shape; raise if they cannot be run at all."""
         known = self._known(self.on_device(record))
         if known.failed is not None:
@@ -354,7 +354,7 @@ class PerExampleEngine:
                 found += [f"{', '.join(names)}: {operation} has no kernel" for names, operation in large]
         return found
 
-    def _known(self, record: Any, calls: bool = False) -> ProgramProfile:
+    def _known(self, record: PyTree, calls: bool = False) -> ProgramProfile:
         """What is known of the program in the layers' present modes, found out on synthetic records."""
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
@@ -371,7 +371,7 @@ class PerExampleEngine:
         return max(1, int(max(self.memory_budget, _LEAST) // (numbers * torch.finfo(self.dtype).bits // 8)))
 
 
-def _of(record: Any, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
+def _of(record: PyTree, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds]:
     """Some of the records, and their seeds."""
     if len(rows) == len(keys.indices):
         return record, keys

@@ -22,7 +22,7 @@ from quietgrad.objectives.networks.kernels import TiedGradients
 from quietgrad.objectives.networks.one_record import Pass, Program, RecordProgram, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.taps import TapSite, Vectors
-from quietgrad.objectives.networks.trees import mapped, tensors_of
+from quietgrad.objectives.networks.trees import PyTree, mapped, tensors_of
 from quietgrad.objectives.networks.vectors import (
     GradientTerms,
     LayerCall,
@@ -334,7 +334,7 @@ class ProgramProfile:
         self.apart = False  # whether each record answers the program's questions in its own way
         self.failed: QuietgradError | None = None  # on every synthetic record
 
-    def try_out(self, program: Program, params: Mapping[str, Tensor], record: Any) -> None:
+    def try_out(self, program: Program, params: Mapping[str, Tensor], record: PyTree) -> None:
         """One pass of a few synthetic records, compared with plain autograd."""
         runner, keys = self.program, RecordSeeds(bytes(32), np.arange(_RECORDS))
         alone, runner.synthetic = runner.alone, True
@@ -350,7 +350,7 @@ class ProgramProfile:
                     break
         runner.synthetic = False
 
-    def _check(self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds) -> None:
+    def _check(self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds) -> None:
         """Run each record by itself if kernels and autograd differ by more than rounding.
 
         In float32 they may differ where rounding decides on which side of a ReLU's corner a number is, so a
@@ -367,7 +367,7 @@ class ProgramProfile:
             agreed = False
         runner.alone = None if agreed else "a rule of torch's does not agree with autograd on this model"
 
-    def _agree(self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds) -> bool:
+    def _agree(self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds) -> bool:
         """Whether norms and sums by kernels are those of autograd; true where there is nothing to compare."""
         runner = self.program
         done = runner.together(program, params, record, keys, np.arange(_RECORDS))
@@ -398,7 +398,7 @@ class ProgramProfile:
 
 
 def vectors_by_autograd(
-    runner: RecordProgram, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds,
+    runner: RecordProgram, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The gradient of each record by plain autograd, one after the other: (records, numbers)."""
@@ -414,7 +414,7 @@ def vectors_by_autograd(
     return vectors
 
 
-def _go_back(outputs: Any) -> None:
+def _go_back(outputs: PyTree) -> None:
     """The way back from every output, each number with a weight of its own, so that nothing cancels by symmetry."""
     with torch.enable_grad():
         floats = [t.reshape(len(t), -1) for t in tensors_of(outputs) if t.requires_grad]
@@ -423,7 +423,7 @@ def _go_back(outputs: Any) -> None:
             torch.autograd.backward(values)
 
 
-def _synthetic_like(record: Any, numbers: str) -> Any:
+def _synthetic_like(record: PyTree, numbers: str) -> Any:
     """A few records of the same shape: floats uniform in [0, 1), whole numbers 0 and 1, all 1, or all 0."""
     generator = torch.Generator().manual_seed(0)
 

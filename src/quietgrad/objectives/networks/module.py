@@ -21,7 +21,7 @@ from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
-from quietgrad.objectives.networks.trees import ModuleState, mapped
+from quietgrad.objectives.networks.trees import ModuleState, PyTree, mapped
 from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
@@ -244,7 +244,7 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
                 for k in range(len(group.rows)):
                     record = mapped(engine.on_device(group.record), itemgetter(k))
 
-                    def loss(theta: Tensor, record: Any = record) -> Any:
+                    def loss(theta: Tensor, record: PyTree = record) -> Any:
                         with state.holding(engine.unflatten(theta)):
                             return engine.loss_of(record)
 

@@ -41,7 +41,7 @@ from quietgrad.objectives.networks.taps import (
     Vectors,
     functorch,
 )
-from quietgrad.objectives.networks.trees import ModuleState, mapped, refilled, replaced, tensors_of
+from quietgrad.objectives.networks.trees import ModuleState, PyTree, mapped, refilled, replaced, tensors_of
 from quietgrad.objectives.networks.vectors import Rows
 
 Program = Callable[[Any], Any]
@@ -56,7 +56,7 @@ class Pass:
     """
 
     rows: Rows
-    outputs: Any
+    outputs: PyTree
     sites: list[TapSite]
     alone: bool = False
 
@@ -95,7 +95,7 @@ class RecordProgram:
         self.synthetic = False  # whether records are synthetic, so that errors may be told as they are
 
     def passes(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds
     ) -> Iterator[Pass]:
         """All records of a stacked structure, (n, …) each, in as few passes as there are answers."""
 
@@ -109,7 +109,7 @@ class RecordProgram:
                 yield found
 
     def together(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, rows: Rows,
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
         arrived: Callable[[TapSite], None] | None = None,
     ) -> Pass | Rows | None:  # fmt: skip
         """A pass of all records at ``rows``; which of these to begin again with; ``None``: each is run alone.
@@ -139,7 +139,7 @@ class RecordProgram:
         return None
 
     def _vmapped(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, rows: Rows,
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
         arrived: Callable[[TapSite], None] | None,
     ) -> Pass:  # fmt: skip
         device = _device(params, record)
@@ -173,7 +173,7 @@ class RecordProgram:
         return Pass(rows, refilled(kept[0], iter(outputs)), sites)
 
     def by_itself(
-        self, program: Program, params: Mapping[str, Tensor], record: Any, keys: RecordSeeds, row: int
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, row: int
     ) -> Pass:
         """A pass of one record, by plain autograd: each parameter is one site."""
         device = _device(params, record)
@@ -301,11 +301,11 @@ def _torch_as_needed() -> Iterator[None]:
         yield
 
 
-def _device(params: Mapping[str, Tensor], record: Any) -> torch.device:
+def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:
     return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
 
 
-def each_record(function: Program, record: Any, keys: RecordSeeds | None = None, beside: Any = None) -> Any:
+def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = None, beside: Any = None) -> Any:
     """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
 
     What it keeps in the module or object ``beside`` is forgotten.

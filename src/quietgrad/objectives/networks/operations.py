@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quietgrad.objectives.networks import compiled_sums
 from quietgrad.objectives.networks.kernels import convolution_kernel, embedding_kernel, linear_kernel
-from quietgrad.objectives.networks.recurrent import RECURRENT_LAYERS
+from quietgrad.objectives.networks.recurrent import RECURRENT_LAYERS, lstm_cell
 from quietgrad.objectives.networks.taps import OPERATIONS, Operation, Taps
 from quietgrad.objectives.networks.trees import replaced
 
@@ -383,6 +383,7 @@ _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
     torch.einsum: _einsum,
     F.multi_head_attention_forward: _multi_head_attention,
     F.bilinear: _bilinear,
+    torch.lstm_cell: lstm_cell,
 }
 OPERATIONS |= {func: Operation(handler, always=True) for func, handler in _ALWAYS.items()}
 OPERATIONS |= {func: Operation(handler) for func, handler in _OF_PARAMETERS.items()}

@@ -20,7 +20,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved, seed_generators
-from quietgrad.objectives.networks.trees import mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import PyTree, mapped, refilled, tensors_of
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
@@ -33,7 +33,7 @@ class RecordGroup(NamedTuple):
     """Records of one shape: positions among those that were asked for, and their tensors stacked, (n, …)."""
 
     rows: Rows
-    record: Any
+    record: PyTree
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Padding:
         if not isinstance(self.length, Multiple):
             _check_length("pad", self.length)
 
-    def of(self, record: Any) -> Any:
+    def of(self, record: PyTree) -> Any:
         own = next((t.shape[1] for t in tensors_of(record) if t.dim() >= 2), None)
         if own is None:
             return record
@@ -93,7 +93,7 @@ class Padding:
             return (*inputs, self._item(record[-1], own, size, None))
         return self._item(record, own, size, self.value)
 
-    def _item(self, item: Any, own: int, size: int, value: float | None) -> Any:
+    def _item(self, item: PyTree, own: int, size: int, value: float | None) -> Any:
         """Every tensor with the record's length padded, or cut; ``None``: as a target."""
 
         def padded(tensor: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class _InMemory:
         return mapped(self.parts, lambda tensor: tensor[place])
 
 
-def _as_tensors(value: Any) -> Any:
+def _as_tensors(value: PyTree) -> Any:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
@@ -271,7 +271,7 @@ def _one(data: Any, index: int, collate: Collate, pad: Padding | None) -> Any:
     return batch if pad is None else pad.of(batch)
 
 
-def _numbers_to_tensors(batch: Any) -> Any:
+def _numbers_to_tensors(batch: PyTree) -> Any:
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biuf":
         return torch.as_tensor(batch)
     if isinstance(batch, dict | UserDict):
@@ -282,7 +282,7 @@ def _numbers_to_tensors(batch: Any) -> Any:
     return batch
 
 
-def _constants(value: Any) -> Any:
+def _constants(value: PyTree) -> Any:
     """What of a record is no tensor: records that differ there are not run together."""
     if isinstance(value, Tensor):
         return ...

@@ -237,6 +237,17 @@ def _one_way(
     return hidden, *ends
 
 
+def lstm_cell(
+    taps: Taps, input: Tensor, hx: tuple[Tensor, Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``torch.lstm_cell`` written out: vmap has no rule for it."""
+    with taps:
+        i, f, g, o = (F.linear(input, w_ih, b_ih) + F.linear(hx[0], w_hh, b_hh)).chunk(4, -1)
+        c = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+
 RECURRENT_LAYERS: dict[Any, Callable[..., Any]] = {
     torch.lstm: _recurrent(partial(applied, _LongShort)),
     torch.gru: _recurrent(partial(applied, _Recurrence, _CellFunctions(_gru, _gru_back))),

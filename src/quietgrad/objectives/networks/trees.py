@@ -13,12 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
+PyTree = (
+    Any  # nested tuples, lists, dictionaries and dataclasses of tensors: a record, a model's arguments or outputs
+)
 Called = Callable[..., Any]  # a function of torch, as a mode sees it, and what it is given
 Args = tuple[Any, ...]
 Options = dict[str, Any] | None
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: PyTree) -> list[Tensor]:
     """The tensors in nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
@@ -31,7 +34,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors_of(item)]
 
 
-def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def mapped(value: PyTree, change: Callable[[Tensor], Any]) -> PyTree:
     """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
     if isinstance(value, Tensor):
         return change(value)
@@ -57,11 +60,11 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def refilled(value: Any, tensors: Iterator[Any]) -> Any:
+def refilled(value: PyTree, tensors: Iterator[Any]) -> PyTree:
     return mapped(value, lambda _: next(tensors))
 
 
-def _is_dataclass(value: Any) -> bool:
+def _is_dataclass(value: PyTree) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 

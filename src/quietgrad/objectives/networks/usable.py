@@ -21,6 +21,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from quietgrad.errors import DataError
+from quietgrad.objectives.networks.trees import PyTree
 
 LossFunction = Callable[..., Tensor]
 _TARGETS = ("labels", "label", "target", "targets", "y")
@@ -53,7 +54,7 @@ class RecordLoss:
             inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]
 
-    def __call__(self, record: Any) -> Tensor:
+    def __call__(self, record: PyTree) -> Tensor:
         value = self._value(record)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -63,7 +64,7 @@ class RecordLoss:
             )
         return value.reshape(())
 
-    def _value(self, record: Any) -> Any:
+    def _value(self, record: PyTree) -> Any:
         named = isinstance(record, dict | UserDict)
         if self._of_model:
             if named:
