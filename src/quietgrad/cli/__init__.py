@@ -24,7 +24,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "private scores of held-out people",
     "plan": "say what a run would release and cost, before it touches data",
     "account": "ε of a described run",
-    "calibrate": "noise, steps or batch size for a budget",
+    "calibrate": "noise or steps for a budget",
     "ledger": "what was spent, by account; check the file; set caps",
     "keys": "secret keys: those that wait for their runs, and new ones to sign with",
     "report": "one self-contained page: curves, comparison, privacy certificate",
