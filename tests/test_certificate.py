@@ -11,6 +11,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.tables import full_batch
+from quietgrad.objectives.tables.table import Affine
 from quietgrad.training.stationarity import certify_privately, classify, least_eigenvalue
 
 
@@ -52,7 +53,7 @@ SMOOTH = [
     (OBJECTIVES.Logistic(regularizer=OBJECTIVES.L2(0.2), row_bound=1.0, rows="clip"), 1e-5),
     (OBJECTIVES.Squared(intercept=True, intercept_scale=2.0), 1e-5),
     (OBJECTIVES.Multinomial(3, regularizer=OBJECTIVES.L2(0.1)), 1e-5),
-    (OBJECTIVES.Logistic().transformed(np.full(4, 0.5), np.array([1.0, 2.0, 0.5, 1.0])), 1e-5),
+    (OBJECTIVES.Logistic(transform=Affine(np.full(4, 0.5), np.array([1.0, 2.0, 0.5, 1.0]))), 1e-5),
     # Where the curvature jumps, the difference stays within every record's piece.
     (OBJECTIVES.Huber(0.5), 1e-9),
     (OBJECTIVES.Hinge(0.7), 1e-9),

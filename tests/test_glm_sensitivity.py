@@ -22,6 +22,7 @@ from quietgrad.objectives.base import (
 )
 from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import FeatureMean, MeanSquares
 from quietgrad.privacy.budget import Relation
 
@@ -147,7 +148,7 @@ def test_centring_close_to_a_huge_mean_keeps_the_bound(as_batch: bool) -> None:
     for exponent in range(-12, 3):
         mean = 1e8 * rng.normal(size=D)
         X = mean + 10.0**exponent * rng.normal(size=(1, D))
-        objective = Squared(intercept=True, intercept_scale=1e-6).transformed(mean, np.full(D, 1e3))
+        objective = Squared(intercept=True, intercept_scale=1e-6, transform=Affine(mean, np.full(D, 1e3)))
         for layout in (X, sparse.csr_array(X)):
             records = objective.prepare((layout, np.array([1e12])))
             out = np.zeros(records.dim)
@@ -180,17 +181,16 @@ def test_feature_sums_respect_their_bound(row: list[float], as_batch: bool, quer
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(NUMBERS, min_size=2 * D, max_size=2 * D))
-def test_non_negative_features_are_closer_together(rows: list[float]) -> None:
+def test_squares_are_closer_together(rows: list[float]) -> None:
     pair = np.array(rows).reshape(2, D)
-    for kind in (FeatureMean, MeanSquares):
-        query = kind(1.3, nonnegative=True, relation=Relation.REPLACE_ONE)
-        one, two = (released(Squared(), query, row[None], np.zeros(1), False) for row in pair)
-        assert np.linalg.norm(one - two) <= 2 * query.bound * (1 + 1e-9)
-        assert 2 * query.bound == pytest.approx(math.sqrt(2) * 1.3)
+    query = MeanSquares(1.3, relation=Relation.REPLACE_ONE)
+    one, two = (released(Squared(), query, row[None], np.zeros(1), False) for row in pair)
+    assert np.linalg.norm(one - two) <= 2 * query.bound * (1 + 1e-9)
+    assert 2 * query.bound == pytest.approx(math.sqrt(2) * 1.3)
 
 
-def test_non_negative_bound_is_attained_and_refuses_samples() -> None:
-    query = FeatureMean(1.0, nonnegative=True, relation=Relation.REPLACE_ONE)
+def test_a_bound_of_squares_is_attained_and_refuses_samples() -> None:
+    query = MeanSquares(1.0, relation=Relation.REPLACE_ONE)
     one, two = (released(Squared(), query, 5.0 * row[None], np.zeros(1), False) for row in np.eye(D)[:2])
     assert np.linalg.norm(one - two) == pytest.approx(2 * query.bound)
     with pytest.raises(ValueError, match="FullBatch"):
@@ -213,14 +213,14 @@ def test_whitening_equals_mixed_features_and_keeps_the_bound(layout: Any) -> Non
     half = rng.normal(size=(D, D))
     S, mean, X = half + half.T, rng.normal(size=D), rng.normal(size=(7, D))
     theta, y = rng.normal(size=D), rng.normal(size=7)
-    mixed, plain = Squared().transformed(mean, S), Squared()
+    mixed, plain = Squared(transform=Affine(mean, S)), Squared()
     got, expected = np.zeros(D), np.zeros(D)
     GradientQuery(theta, 0.5).sum_into(mixed, Batch(mixed.prepare((layout(X), y)), None), got)
     GradientQuery(theta, 0.5).sum_into(plain, Batch(plain.prepare(((X - mean) @ S, y)), None), expected)
     np.testing.assert_allclose(got, expected, atol=1e-10)
     for exponent in range(-12, 3):
         far = 1e8 * rng.normal(size=D)
-        objective = Squared().transformed(far, S)
+        objective = Squared(transform=Affine(far, S))
         records = objective.prepare((layout(far + 10.0**exponent * rng.normal(size=(1, D))), np.array([1e12])))
         out = np.zeros(D)
         GradientQuery(np.zeros(D), 1.0).sum_into(objective, Batch(records, None), out)

@@ -51,9 +51,6 @@ def test_bad_tables_are_refused(X: Any, y: Any, message: str) -> None:
 def test_class_codes_are_checked(y: Any) -> None:
     with pytest.raises(DataError, match="0 to 2"):
         Multinomial(3).prepare((GOOD, y))
-
-
-def test_data_must_be_a_pair() -> None:
     with pytest.raises(DataError, match="pair"):
         Logistic().prepare(GOOD[0, 0])
 
@@ -92,7 +89,7 @@ def test_bad_settings_are_refused(make: Any) -> None:
 
 def test_a_transform_must_fit_the_features() -> None:
     with pytest.raises(DataError, match="one per feature"):
-        Logistic().transformed([1.0], [1.0]).prepare((GOOD, [0, 1]))
+        Logistic(transform=Affine(np.ones(1), np.ones(1))).prepare((GOOD, [0, 1]))
 
 
 def test_parameters_must_fit_the_records() -> None:
@@ -128,7 +125,7 @@ def test_matrices_are_shared_not_copied(index_type: type) -> None:
     X.indices, X.indptr = X.indices.astype(index_type), X.indptr.astype(index_type)
     y = np.zeros(50)
     first = Squared().prepare((X, y))
-    again = Squared(intercept=True).transformed(np.ones(6), np.ones(6)).prepare(first)
+    again = Squared(intercept=True, transform=Affine(np.ones(6), np.ones(6))).prepare(first)
     for records in (first, again):
         assert np.shares_memory(records.X.data, X.data)
         assert np.shares_memory(records.X.indices, X.indices)
@@ -167,46 +164,16 @@ def test_a_fit_adds_little_to_the_size_of_the_data() -> None:
 def test_the_full_batch_needs_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
-        "from quietgrad.objectives import Logistic\n"
+        "from quietgrad.objectives import Logistic, Multinomial\n"
         "from quietgrad.objectives.base import Batch, RecursiveMomentumQuery\n"
         "o = Logistic(); r = o.prepare((np.eye(3), [0, 1, 1])); w = np.zeros(3)\n"
         "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_batches_of_dense_rows_with_classes_need_no_compiler() -> None:
-    program = (
-        "import sys, numpy as np\n"
-        "from quietgrad.objectives import Multinomial\n"
-        "from quietgrad.objectives.base import Batch, RecursiveMomentumQuery\n"
         "o = Multinomial(3); r = o.prepare((np.eye(3), [0, 1, 2])); w = np.zeros(9)\n"
         "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, np.array([0, 2])), w.copy())\n"
         "assert 'numba' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("options", [{}, {"intercept": True, "row_bound": 5.0, "rows": "clip"}])
-def test_dense_and_sparse_batches_of_classes_agree(options: dict[str, Any]) -> None:
-    """BLAS on gathered blocks against the compiled kernel, over several blocks; again is bit-equal."""
-    rng = np.random.default_rng(3)
-    X, y = rng.normal(size=(60, 30_000)).astype(np.float32), rng.integers(0, 4, 60)
-    objective = Multinomial(4, **options)
-    dense, thin = objective.prepare((X, y)), objective.prepare((sparse.csr_array(X), y))
-    batch = np.sort(rng.choice(60, 37, replace=False))
-    params, previous = (0.01 * rng.normal(size=dense.dim) for _ in range(2))
-    for query in (GradientQuery(params, 0.3), RecursiveMomentumQuery(params, previous, 0.2, 0.3, 0.1)):
-        sums = [np.zeros(dense.dim) for _ in range(3)]
-        for records, out in zip((dense, dense, thin), sums, strict=True):
-            query.sum_into(objective, Batch(records, batch), out)
-        assert (sums[0] == sums[1]).all()
-        np.testing.assert_allclose(sums[0], sums[2], atol=1e-13)
-        assert np.linalg.norm(sums[0]) > 0.1
-    for outside in (-1, 60):
-        with pytest.raises(IndexError):
-            GradientQuery(params, 0.3).sum_into(objective, Batch(dense, np.array([outside])), sums[0])
 
 
 _CELL = "HIV-positive since 2019"

@@ -340,30 +340,6 @@ def test_ids_of_a_parquet_file_may_be_texts(kind: str, tmp_path: Path) -> None:
         UnitGrouping.of(load(tmp_path / "gap.parquet", label="y", person="id").person)
 
 
-def test_somebody_in_two_parts_of_a_model_is_refused_and_parts_count_alike() -> None:
-    from quietgrad.estimators import PrivateLogisticRegression
-
-    X, y, ids = visits()
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0)
-    early, late = ids < 7150, ids >= 7150
-    model.partial_fit(X[early], y[early], person=ids[early])
-    before = model.coef_.copy()
-    again = late.copy()
-    again[np.flatnonzero(early)[0]] = True
-    with pytest.raises(DataError, match="a person of this batch was in an earlier one"):
-        model.partial_fit(X[again], y[again], person=ids[again].tolist())
-    with pytest.raises(DataError, match="privacy unit cannot change"):
-        model.partial_fit(X[late], y[late])
-    assert (model.coef_ == before).all()
-    model.partial_fit(X[late], y[late], person=ids[late].tolist())
-    assert model.privacy_.unit == "person"
-    pickle.loads(pickle.dumps(model))  # who was met is not in it
-    assert all("met" not in name for name in vars(model))
-    rows = PrivateLogisticRegression(classes=[0, 1], row_bound=4.0).partial_fit(X[early], y[early])
-    with pytest.raises(DataError, match="privacy unit cannot change"):
-        rows.partial_fit(X[late], y[late], person=ids[late])
-
-
 def test_a_search_that_knows_no_bound_for_a_sum_charges_nothing(tmp_path: Path) -> None:
     from quietgrad.algorithms.whitened_gd import WhitenedGD
     from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch

@@ -18,7 +18,6 @@ from quietgrad.errors import DataError, LedgerWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
-    PrivateBinner,
     PrivateHuberRegressor,
     PrivateLogisticRegression,
     PrivateScaler,
@@ -163,12 +162,12 @@ def test_additive_models_fit_a_scan_as_an_array(folder: Path) -> None:
     )
 
 
-def test_a_scaled_or_binned_scan_is_a_scan(folder: Path, tmp_path: Path) -> None:
+def test_a_scaled_scan_is_a_scan(folder: Path, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     X, y = pandas.DataFrame(rows()[0], columns=[f"x{j}" for j in range(D)]), rows()[1]
     bounds = [(-3.0, 3.0)] * D
     options: dict[str, Any] = {"epsilon": 4.0, "classes": [0, 1], "random_state": 5}
-    for turner in (PrivateScaler(feature_bounds=bounds), PrivateBinner(bins=3, feature_bounds=bounds)):
+    for turner in (PrivateScaler(feature_bounds=bounds),):
         seen = turner.fit(scan(folder, target="y")).transform(scan(folder, target="y"))
         Z = pandas.DataFrame(turner.transform(X), columns=turner.get_feature_names_out())
         assert seen.shape == Z.shape
@@ -184,16 +183,6 @@ def test_a_scaled_or_binned_scan_is_a_scan(folder: Path, tmp_path: Path) -> None
     assert found.privacy_.epsilon == pytest.approx(4.0, rel=0.02)
     with pytest.raises(DataError, match="other columns"):
         found.transform(scan(folder, target="y", columns=["x0"]))
-
-
-def test_parts_may_be_scans(folder: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    X, y = pandas.DataFrame(rows()[0], columns=[f"x{j}" for j in range(D)]), rows()[1]
-    model = PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], random_state=5)
-    model.partial_fit(scan(folder, target="y")).partial_fit(scan(folder, target="y"))
-    assert model.score(X, y) > 0.8
-    with pytest.raises(DataError, match="other columns"):
-        model.partial_fit(scan(folder, target="y", columns=["x0"]))
 
 
 def test_minimize_with_the_noise_off(folder: Path) -> None:

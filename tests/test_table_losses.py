@@ -13,16 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import pytest
-from scipy import sparse
 
 from quietgrad.objectives.base import (
     Batch,
     ClippingRule,
-    GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,
     LossQuery,
-    Query,
     RecursiveMomentumQuery,
 )
 from quietgrad.objectives.landscapes.base import landscape
@@ -120,45 +117,6 @@ def test_residual_and_curvature_are_the_derivatives_of_the_value(name: str) -> N
             assert most >= 0.97 * modulus
 
 
-@pytest.mark.parametrize("layout", ["dense", "sparse"])
-@pytest.mark.parametrize("name", EVERY)
-def test_index_batches_full_batches_and_records_one_by_one_agree(name: str, layout: str) -> None:
-    """Clipped sums of every rule against per-record finite differences of the value."""
-    rng = np.random.default_rng(11)
-    objective = made(name, intercept=True, intercept_scale=0.5)
-    X = rng.normal(size=(9, 3)) * (rng.random((9, 3)) < 0.7)
-    y = targets_of(objective, rng, 9)
-    records = objective.prepare((sparse.csr_array(X) if layout == "sparse" else X, y))
-    theta, previous = rng.normal(size=(2, records.dim))
-
-    def gradients(params: Floats) -> Floats:
-        rows, steps = [], 1e-6 * np.eye(records.dim)
-        for i in range(9):
-            one = Batch(records, np.array([i]))
-            moved = [objective.loss_sum(one, params + h, math.inf) for h in steps]
-            rows.append(np.array(moved) - [objective.loss_sum(one, params - h, math.inf) for h in steps])
-        return np.array(rows) / 2e-6
-
-    def clipped(rows: Floats, clip: float) -> Floats:
-        lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-        return np.asarray(rows * np.minimum(1.0, clip / np.maximum(lengths, 1e-12)))
-
-    g, h = gradients(theta), gradients(previous)
-    expected: list[tuple[Query, Floats]] = [
-        (GradientQuery(theta, 0.4), clipped(g, 0.4)),
-        (GradientDifferenceQuery(theta, previous, 0.3), clipped(g - h, 0.3)),
-        (RecursiveMomentumQuery(theta, previous, 0.2, 0.5, 0.3), 0.8 * clipped(g - h, 0.3) + 0.2 * clipped(g, 0.5)),
-        (RecursiveMomentumQuery(theta, previous, 0.2, 0.5, 0.0), 0.2 * clipped(g, 0.5)),
-        (JointMomentumQuery(theta, previous, 0.2, 0.5), clipped(g - 0.8 * h, 0.5)),
-    ]
-    for query, rows in expected:
-        for indices in (None, np.arange(9), np.array([4, 4, 1])):
-            out = np.zeros(records.dim)
-            query.sum_into(objective, Batch(records, indices), out)
-            want = rows.sum(axis=0) if indices is None else rows[indices].sum(axis=0)
-            np.testing.assert_allclose(out, want, atol=1e-7)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_hessians_are_the_derivatives_of_gradients(name: str) -> None:
     rng = np.random.default_rng(12)
@@ -197,19 +155,6 @@ def test_a_loss_is_known_to_the_compiled_kernels_by_its_own_formula_in_every_pro
         command = [sys.executable, "-c", program.format(folder=str(tmp_path))]
         answers.append(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     assert answers == pytest.approx([math.tanh(1.0), 9.0], rel=1e-9)
-
-
-def test_what_a_loss_does_not_say_is_refused_by_name() -> None:
-    class Forgetful(OneScoreLoss):
-        task: ClassVar[Task] = "regression"
-        value = staticmethod(Squared.value)
-        residual = staticmethod(Squared.residual)
-
-        def moduli(self) -> tuple[None, None, None]:
-            return None, None, None
-
-    with pytest.raises(TypeError, match=r"Forgetful.*curvature"):
-        Forgetful()  # type: ignore[abstract]
 
 
 def test_a_residual_that_cannot_be_compiled_is_refused_by_name() -> None:

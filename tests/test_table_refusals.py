@@ -19,7 +19,6 @@ from quietgrad.errors import BudgetError, LedgerWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
-    PrivateBinner,
     PrivateHuberRegressor,
     PrivateLinearRegression,
     PrivateLogisticRegression,
@@ -43,7 +42,7 @@ REGRESSORS: dict[str, Any] = {
     "additive": PrivateAdditiveRegressor(target_bounds=(0, 1)),
     "search": PrivateSearch(PrivateLinearRegression(target_bounds=(0, 1)), {"regularization": [0.0]}),
 }
-TRANSFORMERS: dict[str, Any] = {"scaler": PrivateScaler(), "binner": PrivateBinner(), "one-hot": PublicOneHot()}
+TRANSFORMERS: dict[str, Any] = {"scaler": PrivateScaler(), "one-hot": PublicOneHot()}
 
 
 def rows() -> pd.DataFrame:
@@ -126,9 +125,10 @@ def test_refusals_say_what_is_wrong_and_not_what_failed(tmp_path: Path, kind: st
         np.linspace(0.1, 0.9, N),
         (np.arange(N) % 2)[:-1],
         np.stack([np.arange(N) % 2] * 2, axis=1),
+        (np.arange(N) % 2) * (1 + 1j),
         None,
     ],
-    ids=["mixed", "missing", "NaN", "numbers", "too few", "two columns", "none"],
+    ids=["mixed", "missing", "NaN", "numbers", "too few", "two columns", "complex", "none"],
 )
 @pytest.mark.parametrize("kind", CLASSIFIERS)
 def test_bad_labels(tmp_path: Path, kind: str, y: Any) -> None:
@@ -163,6 +163,16 @@ def test_bad_targets(tmp_path: Path, kind: str, y: Any) -> None:
         ("additive", {"categories": ["age"]}, "must map"),
         ("additive", {"categories": {"age": "xyz"}}, "distinct"),
         ("linear", {"classes": [1]}, "at least two"),
+        ("linear", {"classes": ["no", "yes"]}, "texts"),
+        ("linear", {"epsilon": 0.0}, "epsilon=0.0"),
+        ("linear", {"delta": 1.0}, "delta=1.0"),
+        ("linear", {"relation": "nearby"}, "relation='nearby'"),
+        ("linear", {"row_bound": -1.0}, "row_bound"),
+        ("linear", {"random_state": "x"}, "random_state"),
+        ("linear", {"class_weight": {1: -1.0}}, "class_weight"),
+        ("linear", {"class_weight": "balanced"}, "public weights"),
+        ("linear", {"algorithm": "dp-magic"}, "dp-magic"),
+        ("linear", {"feature_bounds": [(2, 1)] * 3}, "low < high"),
         ("linear", {"regularization": "much"}, "must be a number"),
         ("linear", {"algorithm": 3}, "must be a method"),
         ("additive", {"feature_bounds": {"age": (0, np.nan)}}, "finite"),
@@ -172,6 +182,7 @@ def test_bad_targets(tmp_path: Path, kind: str, y: Any) -> None:
         ("additive", {"pairs": [("age", "weight")]}, "two columns"),
         ("additive", {"bins": 1}, "bins=1"),
         ("search", {"param_grid": {"nothing": [1]}}, "nothing"),
+        ("search", {"param_grid": {"class_weight": [None, "balanced"]}}, "public weights"),
         ("search", {"param_grid": {"algorithm": ["output-perturbation"]}}, "searched over"),
         ("search", {"param_grid": {"algorithm": [None, OutputPerturbation()]}}, "searched over"),
         ("search", {"param_grid": {"algorithm": ["dp-sgd"]}}, "searched over"),
@@ -190,6 +201,8 @@ def test_bad_settings(tmp_path: Path, model: str, change: dict[str, Any], messag
 def test_a_bad_setting_late_in_a_grid_spends_nothing(tmp_path: Path) -> None:
     search = PrivateSearch(PrivateHuberRegressor(target_bounds=(0, 1)), {"threshold": [1.0, 2.0, -1.0]})
     assert "threshold" in refused(tmp_path, search, rows(), np.full(N, 0.5))
+    with pytest.raises(ValueError, match="w times the privacy"):
+        CLASSIFIERS["linear"].fit(rows(), np.arange(N) % 2, sample_weight=np.ones(N))
 
 
 def test_what_fails_before_its_first_release_is_given_back(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from quietgrad.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisy
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
-    PrivateBinner,
+    PrivateHuberRegressor,
     PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivatePipeline,
@@ -41,9 +41,9 @@ from quietgrad.estimators import (
     private_score,
     to_run,
 )
-from quietgrad.estimators.pipelines import learns
-from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST
-from quietgrad.objectives.tables.windows import read_magnitudes
+from quietgrad.estimators.transformers import learns
+from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST, PIECES
+from quietgrad.objectives.tables.windows import read_counts, read_magnitudes, read_pieces, read_target, windows
 
 
 def table(n: int, seed: int = 0) -> tuple[Any, Any]:
@@ -92,6 +92,27 @@ def test_a_feature_of_a_regression_that_noise_hides_takes_no_looser_limit_than_u
     found = read_magnitudes(counts, 20.0, tight=True)
     assert found.seen.tolist() == [True, True, False]
     assert found.reach.tolist() == [2.0, 2.0, 1.0]  # those that are seen may have a tail that is not
+
+
+def test_noisy_histograms_are_read() -> None:
+    counts = np.zeros((1, 2, HIGHEST - LOWEST + 1))
+    counts[0, 0, 11 - LOWEST] = 900.0
+    found = read_magnitudes(counts, 1.0)
+    limits = (found.reach, found.offsets, found.low, found.high)
+    assert [v.tolist() for v in limits] == [[2048.0], [0], [1024.0], [2048.0]]
+    opened = windows(np.array([[0.0, 50.0, 9.0, 4.0, 1.0], [0.0, 1.0, 0.0, -2.0, 1.0]]), 2.0)
+    assert (opened.found.tolist(), opened.first[0], opened.last[0]) == ([True, False], 1, 2)
+    pieces = np.zeros((1, PIECES))
+    pieces[0, 8:16] = 100.0
+    assert [v.tolist() for v in read_pieces(pieces, 1.0, np.zeros(1), np.full(1, 32.0))] == [[8.0], [16.0]]
+    line = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1)
+    line[[-1, -LOWEST, 1 - LOWEST]] = 50.0, 30.0, 20.0
+    told = read_counts(line, 0.1)
+    assert told is not None
+    assert (told.most, told.mean, round(told.spread, 3)) == (2.0, 0.7, 1.857)
+    line = np.zeros_like(line)
+    line[3 - LOWEST] = 100.0
+    assert read_target(line, 1.0) == (4.0, 8.0)
 
 
 def test_one_limit_for_sparse_counts_follows_the_words_that_come_often() -> None:
@@ -180,9 +201,9 @@ def test_steps_of_a_pipeline_that_promise_to_different_units_are_told() -> None:
     last = PrivateLogisticRegression(classes=[0, 1])
     scaler = PrivateScaler(epsilon=0.5, relation="add-remove", account="told")
     pipe = PrivatePipeline([("scale", scaler), ("model", last)])
-    with pytest.warns(LedgerWarning, match="scale of this pipeline promises per record, the last one per person"):
+    with pytest.warns(LedgerWarning, match="step scale of this pipeline is per record"):
         pipe.fit(X, y, model__person=ids)
-    assert any("promise nothing per person" in note for note in pipe.privacy_.notes)
+    assert any("guarantee nothing per person" in note for note in pipe.privacy_.notes)
     assert "counted privately" in pipe[0].privacy_.notes[0]
     declared = PrivateScaler(feature_bounds=[(-6, 6)] * 6)
     PrivatePipeline([("scale", declared), ("model", last)]).fit(X, y, model__person=ids)
@@ -281,25 +302,8 @@ def test_several_classes_svc_weights_and_names() -> None:
     plain = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=5.0, inference=False)
     weighted = clone(plain).set_params(class_weight={1: 8.0}).fit(X, rare)
     assert weighted.predict(X).mean() > 1.5 * plain.fit(X, rare).predict(X).mean()
-    with pytest.raises(ValueError, match="public weights"):
-        clone(plain).set_params(class_weight="balanced").fit(X, rare)
     named = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], algorithm="dp-sgd", relation="add-remove")
     assert named.fit(X, rare).privacy_.accountant == "pld-poisson"
-
-
-def test_partial_fits_on_disjoint_people_cost_one_fit_each(tmp_path: Path) -> None:
-    X, y = table(9000)
-    path = tmp_path / "ledger.jsonl"
-    model = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 6, ledger=path, account="people")
-    for part in np.array_split(np.arange(9000), 3):
-        model.partial_fit(X[part], y[part], classes=[0, 1], disjoint=True)
-    assert model.score(X, y) > 0.88
-    book = qg.Ledger(path)
-    assert model.privacy_.epsilon == pytest.approx(1.0, rel=1e-3)
-    # A ledger does not know who is in which part: its account adds them up.
-    assert book.spent("people", delta=1e-5, relation="replace-one").epsilon > 1.5
-    with pytest.raises(ValueError, match="declare the classes"):
-        PrivateLogisticRegression().partial_fit(X, y)
 
 
 def test_additive_models_learn_shapes_with_error_bands() -> None:
@@ -357,8 +361,6 @@ def test_transformers_pay_for_what_they_look_at(tmp_path: Path) -> None:
     assert qg.Ledger(path).book().runs("default") == 2
     free = PrivateScaler(feature_bounds=[(-9, 9)] * 6).fit(X)
     assert free.privacy_ is None
-    binned = PrivateBinner(bins=5, feature_bounds=[(-9, 9)] * 6).fit(X)
-    assert binned.transform(X[:7]).sum(axis=1).tolist() == [6.0] * 7
     frame = pd.DataFrame({"n": [1.0, 2.0], "c": ["u", "v"]})
     hot = PublicOneHot({"c": ["v", "w"]}).fit(frame)
     assert hot.transform(frame).tolist() == [[1.0, 0.0, 0.0], [2.0, 1.0, 0.0]]
@@ -383,12 +385,6 @@ def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tm
     path = tmp_path / "ledger.jsonl"
     model = PrivateLogisticRegression(classes=[0, 1], feature_bounds=[(-6, 6)] * 6)
     search = PrivateSearch(model, {"regularization": [0.0, 0.01]}, epsilon=6.0, scoring="log_loss", ledger=path)
-    broken = frame.copy()
-    broken.iloc[3, 2] = np.nan
-    for bad, message in ((broken, "NaN"), (frame.assign(a="text"), "a")):
-        with pytest.raises(ValueError, match=message):
-            search.fit(bad, y)
-    assert not path.exists()
     assert search.fit(frame, y).predict_proba(frame).shape == (5000, 2)
     assert list(search.classes_) == [0, 1]
     target = X[:, 0] + 0.1 * X[:, 1]
@@ -397,17 +393,6 @@ def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tm
     assert found.score(frame, target) > 0.5
     with pytest.raises(ValueError, match="scoring"):
         PrivateSearch(lines, {"regularization": [0.0]}, scoring="accuracy").fit(frame, target)
-
-
-def test_models_are_saved_as_runs_and_back(tmp_path: Path) -> None:
-    X, y = table(6000)
-    frame = pd.DataFrame(X * 100, columns=list("abcdef"))
-    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1]).fit(frame, y)
-    again = from_run(to_run(model, tmp_path / "run"))
-    assert np.array_equal(again.predict(frame), model.predict(frame))
-    assert again.privacy_.epsilon == model.privacy_.epsilon
-    with pytest.raises(ValueError, match="order"):
-        again.predict(frame[list("bacdef")])
 
 
 def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) -> None:
@@ -443,42 +428,6 @@ def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) ->
     assert str(back.shape_functions_) == str(target.shape_functions_)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"feature_bounds": [(0, 1)]}, "has 1 pairs"),
-        ({"feature_bounds": [(0, np.inf)] * 6}, "finite"),
-        ({"feature_bounds": [(2, 1)] * 6}, "low < high"),
-        ({"feature_bounds": {"a": (0, 1)}}, "not among the columns"),
-        ({"class_weight": {1: -1.0}}, "class_weight"),
-        ({"algorithm": "dp-magic"}, "dp-magic"),
-    ],
-)
-def test_bad_settings_spend_nothing(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    X, y = table(300)
-    path = tmp_path / "ledger.jsonl"
-    with pytest.raises(ValueError, match=message):
-        PrivateLogisticRegression(classes=[0, 1], ledger=path, **change).fit(X, y)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("X", "message"),
-    [
-        (np.ones((30, 0)), "0 feature"),
-        (np.full((30, 2), "secret"), "X"),
-        (pd.DataFrame(np.ones((30, 2)), columns=["a", "a"]), "same name"),
-    ],
-)
-def test_bad_tables_spend_nothing_and_are_not_quoted(tmp_path: Path, X: Any, message: str) -> None:
-    path = tmp_path / "ledger.jsonl"
-    y = np.arange(len(X)) % 2
-    with pytest.raises(ValueError, match=message) as refused:
-        PrivateLogisticRegression(classes=[0, 1], ledger=path).fit(X, y)
-    assert "secret" not in str(refused.value)
-    assert not path.exists()
-
-
 def test_constant_columns_and_all_zeros_are_harmless() -> None:
     X, y = table(4000)
     X = np.column_stack([X, np.full(4000, 3.0), np.zeros(4000)])
@@ -509,40 +458,6 @@ def test_scoring_the_people_of_another_account_is_told(tmp_path: Path) -> None:
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0, ledger=ledger, account="patients").fit(X, y)
     with pytest.warns(LedgerWarning, match="charged to account 'patients' before"):
         private_score(model, X, y, ledger=ledger)
-
-
-def test_no_cell_is_quoted() -> None:
-    X = np.random.default_rng(0).standard_normal((300, 2))
-    targets = X[:, 0].astype(object)
-    targets[3] = "HIV-positive"
-
-    class Regressor:
-        target_range_ = (0.0, 1.0)
-
-        def predict(self, rows: Any) -> Any:
-            return rows[:, 0]
-
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0)
-    secret = 12345.678
-    for call in (
-        lambda: private_score(Regressor(), X, targets),
-        lambda: model.fit(X * (1 + secret * 1j), X[:, 0] > 0),
-        lambda: model.fit(X, (X[:, 0] > 0) * (1 + secret * 1j)),
-    ):
-        with pytest.raises(ValueError) as refusal:
-            call()
-        assert "HIV" not in str(refusal.value)
-        assert "12345" not in str(refusal.value)
-
-
-def test_a_search_refuses_settings_before_anybody_pays(tmp_path: Path) -> None:
-    X = np.random.default_rng(0).standard_normal((600, 2))
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=3.0)
-    ledger = tmp_path / "ledger.jsonl"
-    search = PrivateSearch(model, {"class_weight": [None, "balanced"]}, epsilon=2.0, ledger=ledger)
-    with pytest.raises(ValueError, match="class_weight"):
-        search.fit(X, (X[:, 0] > 0).astype(int))
-    assert not ledger.exists()
 
 
 @pytest.mark.parametrize("strength", [0.01, 0.1, 1.0])
@@ -589,17 +504,6 @@ def test_a_quantile_has_its_part_of_the_targets_below_it(quantile: float) -> Non
     assert (y <= model.predict(X)).mean() == pytest.approx(quantile, abs=0.03)
     with pytest.raises(ValueError, match="quantile"):
         PrivateQuantileRegressor(quantile=1.0).fit(X, y)
-
-
-def test_counts_and_quantiles_are_saved_as_runs_and_back(tmp_path: Path) -> None:
-    rng = np.random.default_rng(7)
-    X = rng.standard_normal((4000, 2))
-    y = rng.poisson(np.exp(0.5 * X[:, 0]))
-    for model in (PrivatePoissonRegressor(epsilon=4.0), PrivateQuantileRegressor(quantile=0.8, epsilon=4.0)):
-        folder = to_run(model.fit(X, y), tmp_path / type(model).__name__)
-        again = from_run(folder)
-        assert type(again) is type(model)
-        assert again.predict(X) == pytest.approx(model.predict(X))
 
 
 def auc(model: Any, X: Any, y: Any) -> float:
@@ -678,3 +582,40 @@ def test_a_published_norm_is_a_declaration() -> None:
     assert model.score(X, y) > 0.75
     with pytest.raises(ValueError, match="norm"):
         PrivateLogisticRegression(classes=[0, 1], feature_bounds=[{"mean": 0.0}] * 6).fit(X, y)
+
+
+LABELS: dict[str, list[Any]] = {
+    "numbers": [0, 1], "floats": [0.0, 1.0], "booleans": [False, True], "texts": ["01", "1"],
+    "words": ["False", "True"], "three": ["1", "10", "2"],
+}  # fmt: skip
+REGRESSORS: dict[str, Any] = {
+    "huber": PrivateHuberRegressor, "squared": PrivateLinearRegression, "poisson": PrivatePoissonRegressor,
+    "pinball": PrivateQuantileRegressor,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [*LABELS, "svc", *REGRESSORS, "huber by dp-sgd", "logistic by dp-sgd"])
+def test_a_saved_run_predicts_as_the_model_does(kind: str, tmp_path: Path) -> None:
+    X = np.random.default_rng(0).uniform(-1, 1, (900, 2))
+    y = (X[:, 0] > 0).astype(int)
+    targets = 50.0 + 40.0 * X[:, 0]
+    labels = np.array(LABELS.get(kind, [0, 1]))[y if kind != "three" else np.arange(900) % 3]
+    given: dict[str, Any] = {"feature_bounds": [(-1.0, 1.0)] * 2, "epsilon": 5.0}
+    method = "dp-sgd" if kind.endswith("dp-sgd") else None
+    model: Any
+    loss: Any
+    if (named := kind.partition(" ")[0]) in REGRESSORS:
+        model, labels = REGRESSORS[named](target_bounds=(0.0, 100.0), algorithm=method, **given), targets
+    else:
+        loss = PrivateSVC if kind == "svc" else PrivateLogisticRegression
+        model = loss(classes=LABELS.get(kind, [0, 1]), algorithm=method, fit_intercept=kind != "booleans", **given)
+    model.fit(X, labels)
+    again = from_run(to_run(model, tmp_path / "run"))
+    far = 3.0 * X  # beyond the box: what rows and targets are kept in is saved too
+    np.testing.assert_allclose(again.coef_, model.coef_, rtol=1e-12)
+    np.testing.assert_array_equal(again.predict(far), model.predict(far))
+    if hasattr(model, "classes_"):
+        assert [(type(c), c) for c in again.classes_.tolist()] == [(type(c), c) for c in model.classes_.tolist()]
+    assert again.privacy_ == model.privacy_
+    assert not again.privacy_.refuted
+    assert again.privacy_.is_private

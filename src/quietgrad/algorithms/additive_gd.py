@@ -20,7 +20,7 @@ import numpy as np
 from scipy.special import chdtrc
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.range_estimation import Look, found_frame, frame_of, noise_of
+from quietgrad.algorithms.range_estimation import Look, found_frame, frame_of, noise_of, relation_of
 from quietgrad.algorithms.whitened_design import for_table, is_crowded, look_for, looked_share, strength
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
@@ -30,7 +30,7 @@ from quietgrad.objectives.tables.shapes import Expanded, Feature, Shapes, usual_
 from quietgrad.objectives.tables.table import Affine, Floats
 from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
 from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
 from quietgrad.vectors import Vector, copy
 
@@ -120,17 +120,18 @@ class AdditiveGD(Algorithm):
 
     def step(self, state: State, session: Session) -> State:
         extra, outputs = state.extra, session.objective.outputs
-        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
-        found = found_frame(self.look, session, len(self.features), relation)
+        found = found_frame(self.look, session, len(self.features), relation_of(session))
         extra.update({name: value for name, value in found.items() if not name.startswith("pilot")})
         frame = frame_of(found)
         assert frame is not None
-        cut = Shapes(self._cut(found, frame, session, relation))
+        cut = Shapes(self._cut(found, frame, session))
         shapes = Shapes(tuple(replace(feature, weight=0.0) for feature in cut.features))
-        last = self._descend(self.lines, session, _LINES_PREFIX, Expanded(shapes, frame), np.zeros(0))
+        start = np.zeros((shapes.columns + 1) * outputs)
+        last = self._descend(self.lines, session, _LINES_PREFIX, Expanded(shapes, frame), start)
         if self.rest is not None:
-            kept = self._bent(session, cut, shapes, frame, last.params)
-            pairs = self.pairs if self.pairs is not None else self._acting(session, cut, shapes, frame, last.params)
+            lines = _LineFit(shapes, frame, last.params, self.lines.clip)
+            kept = self._bent(session, cut, lines)
+            pairs = self.pairs if self.pairs is not None else self._acting(session, cut, lines)
             both = Shapes(kept, pairs)
             start = both.embed(last.params, shapes, outputs)
             crowded = is_crowded(
@@ -150,8 +151,7 @@ class AdditiveGD(Algorithm):
 
     def _descend(self, method: WhitenedGD, session: Session, slots: str, view: Expanded, start: Floats) -> State:
         """All steps of one descent, on the records as ``view`` shows them."""
-        size = (view.shapes.columns + 1) * session.objective.outputs
-        state = method.init(start if len(start) else np.zeros(size))
+        state = method.init(start)
         inside: Any = _Stage(session, slots, view)
         while not state.done:
             state = method.step(state, inside)
@@ -159,8 +159,9 @@ class AdditiveGD(Algorithm):
 
     # --- bins ---------------------------------------------------------------------------------------------------
 
-    def _cut(self, found: Any, frame: Frame, session: Session, relation: Relation) -> tuple[Feature, ...]:
+    def _cut(self, found: Mapping[str, Any], frame: Frame, session: Session) -> tuple[Feature, ...]:
         """The features with their ranges and bins."""
+        relation = relation_of(session)
         ranged = [
             f if f.values else replace(f, low=float(frame.low[j]), high=float(frame.high[j]))
             for j, f in enumerate(self.features)
@@ -171,7 +172,9 @@ class AdditiveGD(Algorithm):
                 ranged[j] = replace(f, cuts=(f.low, 0.5 * (f.low + f.high), f.high))
         if not len(numeric):
             return tuple(ranged)
-        outer = [self._outer(j, ranged[j]) for j in numeric.tolist()]
+        # Bins may lie in the declared range, else in the one that was found.
+        declared = self.look.features or (None,) * len(ranged)
+        outer = [declared[j] or (ranged[j].low, ranged[j].high) for j in numeric.tolist()]
         usual = [usual_edges(low, high, self.bins) for low, high in outer]
         if not self.cell_share:
             for j, edges in zip(numeric.tolist(), usual, strict=True):
@@ -195,16 +198,9 @@ class AdditiveGD(Algorithm):
             ranged[j] = replace(ranged[j], cuts=tuple(cuts.tolist()), mass=tuple(mass.tolist()))
         return tuple(ranged)
 
-    def _outer(self, j: int, feature: Feature) -> tuple[float, float]:
-        """Where bins may lie: in the declared range, else in the one that was found."""
-        declared = None if self.look.features is None else self.look.features[j]
-        return (feature.low, feature.high) if declared is None else declared
-
     # --- shapes and pairs ---------------------------------------------------------------------------------------
 
-    def _bent(
-        self, session: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats
-    ) -> tuple[Feature, ...]:
+    def _bent(self, session: Session, cut: Shapes, lines: _LineFit) -> tuple[Feature, ...]:
         """The features, with waves where they show, weighted by how clearly."""
         groups = [
             slice(part.start + 1, min(part.stop, part.start + 1 + _TESTED))
@@ -215,7 +211,7 @@ class AdditiveGD(Algorithm):
         for f, part in zip(cut.features, cut.parts(), strict=True):
             if not f.values and f.width > 1:
                 sizes[part.start + 1 : part.stop] = f.wave_sizes
-        ratios, chances = self._tested("shapes", session, cut, lines, frame, params, groups, sizes)
+        ratios, chances = lines.tested("shapes", session, cut, groups, sizes)
         kept = []
         told = iter(zip(ratios, chances, strict=True))
         for f in cut.features:
@@ -227,44 +223,44 @@ class AdditiveGD(Algorithm):
             kept.append(replace(f, weight=float(max(weight, 0.0))))
         return tuple(kept)
 
-    def _acting(
-        self, session: Session, cut: Shapes, lines: Shapes, frame: Frame, params: Floats
-    ) -> tuple[tuple[int, int], ...]:
+    def _acting(self, session: Session, cut: Shapes, lines: _LineFit) -> tuple[tuple[int, int], ...]:
         """The pairs of numeric features whose product shows in the residuals, at most four."""
         pairs = tuple(itertools.combinations([j for j, f in enumerate(cut.features) if not f.values], 2))
-        products = Shapes(lines.features, pairs, functions=1)
-        groups = list(products.parts()[len(lines.features) :])
+        products = Shapes(lines.shapes.features, pairs, functions=1)
+        groups = list(products.parts()[len(cut.features) :])
         sizes = np.zeros(products.columns)
-        sizes[lines.columns :] = 1.0 / 16.0
-        ratios, chances = self._tested("pairs", session, products, lines, frame, params, groups, sizes)
+        sizes[lines.shapes.columns :] = 1.0 / 16.0
+        ratios, chances = lines.tested("pairs", session, products, groups, sizes)
         clear = [k for k in np.argsort(-ratios) if chances[k] < _PAIR_ALARM / len(pairs)]
         return tuple(pairs[k] for k in clear[:_KEPT_PAIRS])
 
-    def _tested(
-        self,
-        slot: str,
-        session: Session,
-        shapes: Shapes,
-        lines: Shapes,
-        frame: Frame,
-        params: Floats,
-        groups: list[slice],
-        sizes: Floats,
+
+@dataclass(frozen=True, eq=False)
+class _LineFit:
+    """The fitted lines, whose residuals tell what they leave over."""
+
+    shapes: Shapes
+    frame: Frame
+    params: Floats
+    clip: float
+
+    def tested(
+        self, slot: str, session: Session, shapes: Shapes, groups: list[slice], sizes: Floats
     ) -> tuple[Floats, Floats]:
         """By group of columns: χ² of its gradient at the lines, by degrees of freedom, and its chance under noise.
 
         ``sizes`` are mean squares of the columns that are asked about. A record moves a mean by no more than its
         clip, which bounds what sampling alone does; where many groups show less than that, their median does.
         """
-        outputs, column = session.objective.outputs, session.objective.intercept_scale
+        outputs, column = session.objective.outputs, session.objective.column
         radius = math.sqrt(float(sizes.sum()) + column**2)
-        clip = following_clip(self.lines.clip * radius)
+        clip = following_clip(self.clip * radius)
         scale = np.where(sizes > 0.0, 1.0, _ASIDE)
         whitening = Whitening(Affine(np.zeros(shapes.columns), scale), column, outputs, radius)
-        inner = whitening.from_raw(shapes.embed(params, lines, outputs))
-        query = WhitenedGradient(inner, clip, whitening)
+        inner = whitening.from_raw(shapes.embed(self.params, self.shapes, outputs))
+        query = Framed(WhitenedGradient(inner, clip, whitening), Expanded(shapes, self.frame))
         n = session.expected_batch(slot)
-        gradient = session.release(slot, Framed(query, Expanded(shapes, frame))).reshape(-1, outputs) / n
+        gradient = session.release(slot, query).reshape(-1, outputs) / n
         noise = (noise_of(session, slot, clip) / n) ** 2
         residual = (clip / radius) ** 2 if session.objective.task == "regression" else 0.25
         null = noise + residual * np.maximum(sizes, 1e-12) / n
@@ -359,13 +355,7 @@ def for_shapes(
     regression: bool = False,
     target_bounds: tuple[float, float] | None = None,
 ) -> AdditiveGD:
-    """The additive method for ``n`` records within ``budget``: what a table cannot repay is not bought.
-
-    >>> age = Feature("age")
-    >>> method = for_shapes(20_000, (age, age), budget=Budget(1.0, 1e-5), bins=16, bounds=(None, (0.0, 9.0)))
-    >>> method.rest is not None, sorted(method.look.shares())
-    (True, ['offsets', 'offsets-2', 'offsets-3', 'ranges'])
-    """
+    """The additive method for ``n`` records within ``budget``: what a table cannot repay is not bought."""
     mu = strength(budget)
     look = look_for(
         n, len(features), budget=budget, feature_bounds=bounds, regression=regression, target_bounds=target_bounds
@@ -379,9 +369,7 @@ def for_shapes(
     )  # fmt: skip
     shown = replace(shown, look=None, bands=True)
     few = n * mu < _LEAST_SIGNAL * max(1.0, math.sqrt(columns / 10.0))
-    if few and pairs:
-        few = False  # pairs that were named are fitted
-    if few or not numeric:
+    if (few and not pairs) or not numeric:  # pairs that were named are fitted
         return AdditiveGD(features, look, bins, shown, pairs=())
     count = numeric * (numeric - 1) // 2
     clear = _CLEAR * n * mu * math.sqrt(_PAIRS) > 4.0 * math.sqrt(count)

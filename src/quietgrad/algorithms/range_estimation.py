@@ -1,15 +1,10 @@
-"""Looking at a table before fitting it: private ranges of features and targets, as slots of the same plan.
-
-One release and nothing else: a noisy table of held-out people, in the shape of an algorithm.
-
-So it is planned, reserved, released and stated like every run.
-"""
+"""Private ranges of features and targets before a fit, as slots of its plan; and releases of cell sums alone."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -29,7 +24,6 @@ from quietgrad.objectives.tables.range_queries import (
     TargetPieces,
 )
 from quietgrad.objectives.tables.windows import (
-    Counts,
     middle_octave,
     read_counts,
     read_ends,
@@ -65,9 +59,6 @@ class Look:
             limit.
         whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
         refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
-
-    >>> Look(range_share=0.06).shares()
-    {'ranges': 0.06}
     """
 
     features: tuple[Bounds | None, ...] | None = None
@@ -100,9 +91,13 @@ class Look:
 
     def looked_at(self, features: int) -> Any:
         """Positions of the features whose size is asked for: the undeclared, and with ``refine`` the wide ones."""
+
+        def is_wide(low: float, high: float) -> bool:
+            """Whether a declared range holds zero and more than an indicator would need."""
+            return low <= 0.0 <= high and max(-low, high) > 1.0
+
         declared = self.features if self.features is not None else (None,) * features
-        asked = [pair is None or (self.refine and _is_wide(pair)) for pair in declared]
-        return np.flatnonzero(asked)
+        return np.flatnonzero([pair is None or (self.refine and is_wide(*pair)) for pair in declared])
 
     def shares(self) -> dict[str, float]:
         """The slots this look adds, with their shares."""
@@ -127,32 +122,20 @@ class Look:
 
 
 def read_look(given: Any) -> Look | None:
-    """A look as plan files and saved runs hold it.
-
-    >>> read_look({"ranges": "means", "range_share": 0.1}).shares(), read_look(None)
-    ({'ranges': 0.1}, None)
-    """
+    """A look as plan files and saved runs hold it."""
     if given is None or isinstance(given, Look) or str(given).strip().lower() in ("none", ""):
         return given if isinstance(given, Look) else None
     if not isinstance(given, Mapping):
         raise ValueError("look: must be a table of settings such as ranges and range_share, or none.")
-    if unknown := sorted(set(map(str, given)) - {each.name for each in fields(Look)}):
+    if unknown := sorted(set(map(str, given)) - {f.name for f in fields(Look)}):
         raise ValueError(f"look has no setting {', '.join(unknown)}.")
     return Look(**given)
-
-
-def _is_wide(pair: Bounds) -> bool:
-    """Whether a declared range holds zero and more than an indicator would need."""
-    return pair[0] <= 0.0 <= pair[1] and max(-pair[0], pair[1]) > 1.0
 
 
 def checked_bounds(name: str, pair: Any) -> Bounds:
     """(low, high) as floats, low < high, both finite and far from what float64 can hold.
 
     A public norm, ``{"centre": c, "spread": s}``, stands for three spreads around its centre.
-
-    >>> checked_bounds("age", {"centre": 50, "spread": 10})
-    (20.0, 80.0)
     """
     if isinstance(pair, Mapping):
         if set(pair) != {"centre", "spread"}:
@@ -166,6 +149,11 @@ def checked_bounds(name: str, pair: Any) -> Bounds:
     if not (math.isfinite(low) and math.isfinite(high) and low < high and max(-low, high) < 1e150):
         raise ValueError(f"{name}=({low:g}, {high:g}): must be low < high, both finite and public.")
     return low, high
+
+
+def relation_of(session: Session) -> Relation:
+    """The neighbouring relation of the session's plan."""
+    return Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
 
 
 def noise_of(session: Session, slot: str, bound: float) -> float:
@@ -191,13 +179,7 @@ def found_frame(look: Look, session: Session, features: int, relation: Relation)
     if look.sparse:
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     out |= {"low": low, "high": high, "hidden_features": hidden}
-    if look.counts:
-        found = _found_counts(look, session, relation)
-        most = found.most if look.target is None else min(found.most, look.target[1])
-        out |= {"target_low": 0.0, "target_high": most, "target_unit": found.mean, "target_spread": found.spread}
-    elif (target := _found_target(look, session, relation)) is not None:
-        out["target_low"], out["target_high"] = target
-    return out
+    return out | _found_target(look, session, relation)
 
 
 def _found_ranges(
@@ -207,14 +189,14 @@ def _found_ranges(
 
     ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
     """
+    declared = np.flatnonzero([pair is not None for pair in look.features or ()])
     reached = np.maximum(-low[unknown], high[unknown]) if look.ranges == "relative" else None
     query = Magnitudes(unknown, relation, pooled=look.ranges != "each", units=reached)
     counts = query.counts(session.release("ranges", query))
     noise = noise_of(session, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
-    regression = look.regression
     n = None if look.ranges != "each" else session.expected_batch("ranges")
-    found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=regression)
+    found = read_magnitudes(counts, noise, n=n, whole=look.whole, sparse=look.sparse, tight=look.regression)
     reach, hidden = found.reach, int((~found.seen).sum())
     if reached is not None:
         narrower = reached * (min(float(reach[0]), 1.0) if found.seen[0] else 1.0)
@@ -223,7 +205,7 @@ def _found_ranges(
     if look.ranges == "each":
         out |= {"pilot_at": unknown, "pilot": counts, "pilot_noise": noise}
     if look.refine:  # what does not stand out keeps its declared range
-        reach = np.where(found.seen | ~np.isin(unknown, _declared_at(look)), reach, np.inf)
+        reach = np.where(found.seen | ~np.isin(unknown, declared), reach, np.inf)
     if look.ranges == "means":
         means = MeanOctaves(unknown, middle_octave(counts))
         n = session.expected_batch("octaves")
@@ -233,7 +215,7 @@ def _found_ranges(
         hidden = len(unknown)
     high[unknown], low[unknown] = reach, -reach
     if look.offset_share and look.ranges == "each":
-        free = ~np.isin(unknown[found.offsets], _declared_at(look))
+        free = ~np.isin(unknown[found.offsets], declared)
         chosen, near, far = unknown[found.offsets][free], found.low[free], found.high[free]
         asked = len(chosen) > 0
         if not asked:  # asked all the same: how many releases a run makes must not follow from the data
@@ -243,7 +225,7 @@ def _found_ranges(
         count = FEW_PIECES if look.closer == 1 else PIECES
         pieces = Pieces(chosen, near, far, relation, count)
         for again, slot in enumerate(look.offset_slots):
-            if asked:  # nobody looks closer where nobody looks: one sum does for all of these releases
+            if asked:  # else one query serves all of these releases
                 pieces = Pieces(chosen, near, far, relation, count)
             inner = session.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(session, slot, pieces.bound), near, far)
@@ -255,38 +237,31 @@ def _found_ranges(
     return low, high, hidden
 
 
-def _declared_at(look: Look) -> Any:
-    return np.flatnonzero([pair is not None for pair in look.features or ()])
-
-
-def _found_counts(look: Look, session: Session, relation: Relation) -> Counts:
+def _found_target(look: Look, session: Session, relation: Relation) -> dict[str, float]:
+    """The limits of the targets, declared or released; of counts, about their mean and their spread besides."""
+    charged = "The whole budget of this run was charged, because the stop depends on a release."
     query = TargetMagnitudes(relation)
-    found = read_counts(session.release("targets", query), noise_of(session, "targets", query.bound))
-    if found is None:
-        raise TooNoisyError(
-            "y: no counts stand out of the noise. Use more records or a larger ε. The whole budget of this run was "
-            "charged, because the stop depends on a release."
-        )
-    return found
-
-
-def _found_target(look: Look, session: Session, relation: Relation) -> Bounds | None:
-    if look.target is not None or not look.target_share:
-        return look.target
-    query = TargetMagnitudes(relation)
-    counts = session.release("targets", query)
-    rough = read_target(counts, noise_of(session, "targets", query.bound), whole=look.whole)
-    if rough is None:
-        raise TooNoisyError(
-            "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
-            "high). The whole budget of this run was charged, because the stop depends on a release."
-        )
-    if look.whole:
-        return rough
-    pieces = TargetPieces(*rough, relation)
-    counts = session.release("target-bins", pieces)
-    noise, everyone = noise_of(session, "target-bins", pieces.bound), session.expected_batch("target-bins")
-    return read_ends(counts, noise, *rough, everyone)
+    if look.counts:
+        found = read_counts(session.release("targets", query), noise_of(session, "targets", query.bound))
+        if found is None:
+            raise TooNoisyError(f"y: no counts stand out of the noise. Use more records or a larger ε. {charged}")
+        most = found.most if look.target is None else min(found.most, look.target[1])
+        return {"target_low": 0.0, "target_high": most, "target_unit": found.mean, "target_spread": found.spread}
+    limits = look.target
+    if limits is None and look.target_share:
+        counts = session.release("targets", query)
+        limits = read_target(counts, noise_of(session, "targets", query.bound), whole=look.whole)
+        if limits is None:
+            raise TooNoisyError(
+                "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
+                f"high). {charged}"
+            )
+        if not look.whole:
+            pieces = TargetPieces(*limits, relation)
+            counts = session.release("target-bins", pieces)
+            noise, everyone = noise_of(session, "target-bins", pieces.bound), session.expected_batch("target-bins")
+            limits = read_ends(counts, noise, *limits, everyone)
+    return {} if limits is None else {"target_low": limits[0], "target_high": limits[1]}
 
 
 def frame_of(extra: Mapping[str, Any]) -> Frame | None:
@@ -298,12 +273,39 @@ def frame_of(extra: Mapping[str, Any]) -> Frame | None:
 
 
 @dataclass(frozen=True)
-class Tabulate(Algorithm):
-    """Release the sums of ``cells`` cells, of which a person has one in each of ``groups`` groups.
+class Ranges(Algorithm):
+    """The releases of a look, then those of ``shares``, which divide the rest; without shares the look gets all."""
 
-    >>> Tabulate(20, 1).schedule(1000).slots[0].name
-    'evaluation'
-    """
+    look: Look
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    name: ClassVar[str] = "ranges"
+
+    def schedule(self, n_public: int) -> Schedule:
+        looks, total = self.look.shares(), sum(self.shares.values())
+        spent = sum(looks.values())
+        if not self.shares:
+            looks = {name: share / spent for name, share in looks.items()}
+        rest = {name: (1.0 - spent) * share / total for name, share in self.shares.items()}
+        slots = [Slot(name, FullBatch(), noise=share**-0.5) for name, share in {**looks, **rest}.items()]
+        return Schedule(tuple(slots))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=x0)
+
+    def step(self, state: State, session: Session) -> State:
+        found = found_frame(self.look, session, len(state.params), relation_of(session))
+        state.extra.update(found, feature_range=[found["low"].tolist(), found["high"].tolist()])
+        state.step, state.done = 1, True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+
+@dataclass(frozen=True)
+class Tabulate(Algorithm):
+    """Release the sums of ``cells`` cells, of which a person has one in each of ``groups`` groups."""
 
     cells: int
     groups: int = 1
@@ -317,8 +319,7 @@ class Tabulate(Algorithm):
         return State(params=copy(x0))
 
     def step(self, state: State, session: Session) -> State:
-        budget = session.plan.budget
-        query = CellSums(self.cells, self.groups, Relation.ADD_REMOVE if budget is None else budget.relation)
+        query = CellSums(self.cells, self.groups, relation_of(session))
         state.params = session.release("evaluation", query)
         state.extra["noise"] = noise_of(session, "evaluation", query.bound)
         state.step, state.done = 1, True

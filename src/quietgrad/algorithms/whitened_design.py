@@ -20,11 +20,7 @@ _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and 
 
 
 def strength(budget: Budget) -> float:
-    """μ of the budget, in units of a record's replacement: how many deviations a whole release moves by.
-
-    >>> round(strength(Budget(1.0, 1e-5, Relation.REPLACE_ONE)), 3)
-    0.268
-    """
+    """μ of the budget, in units of a record's replacement: how many deviations a whole release moves by."""
     mu = gaussian_mu(budget.epsilon, budget.delta)
     return mu * 2.0 if budget.relation is Relation.ADD_REMOVE else mu
 
@@ -42,19 +38,12 @@ def for_table(
     counts: bool = False,
     sparse: bool = False,
     inference: bool | None = False,
-    crowded: float | None = None,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
     A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
-    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing. ``crowded``
-    is the d^1.5/(nμ) up to which a large table's matrix is bought (default 1; half of it for a regression).
-
-    >>> small = for_table(500, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
-    >>> large = for_table(50_000, 30, budget=Budget(0.5, 1e-5, Relation.REPLACE_ONE))
-    >>> small.look.ranges, small.moments, large.look.ranges, large.moments
-    ('means', 'diagonal', 'each', 'full')
+    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
     """
     if row_bound is not None:
         check_range("row_bound", row_bound, 0.0, 1e150, closed=False)
@@ -62,22 +51,22 @@ def for_table(
     tightness = (features + 1) ** 1.5 / (n * mu)
     if inference is None:
         inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
-    elif inference:
-        _check_inference(n, features, outputs, tightness)
+    elif inference and outputs > 1:
+        raise ValueError(f"inference: {NO_ERRORS}.")
+    elif inference and tightness > CROWDED:
+        more = math.ceil(n * tightness / CROWDED / 100) * 100
+        raise ValueError(
+            f"inference: {features} features are too many for standard errors at this budget. About {more} "
+            f"records, or a budget {tightness / CROWDED:.1f} times as strong, would do."
+        )
     look = look_for(
-        n,
-        features,
-        budget=budget,
-        feature_bounds=feature_bounds,
-        row_bound=row_bound,
-        target_bounds=target_bounds,
-        regression=regression,
-        counts=counts,
-        sparse=sparse,
-        whole=bool(inference),
-    )
-    full = not is_crowded(n, features, budget, regression, crowded)
-    norm_share = _repaid(8.0 * math.sqrt(2.0) / (0.4 * n * mu), least=0.005, most=0.02)
+        n, features, budget=budget, feature_bounds=feature_bounds, row_bound=row_bound,
+        target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=bool(inference),
+    )  # fmt: skip
+    full = not is_crowded(n, features, budget, regression)
+    # Row norms: the share with which their histogram is useful; none if four times the most would not do.
+    needed = (8.0 * math.sqrt(2.0) / (0.4 * n * mu)) ** 2
+    norm_share = 0.0 if needed > 4.0 * 0.02 else min(max(needed, 0.005), 0.02)
     # Rows in a declared ball of radius R are scaled by R in every feature: in the frame they have length ≤ 1.
     ball = None if row_bound is None or feature_bounds is not None else 1.0
     mean_share = 0.0 if sparse and not full else 0.03
@@ -114,17 +103,6 @@ def is_crowded(
     return features > _WIDEST or (budget is not None and features**1.5 / (n * strength(budget)) >= limit)
 
 
-def _check_inference(n: int, features: int, outputs: int, tightness: float) -> None:
-    if outputs > 1:
-        raise ValueError(f"inference: {NO_ERRORS}.")
-    if tightness > CROWDED:
-        more = math.ceil(n * tightness / CROWDED / 100) * 100
-        raise ValueError(
-            f"inference: {features} features are too many for standard errors at this budget. About {more} "
-            f"records, or a budget {tightness / CROWDED:.1f} times as strong, would do."
-        )
-
-
 def look_for(
     n: int,
     features: int,
@@ -138,11 +116,7 @@ def look_for(
     sparse: bool = False,
     whole: bool = False,
 ) -> Look:
-    """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay.
-
-    >>> look_for(10_000, 3, budget=Budget(1.0, 1e-5, Relation.REPLACE_ONE)).shares()
-    {'ranges': 0.02, 'offsets': 0.01, 'offsets-2': 0.01, 'offsets-3': 0.01}
-    """
+    """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay."""
     mu = strength(budget)
     target_share = 0.0
     if regression and (target_bounds is None or counts):
@@ -180,9 +154,3 @@ def look_for(
 def looked_share(n: int, features: int, mu: float) -> float:
     """The share with which a bin with four tenths of the records stands eight deviations out of its noise."""
     return (8.0 * math.sqrt(2.0 * features) / (0.4 * n * mu)) ** 2
-
-
-def _repaid(relative_noise: float, *, least: float, most: float) -> float:
-    """A share with which a release of this noise at share 1 is useful; 0 if there is none up to four times most."""
-    needed = relative_noise**2
-    return 0.0 if needed > 4.0 * most else min(max(needed, least), most)

@@ -6,10 +6,9 @@ is an un-sampled Gaussian, so the composition is exact; every threshold, window,
 public numbers and earlier releases. Which releases a table can repay is decided before it is seen:
 :func:`~quietgrad.algorithms.whitened_design.for_table`.
 
-Standard errors for a private fit: one noisy Newton step, and what its noise and the sampling leave uncertain.
-
-From a private start θ₀ the step θ₁ = θ₀ − Ĥ⁻¹ĝ uses a noisy gradient ĝ = g + N_g and a noisy curvature Ĥ = H + N_H.
-To first order θ₁ − θ* = −Ĥ⁻¹(g(θ*) + N_g) + Ĥ⁻¹N_H(θ₀ − θ*), so with δ = θ₁ − θ₀ the covariance is
+Standard errors come from one noisy Newton step at the end. From a private start θ₀ the step θ₁ = θ₀ − Ĥ⁻¹ĝ uses a
+noisy gradient ĝ = g + N_g and a noisy curvature Ĥ = H + N_H. To first order
+θ₁ − θ* = −Ĥ⁻¹(g(θ*) + N_g) + Ĥ⁻¹N_H(θ₀ − θ*), so with δ = θ₁ − θ₀ the covariance is
 
     Ĥ⁻¹ (φĤ/n + σ_g²I + ½σ_H²(‖δ‖²I + δδᵀ)) Ĥ⁻¹,
 
@@ -23,15 +22,15 @@ the covariance is that of the least eigenvalue v the noise allows (Ĥ's less s, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, cg
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
-from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of
+from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
+from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of, relation_of
 from quietgrad.curators.base import Session, SupportsPrefetch
 from quietgrad.objectives.base import LossQuery, Query, following_clip
 from quietgrad.objectives.queries.asked import Asked
@@ -58,46 +57,24 @@ __all__ = ["Bounds", "Look", "WhitenedGD"]
 
 _CLEAR = 3.0  # spectral norms of its noise: an eigenvalue of the curvature below is raised to it
 CROWDED = 0.012
-"""p^1.5/(nμ) beyond which no step is bought: its curvature would be refused."""
-_SHARES = {"score": 0.45, "information": 0.5, "dispersion": 0.05}
-
-
-def newton_shares(inference: float, regression: bool) -> dict[str, float]:
-    """The slots a Newton step adds to a plan, with their shares of μ²."""
-    if not inference:
-        return {}
-    named = {name: part * inference for name, part in _SHARES.items()}
-    if not regression:
-        named["score"] += named.pop("dispersion")
-    return named
-
-
-@dataclass(frozen=True, eq=False)
-class NewtonStep:
-    """What a Newton step found, in whitened coordinates; ``raised`` counts eigenvalues that noise hid."""
-
-    params: Floats
-    covariance: Floats
-    raised: int
-
-
+"""p^1.5/(nμ) beyond which no Newton step is bought: its curvature would be refused."""
 NO_ERRORS = "standard errors are offered for least squares and for logistic regression of two declared classes"
 
 
-def has_errors(objective: Any) -> bool:
-    """Whether the covariance above is that of this loss."""
-    return type(objective) in (Logistic, Squared)
-
-
-def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening, relation: Relation) -> NewtonStep:
+def _newton_step(
+    session: Session, seen: Callable[[Query], Query], start: Floats, whitening: Whitening
+) -> tuple[Floats, Floats, int]:
     """Release gradient, curvature and (for squares) dispersion at ``start``, and step.
 
-    ``seen`` turns a query into one about the rows as the frame shows them.
+    ``seen`` turns a query into one about the rows as the frame shows them. Returns the whitened parameters, their
+    covariance, and how many eigenvalues of the curvature noise hid.
     """
     squares = isinstance(session.objective, Squared)
     radius, n, size = whitening.radius, session.expected_batch("gradient"), len(start)
     gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
-    information = WhitenedInformation(start, (2.5 if squares else 0.625) * radius**2, whitening, relation)
+    information = WhitenedInformation(
+        start, (2.5 if squares else 0.625) * radius**2, whitening, relation_of(session)
+    )
     loss = LossQuery(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
     asked = seen(gradient), seen(information), seen(loss)
     if isinstance(session, SupportsPrefetch):
@@ -128,7 +105,7 @@ def newton_step(session: Session, seen: Any, start: Floats, whitening: Whitening
     )
     inverse = (axes / least) @ axes.T
     shortened = axes * (along * (1.0 / least - 1.0 / bends)) ** 2
-    return NewtonStep(start + step, inverse @ middle @ inverse + shortened @ axes.T, int(hidden.sum()))
+    return start + step, inverse @ middle @ inverse + shortened @ axes.T, int(hidden.sum())
 
 
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
@@ -227,8 +204,10 @@ class WhitenedGD(Algorithm):
         if self.row_bound is None:
             shares["norms"] = self.norm_share
         shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
+        # Of the Newton step: a regression also pays for its dispersion.
         regression = self.look is not None and self.look.regression
-        shares.update(newton_shares(self.inference_share, regression))
+        parts = {"score": 0.45 if regression else 0.5, "information": 0.5, "dispersion": 0.05 * regression}
+        shares.update({name: part * self.inference_share for name, part in parts.items()})
         return {name: share for name, share in shares.items() if share}
 
     def schedule(self, n_public: int) -> Schedule:
@@ -244,11 +223,8 @@ class WhitenedGD(Algorithm):
         """What is asked without a look at ranges and without standard errors, which need one curator."""
         if self.look is not None or self.inference_share:
             return
-        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
-        outputs, column = (
-            session.objective.outputs,
-            session.objective.intercept_scale if session.objective.intercept else 0.0,
-        )
+        relation = relation_of(session)
+        outputs, column = session.objective.outputs, session.objective.column
         features = len(x0) // outputs - bool(session.objective.intercept)
         norms, found = RowNormHistogram(), self.row_bound
         yield "norms", Asked(norms)
@@ -293,15 +269,24 @@ class WhitenedGD(Algorithm):
             extra["mean_inner"] = extra["mean_inner"] + (extra["inner"] - extra["mean_inner"]) / state.averaged
         state.done = state.step >= self.steps
         if state.done:
-            if self.inference_share:
-                self._infer(state, session, whitening)
-            state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, session)
-            self._tell(state, session, whitening)
+            self._finish(state, session, whitening)
         return state
 
-    def _tell(self, state: State, session: Session, whitening: Whitening) -> None:
-        """What a model needs besides its parameters, and what could not be found, for whoever reads the result."""
+    def _finish(self, state: State, session: Session, whitening: Whitening) -> None:
+        """Take the Newton step if it was bought; keep raw parameters and what the result tells besides."""
         frame, extra = frame_of(state.extra), state.extra
+        if self.inference_share:
+            inner, covariance, raised = _newton_step(
+                session, lambda query: self._seen(query, state), extra["mean_inner"], whitening
+            )
+            extra["raised_eigenvalues"], extra["mean_inner"] = raised, inner
+            # Raw parameters are an affine map of whitened ones; its matrix, column by column.
+            size = len(inner)
+            origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, session)
+            columns = [self._to_raw(whitening.to_raw(unit), state, session) - origin for unit in np.eye(size)]
+            matrix = np.column_stack(columns)
+            extra["coefficient_covariance"] = (matrix @ covariance @ matrix.T).tolist()
+        state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, session)
         if frame is not None:
             extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
             extra["target_range"] = None if frame.target is None else list(frame.target)
@@ -311,8 +296,6 @@ class WhitenedGD(Algorithm):
             extra["feature_mean_errors"] = (half * extra["mean_noise"] * np.ones(len(extra["mean"]))).tolist()
         if self.bands:
             extra["noise_covariance"] = self._uncertainty(state, session, whitening).tolist()
-        if "covariance" in extra:
-            extra["coefficient_covariance"] = extra["covariance"].tolist()
 
     def _uncertainty(self, state: State, session: Session, whitening: Whitening) -> Any:
         """Covariance of the features' coefficients by privacy noise and sampling, if the loss were a parabola.
@@ -344,26 +327,11 @@ class WhitenedGD(Algorithm):
         matrix = (np.diag(scale) if scale.ndim == 1 else scale) @ axes
         return (matrix * variance) @ matrix.T
 
-    def _infer(self, state: State, session: Session, whitening: Whitening) -> None:
-        """Take the Newton step; its covariance is kept for raw parameters."""
-        extra = state.extra
-        relation = Relation.ADD_REMOVE if session.plan.budget is None else session.plan.budget.relation
-        found = newton_step(session, lambda q: self._seen(q, state), extra["mean_inner"], whitening, relation)
-        extra["raised_eigenvalues"] = found.raised
-        extra["mean_inner"] = found.params
-        size = len(found.params)
-        # Raw parameters are an affine map of whitened ones; its matrix, column by column.
-        origin = self._to_raw(whitening.to_raw(np.zeros(size)), state, session)
-        columns = [self._to_raw(whitening.to_raw(unit), state, session) - origin for unit in np.eye(size)]
-        matrix = np.column_stack(columns)
-        extra["covariance"] = matrix @ found.covariance @ matrix.T
-
     def _measure(self, state: State, session: Session) -> None:
         """Release what the table looks like and keep what follows from it."""
-        if self.inference_share and not has_errors(session.objective):
+        if self.inference_share and type(session.objective) not in (Logistic, Squared):
             raise ValueError(f"inference_share: {NO_ERRORS}.")
-        plan, extra = session.plan, state.extra
-        relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
+        relation, extra = relation_of(session), state.extra
         features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)
         if self.look is not None:
             extra.update(found_frame(self.look, session, features, relation))
@@ -459,7 +427,7 @@ class WhitenedGD(Algorithm):
                 state.extra["mean"],
                 state.extra["second"],
                 floor=state.extra["floor"],
-                column=session.objective.intercept_scale if session.objective.intercept else 0.0,
+                column=session.objective.column,
                 outputs=session.objective.outputs,
                 freedom=freedom,
             )
@@ -479,8 +447,7 @@ class WhitenedGD(Algorithm):
         if frame is None:
             return params
         matrix = params.reshape(-1, session.objective.outputs).copy()
-        column = session.objective.intercept_scale if session.objective.intercept else 0.0
-        features = len(frame.low)
+        column, features = session.objective.column, len(frame.low)
         matrix[:features] /= frame.half[:, None]
         if column:
             matrix[-1] -= frame.centre @ matrix[:features] / column
@@ -494,9 +461,6 @@ class WhitenedGD(Algorithm):
 
     def output(self, state: State) -> Vector:
         return state.params
-
-    def config(self) -> dict[str, Any]:
-        return config_of(self)
 
 
 def _pace_of(objective: Any) -> float:

@@ -21,7 +21,7 @@ from quietgrad import estimators
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.algorithms.model_selection import HessianSelection
-from quietgrad.algorithms.range_estimation import Tabulate
+from quietgrad.algorithms.range_estimation import Ranges, Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
@@ -44,7 +44,6 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.estimators.describing import _SHARES, _Describe
 from quietgrad.estimators.search import _rounds
-from quietgrad.estimators.transformers import plan_scaling
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
@@ -203,8 +202,8 @@ def _estimators(runs: int) -> Iterator[AuditReport]:
         kind = getattr(estimators, name)
         known = {"row_bound": 1.0} if "row_bound" in kind().get_params() else {}
         plans[name] = _plan_of(kind(epsilon=6.0, n_public=len(X), **known), X, (X[:, 0] > 0).astype(int))
-    plans["PrivateScaler"] = plan_scaling(len(X), X.shape[1], _BUDGET)
     ranges = look_for(len(X), X.shape[1], budget=_BUDGET)
+    plans["PrivateScaler"] = make_plan(Ranges(ranges), n=len(X), budget=_BUDGET)
     plans["describe"] = make_plan(_Describe(ranges, _SHARES), n=len(X), budget=_BUDGET)
     for name, plan in plans.items():
         started = time.perf_counter()

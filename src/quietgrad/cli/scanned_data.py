@@ -177,7 +177,7 @@ def predicted(objective: Any, params: Any, X: Any, frame: Any) -> Any:
 def predict_to(objective: Any, params: Any, table: Scan, frame: Any, names: Any, path: Path) -> int:
     """Write a model's predictions for a scan to a file, block by block; how many they are."""
     from quietgrad.cli.predict import cell
-    from quietgrad.estimators.scans import write_blocks
+    from quietgrad.estimators.validation import write_blocks
 
     words = None if names is None else np.array([str(cell(name)) for name in names])
 

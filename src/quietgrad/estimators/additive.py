@@ -94,17 +94,14 @@ class _Additive(PrivateModel):
             return range(len(names))[int(name)] if 0 <= name < len(names) else names.index(str(name))
         return names.index(str(name))
 
-    def _drafts(self) -> tuple[Feature, ...]:
-        """The features before their ranges are known; an indicator has a line alone."""
+    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> AdditiveGD:
         vocabularies = self._columns.vocabularies
-        return tuple(
+        drafts = tuple(  # before their ranges are known; an indicator has a line alone
             Feature(name, values=tuple(vocabularies.get(name, ())), weight=0.0 if name in self._indicators else 1.0)
             for name in self._columns.names
         )
-
-    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> AdditiveGD:
         return for_shapes(
-            n, self._drafts(), budget=self._budget(), bins=self._bins(n),
+            n, drafts, budget=self._budget(), bins=self._bins(n),
             bounds=(None,) * features if self._bounds is None else self._bounds, pairs=self._pairs(),
             **self._shape(),
         )  # fmt: skip
@@ -156,20 +153,16 @@ class _Additive(PrivateModel):
         """
         check_is_fitted(self)
         weights = self.coef_[-1] - (self.coef_[:-1].mean(axis=0) if len(self.coef_) > 1 else 0.0)
-        deviations = self._deviations()
+        scale = Frame(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
+        covariance = np.asarray(self.result_.details["noise_covariance"]) * scale**2
         shapes: dict[Any, tuple[Any, Any, Any]] = {}
         for feature, part in zip(self.shapes_.features, self.shapes_.parts(), strict=False):
             basis = feature.basis()
             centred = basis - basis.mean(axis=0)
-            errors = np.sqrt(np.maximum((centred @ deviations[part, part] * centred).sum(axis=1), 0.0))
-            where: Any = feature.edges() if feature.bins else list(feature.values)
+            errors = np.sqrt(np.maximum((centred @ covariance[part, part] * centred).sum(axis=1), 0.0))
+            where: Any = np.array(feature.cuts) if feature.bins else list(feature.values)
             shapes[feature.name] = (where, centred @ weights[part], errors)
         return shapes
-
-    def _deviations(self) -> Any:
-        """Covariance of the expanded coefficients by privacy noise and sampling."""
-        scale = Frame(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
-        return np.asarray(self.result_.details["noise_covariance"]) * scale**2
 
     def plot(self, features: Sequence[Any] | None = None, axes: Any = None) -> Any:
         """Draw the shape functions with bands of two standard errors; returns the matplotlib figure."""
@@ -200,11 +193,6 @@ class _Additive(PrivateModel):
         figure = axes[0].figure
         figure.tight_layout()
         return figure
-
-    @property
-    def partial_fit(self) -> Any:
-        """Not offered: an additive model is fitted at once."""
-        raise AttributeError("an additive model is fitted at once; give fit all records.")
 
     def summary(self, level: float = 0.95) -> Any:
         """Not offered: see :attr:`shape_functions_` for functions with error bands."""

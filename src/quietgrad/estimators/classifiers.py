@@ -14,18 +14,27 @@ from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, look_noise
-from quietgrad.estimators.scans import coder, is_scan, with_labels
-from quietgrad.estimators.validation import Whom, check_labels, row_products, say, taken_as_public
+from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
+from quietgrad.estimators.validation import (
+    Whom,
+    check_labels,
+    coder,
+    is_scan,
+    row_products,
+    say,
+    taken_as_public,
+    with_labels,
+)
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge, weighted
 from quietgrad.plans.counting import NOMINAL
-from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.plans.schedule import Slot
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.sampling import FullBatch
 from quietgrad.training.minimizing import settle_failed_run
 
-_ROWS = Whom()
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 _FEW = 300  # nμ below which a look at the labels takes more of the budget
 
@@ -49,10 +58,9 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
             data = with_labels(X, y, coder(X, declared, codes_of))
-            curator = self._curator(whom.asks(known), whom.of_data(data))
+            curator, size = self._counted(known, data, features, whom)
         else:
-            curator = self._curator(whom.asks(LabelSet()), whom.of_data(X if is_scan(X) else (X, y)))
-        size = self._count(curator, features, whom)
+            curator, size = self._counted(LabelSet(), X if is_scan(X) else (X, y), features, whom)
         looks = () if declared is not None else (self._look(size.n),)
         method = self._method(size.n, features, whom)
         session = self._open(curator, self._plan(size, features, looks, whom))
@@ -61,7 +69,13 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             rare = f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
             notes = (*notes, rare)
             try:
-                found = self._loss(two_or_more(self.classes_), self.classes_)
+                if len(self.classes_) < 2:
+                    raise TooNoisyError(
+                        "y: fewer than two labels could be detected privately. Pass classes=[...] if the label "
+                        "set is public. The whole budget of this fit was charged, because the stop depends on a "
+                        "release."
+                    )
+                found = self._loss(len(self.classes_), self.classes_)
                 data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_, codes_of))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
@@ -92,17 +106,13 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         known = getattr(self, "_known", None)
         return {"outputs": 1 if known in (None, 2) else known}
 
-    def _planned(self, n: int, features: int, whom: Whom = _ROWS) -> Plan:
-        """With a look at the labels if they are not declared."""
-        return self._plan(n, features, () if self.classes is not None else (self._look(n),), whom)
-
     def _look(self, n: int) -> Slot:
-        """The look at the labels of about ``n`` records: a share of the budget, and of δ for a rare label that
-        passes."""
+        """The release of the labels of about ``n`` records: a share of μ², and of δ for a rare one that passes."""
         budget = self._budget()
         share = 0.2 if self._signal(n) < _FEW else 0.05
         failure = GaussianPartitionSelection(_FAILURE_PART * budget.delta)
-        slot = Slot("labels", FullBatch(), mechanism=failure, fixed=look_noise(budget, share))
+        noise = sensitivity_factor(budget.relation) / (gaussian_mu(budget.epsilon, budget.delta) * math.sqrt(share))
+        slot = Slot("labels", FullBatch(), mechanism=failure, fixed=noise)
         least = 1.0 - LabelCounts(budget.relation).bound * slot.multiplier(1.0) * float(ndtri(failure.failure))
         if 2.0 * least > n:
             raise DataError(
@@ -159,16 +169,6 @@ def typed_labels(classes: Any, y: Any) -> tuple[str, ...]:
     listed = getattr(getattr(y, "dtype", None), "categories", None)
     known = classes is not None or listed is None or len(listed) < 2
     return () if known else (taken_as_public("y", "classes=[...]"),)
-
-
-def two_or_more(classes: Any) -> int:
-    """How many classes were found; fewer than two are refused."""
-    if len(classes) < 2:
-        raise TooNoisyError(
-            "y: fewer than two labels could be detected privately. Pass classes=[...] if the label set is public. "
-            "The whole budget of this fit was charged, because the stop depends on a release."
-        )
-    return len(classes)
 
 
 def codes_of(classes: Any, y: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What people ask of a table first: counts, means, quantiles, histograms and two-way tables, in one budget.
+"""Private descriptions of a table: counts, means, quantiles, histograms and two-way tables, in one budget.
 
 The ranges of columns that are not declared are found as a fit finds them. Then each record falls into one cell of
 every histogram and of every two-way table, and the noisy counts of these cells, with sums of the numbers, are the
@@ -18,11 +18,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.range_estimation import Look, checked_bounds, found_frame, noise_of
+from quietgrad.algorithms.range_estimation import Ranges, checked_bounds, found_frame, noise_of
 from quietgrad.algorithms.whitened_design import look_for, strength
 from quietgrad.curators.account import Account
-from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
 from quietgrad.estimators.validation import Whom, codes_in, named, taken_as_public
@@ -31,13 +29,10 @@ from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
 from quietgrad.objectives.tables.table import Floats
 from quietgrad.plans.counting import NOMINAL
-from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 from quietgrad.training.minimizing import settle_failed_run
 from quietgrad.training.result import Privacy, privacy_statement
-from quietgrad.vectors import Vector
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SHARES = {"histograms": 0.45, "sums": 0.2, "pairs": 0.35}
@@ -65,13 +60,12 @@ class _Column:
         bins = [f"{a:.6g} to {b:.6g}" for a, b in itertools.pairwise(self.edges)]
         return [*bins, "missing"] if self.gaps else bins
 
-    def cells(self, column: Floats, edges: Floats | None = None) -> Any:
+    def cells(self, column: Floats) -> Any:
         """The cell of each value; numbers beyond the edges are in the first or the last bin."""
         if self.values:
             return np.where(column < 0, len(self.values), column).astype(np.int64)
-        edges = self.edges if edges is None else edges
-        inner = np.searchsorted(edges[1:-1], column, side="right")
-        return np.where(np.isnan(column), len(edges) - 1, inner)
+        inner = np.searchsorted(self.edges[1:-1], column, side="right")
+        return np.where(np.isnan(column), len(self.edges) - 1, inner)
 
 
 @dataclass(frozen=True)
@@ -132,29 +126,10 @@ class Description:
         return f"{self.table}\n{self.privacy}"
 
 
-@dataclass(frozen=True)
-class _Describe(Algorithm):
-    """The releases of a description, in the shape of a method: what is planned and reserved."""
+class _Describe(Ranges):
+    """The releases of a description: what is planned and reserved."""
 
-    look: Look
-    shares: Mapping[str, float]
     name: ClassVar[str] = "describe"
-
-    def schedule(self, n_public: int) -> Schedule:
-        looks = self.look.shares()
-        rest = 1.0 - sum(looks.values())
-        total = sum(self.shares.values())
-        shares = {**looks, **{name: rest * share / total for name, share in self.shares.items()}}
-        return Schedule(tuple(Slot(name, FullBatch(), noise=share**-0.5) for name, share in shares.items()))
-
-    def init(self, x0: Vector) -> State:
-        return State(params=x0)
-
-    def step(self, state: State, door: Session) -> State:
-        raise NotImplementedError("a description is released by describe().")
-
-    def output(self, state: State) -> Vector:
-        return state.params
 
 
 @np.errstate(all="ignore")  # a warning about a value would tell of the record that has it
@@ -222,13 +197,15 @@ def describe(
     session = curator.open(make_plan(chosen, n=size, budget=budget, unit=whom.unit), note="describe", part=True)
     try:
         found = found_frame(chosen.look, session, len(columns), budget.relation)
-        bins = _bins(size.n * strength(budget), len(columns))
-        columns = [
-            column
-            if column.values
-            else replace(column, edges=_edges(column, found["low"][j], found["high"][j], bins))
-            for j, column in enumerate(columns)
-        ]
+        # As many bins as let one with an equal part of the records stand out of the noise.
+        per_bin = 0.5 * size.n * strength(budget) / math.sqrt(len(columns))
+        bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
+        for j in numeric:
+            low, high = float(found["low"][j]), float(found["high"][j])
+            edges = usual_edges(low, high, bins)
+            if columns[j].kind == "integer" and round(high) - round(low) < 2 * bins:
+                edges = np.arange(math.floor(low) - 0.5, math.ceil(high) + 1.0)
+            columns[j] = replace(columns[j], edges=edges)
         tables = _Tables(session, whom, budget.relation)
         released = tables.histograms(columns, numbers)
         sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
@@ -246,20 +223,12 @@ def describe(
         notes = (*notes, f"the ranges of {hidden} columns do not stand out of the noise: declare their bounds")
     privacy = privacy_statement(session, spent, str(account), (*whom.notes, *notes))
     told = [_row(column, *released[column.name], sums.get(column.name), (n, off)) for column in columns]
-    cells = {c.name: _cells(c.levels, *released[c.name]) for c in columns}
+    cells = {}
+    for column in columns:
+        counts, noise = released[column.name]
+        rows_of = zip(column.levels, counts, strict=True)
+        cells[column.name] = [{"cell": level, "count": float(c), "error": noise} for level, c in rows_of]
     return Description(privacy, n, told, cells, two_way, notes)
-
-
-def _bins(signal: float, columns: int) -> int:
-    """Bins of a histogram, so that one with an equal part of the records stands out of the noise."""
-    per_bin = 0.5 * signal / math.sqrt(columns)
-    return 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
-
-
-def _edges(column: _Column, low: float, high: float, bins: int) -> Floats:
-    if column.kind == "integer" and round(high) - round(low) < 2 * bins:
-        return np.arange(math.floor(low) - 0.5, math.ceil(high) + 1.0)
-    return usual_edges(low, high, bins)
 
 
 class _Tables:
@@ -299,7 +268,12 @@ class _Tables:
 
     def pairs(self, columns: list[_Column], crossed: list[tuple[int, int]], numbers: Floats) -> dict[Any, Any]:
         """Counts of the cells of each two-way table, numbers in four bins."""
-        coarse = [c if c.values else replace(c, edges=c.edges[_coarse(len(c.edges) - 1)]) for c in columns]
+        coarse = list(columns)
+        for j, c in enumerate(columns):
+            if not c.values:
+                bins = len(c.edges) - 1
+                at = np.unique(np.linspace(0, bins, min(bins, _PAIR_BINS) + 1).round().astype(int))
+                coarse[j] = replace(c, edges=c.edges[at])
         places = [c.cells(numbers[:, j]) for j, c in enumerate(coarse)]
         levels = [c.levels for c in coarse]
         joint = [places[i] * len(levels[j]) + places[j] for i, j in crossed]
@@ -311,14 +285,6 @@ class _Tables:
             ]
             for (i, j), part in zip(crossed, counts, strict=True)
         }
-
-
-def _coarse(bins: int) -> Any:
-    return np.unique(np.linspace(0, bins, min(bins, _PAIR_BINS) + 1).round().astype(int))
-
-
-def _cells(levels: list[str], counts: Floats, noise: float) -> list[dict[str, Any]]:
-    return [{"cell": level, "count": float(c), "error": noise} for level, c in zip(levels, counts, strict=True)]
 
 
 def _row(

@@ -16,8 +16,7 @@ from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
-from quietgrad.estimators.scans import is_scan, with_labels
-from quietgrad.estimators.validation import Whom, row_products
+from quietgrad.estimators.validation import Whom, is_scan, row_products, with_labels
 from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.range_queries import Frame
 from quietgrad.plans.counting import NOMINAL
@@ -43,9 +42,8 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
             if bounds is None:
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
             scale = self._target_frame(bounds)
-        data = whom.of_data(with_labels(X, y, None if scale is None else scale.targets))
-        curator = self._curator(whom.asks(self._loss()), data)
-        size = self._count(curator, features, whom)
+        data = with_labels(X, y, None if scale is None else scale.targets)
+        curator, size = self._counted(self._loss(), data, features, whom)
         self._target_bounds(size.n)
         method = self._method(size.n, features, whom)
         session = self._open(curator, self._plan(size, features, whom=whom))

@@ -53,7 +53,9 @@ def from_run(folder: str | Path) -> Any:
         model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
         model.account = account.rpartition("; ")[2]  # of the last part
-    weights, bias = coefficients(result, facts)
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    objective: Any = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
+    weights, bias = objective.coefficients(np.asarray(result.params))
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
@@ -71,18 +73,11 @@ def from_run(folder: str | Path) -> Any:
     return model
 
 
-def coefficients(result: Result, facts: dict[str, Any]) -> tuple[Any, Any]:
-    """(W, b) of a result on raw features, from the public facts that are kept with it."""
-    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
-    objective: Any = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
-    return objective.coefficients(np.asarray(result.params))  # type: ignore[no-any-return]
-
-
 def params_of(model: Any) -> Any:
-    """The parameters of a fitted linear model as a run keeps them: what :func:`coefficients` takes apart.
+    """The parameters of a fitted linear model as a run keeps them.
 
-    They are made of ``coef_`` and ``intercept_``, which are what predicts: the parameters of one training may be on
-    another scale, or of one part of several.
+    They are made of ``coef_`` and ``intercept_``, which are what predicts: the parameters of the training may be on
+    another scale.
     """
     weights = np.atleast_2d(model.coef_).T
     rows = [weights, np.atleast_2d(model.intercept_)] if model.fit_intercept else [weights]
@@ -135,11 +130,11 @@ def _save_additive(model: Any, folder: Path) -> Path:
         "intercept": np.asarray(model.intercept_).tolist(),
         "classes": None if not hasattr(model, "classes_") else _values(model.classes_),
     }
-    shapes = [
-        {"name": name, "named": isinstance(where, list), "where": [_plain(x) for x in where],
-         "values": values.tolist(), "errors": errors.tolist()}
-        for name, (where, values, errors) in model.shape_functions_.items()
-    ]  # fmt: skip
+    shapes = []
+    for name, (where, values, errors) in model.shape_functions_.items():
+        plain = [x.item() if isinstance(x, np.generic) else x for x in where]
+        curve = {"where": plain, "values": values.tolist(), "errors": errors.tolist()}
+        shapes.append({"name": name, "named": isinstance(where, list), **curve})
     details = {**model.result_.details, "additive": facts, "shapes": shapes}
     replace(model.result_, details=details, privacy=model.privacy_).save(folder)
     return folder
@@ -168,11 +163,6 @@ def _additive_from(result: Result) -> Any:
     model.result_, model.privacy_ = result, result.privacy
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
     return model
-
-
-def _plain(value: Any) -> Any:
-    """A category or an edge as JSON knows it."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def _values(classes: Any) -> list[Any]:

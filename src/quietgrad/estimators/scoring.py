@@ -1,4 +1,4 @@
-"""How good a model is on held-out people, privately: one noisy table of scores and classes, and what it tells.
+"""Private scores of a model on held-out people: one noisy table of scores and classes, and what it tells.
 
 The model is public. Each held-out person falls into one cell (predicted-probability bin × true class, or predicted
 × true class), the counts are released once with noise, and everything else is arithmetic on them. Error bars cover
@@ -25,10 +25,9 @@ from quietgrad.algorithms.range_estimation import Tabulate
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, LedgerWarning
-from quietgrad.estimators.pipelines import learning_steps
 from quietgrad.estimators.runs import params_of
-from quietgrad.estimators.scans import is_scan, nameless, scan_if_one
-from quietgrad.estimators.validation import AskedOnce, Whom, named, row_by_row
+from quietgrad.estimators.transformers import learning_steps
+from quietgrad.estimators.validation import AskedOnce, Whom, is_scan, named, nameless, row_by_row, scan_if_one
 from quietgrad.files import write_atomically
 from quietgrad.objectives.queries.counts import Tabulation
 from quietgrad.objectives.tables.table import lay_out, numbers_of
@@ -44,7 +43,7 @@ Number = tuple[float, float]
 _FEW = 5000  # people below which half the bins leave more in each
 _REDRAWS = 200
 _CONFIDENCE_BINS = 10
-_SUMS = ("square", "absolute", "target", "target square")
+_NUMBERS = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,7 @@ class PrivateScore:
     """Digests of the parameters of the model that was scored, as its run may keep them."""
 
     def to_json(self) -> dict[str, Any]:
-        names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
-        numbers = {n: [*map(_plain, v)] for n in names if (v := getattr(self, n)) is not None}
+        numbers = {n: [*map(_plain, v)] for n in _NUMBERS if (v := vars(self)[n]) is not None}
         return {
             **numbers,
             "calibration": [[_plain(x) for x in row] for row in self.calibration],
@@ -93,8 +91,7 @@ class PrivateScore:
         return target
 
     def __str__(self) -> str:
-        names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
-        parts = [f"{n} {v[0]:.4g} ± {v[1]:.2g}" for n in names if (v := getattr(self, n)) is not None]
+        parts = [f"{n} {v[0]:.4g} ± {v[1]:.2g}" for n in _NUMBERS if (v := vars(self)[n]) is not None]
         return f"{', '.join(parts)} ({self.privacy})"
 
 
@@ -162,29 +159,26 @@ def private_score(
             raise DataError("y: must be one label or number per held-out record.")
         if y.dtype.kind == "c":
             raise DataError("y: Complex data not supported; give labels or real numbers.")
+        if len(y) != (X.shape[0] if hasattr(X, "shape") else len(X)):
+            raise DataError("X and y have different numbers of records.")
         held = _Held(X, y)
         asked = AskedOnce(model)
     whom = Whom.of(ids, len(held), "mean", records_per_person)
-    door = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
+    publisher = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
-        binary = len(classes) == 2
-        score = _binary(asked, classes, door) if binary else _multiclass(asked, classes, door)
+        score = (_binary if len(classes) == 2 else _multiclass)(asked, classes, publisher)
     else:
-        score = _regression(asked, target_bounds, door)
+        score = _regression(asked, target_bounds, publisher)
     uncovered = tuple(learning_steps(model)) if isinstance(model, Pipeline) else ()
     for told in uncovered:
         warnings.warn(told, LedgerWarning, stacklevel=2)
-    return replace(score, of=_known_by(model), notes=(*score.notes, *uncovered))
-
-
-def _known_by(model: Any) -> tuple[str, ...]:
-    """How a run of ``model``, or of a pipeline's last step, can be known: by its training, or as it was saved."""
-    last = model[-1] if hasattr(model, "steps") else model
-    if (result := getattr(last, "result_", None)) is None:
-        return ()
-    saved = (params_of(last),) if hasattr(last, "coef_") else ()
-    return tuple(_digest(params) for params in (result.params, *saved))
+    # A run of the model, or of a pipeline's last step, is recognised by its training or as it was saved.
+    last = model[-1] if isinstance(model, Pipeline) else model
+    known = []
+    if (result := getattr(last, "result_", None)) is not None:
+        known = [result.params, *([params_of(last)] if hasattr(last, "coef_") else [])]
+    return replace(score, of=tuple(map(_digest, known)), notes=(*score.notes, *uncovered))
 
 
 def _digest(params: Any) -> str:
@@ -202,12 +196,15 @@ class _Held:
         return len(self.y)
 
     def with_rows(self, turned: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, ...]:
-        """What a tabulation takes: cells and weights, and the people by whom a ledger knows them again."""
+        """What a tabulation takes: cells and weights, and the people as numbers, if they are.
+
+        A ledger knows them again by these; a model may take something else.
+        """
         cells, weights = turned(self.X, self.y)
-        if len(cells) != len(self.y):
-            raise DataError("X and y have different numbers of records.")
-        people = _features_of(self.X)
-        return (cells, weights) if people is None else (cells, weights, people)
+        try:
+            return cells, weights, lay_out(self.X)
+        except (DataError, ValueError, TypeError):
+            return cells, weights
 
 
 def class_codes(classes: Any, y: Any) -> Any:
@@ -231,14 +228,7 @@ CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
 class _Publisher:
     """Counts the people, and releases one table of them."""
 
-    def __init__(
-        self,
-        budget: Budget,
-        account: Account,
-        declared: int | None,
-        held: Any,
-        whom: Whom,
-    ) -> None:
+    def __init__(self, budget: Budget, account: Account, declared: int | None, held: Any, whom: Whom) -> None:
         self._budget, self._account, self._held, self._whom = budget, account, held, whom
         self._declared = declared if budget.relation is Relation.ADD_REMOVE else None
         self._size: PublicCount | None = None
@@ -270,39 +260,23 @@ class _Publisher:
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
 
 
-def _features_of(X: Any) -> Any:
-    """The people as numbers, by which a ledger knows them again; ``None`` where a model takes something else."""
-    try:
-        return lay_out(X)
-    except (DataError, ValueError, TypeError):
-        return None
-
-
-def _logits(model: Any, X: Any) -> Floats:
-    """log-odds of the second class."""
+def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
+    """The cell of each person: the bin of the log-odds of the second class, and the class."""
     if hasattr(model, "predict_proba"):
         p = np.clip(row_by_row(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
-        return np.asarray(np.log(p) - np.log1p(-p))
-    return np.asarray(row_by_row(model, "decision_function", X), dtype=np.float64).ravel()
+        odds = np.log(p) - np.log1p(-p)
+    else:
+        odds = np.asarray(row_by_row(model, "decision_function", X), dtype=np.float64).ravel()
+    codes = class_codes(classes, y)
+    return np.where(codes < 0, -1, np.searchsorted(edges, odds) * 2 + codes)[:, None], None
 
 
-def bin_edges(n: int) -> Floats:
-    """Public edges of score bins, in log-odds; 0, where a prediction changes, is one of them."""
-    reach, bins = (4.0, 10) if n < _FEW else (6.0, 20)
-    return np.linspace(-reach, reach, bins - 1)
-
-
-def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
-    place, codes = np.searchsorted(edges, _logits(model, X)), class_codes(classes, y)
-    if len(place) != len(codes):
-        raise DataError("X and y have different numbers of records.")
-    return np.where(codes < 0, -1, place * 2 + codes)[:, None], None
-
-
-def _binary(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
-    edges = bin_edges(door.count(partial(_binary_places, model, bin_edges(_FEW), classes)))
+def _binary(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore:
+    fine = np.linspace(-6.0, 6.0, 19)
+    n = publisher.count(partial(_binary_places, model, fine, classes))
+    edges = np.linspace(-4.0, 4.0, 9) if n < _FEW else fine  # 0, where a prediction changes, is one of them
     bins = len(edges) + 1
-    released = door.publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
+    released = publisher.publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
     width = edges[1] - edges[0]
     middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
     probability = 1.0 / (1.0 + np.exp(-middles))
@@ -315,28 +289,24 @@ def _binary(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
         return np.array([right / n, _auc(table), loss / n])
 
     value = read(released.counts)
-    error = _errors(read, released, 1)
+    error = _errors(read, released)
     table = released.counts.reshape(bins, 2)
     predicted = (middles > 0).astype(int)
     total = _total(released, table)
     confusion = np.array([[table[predicted == p, c].sum() for p in (0, 1)] for c in (0, 1)]) / total
-    notes = [] if model_has_chances(model) else ["the model gives scores, not probabilities: no log loss"]
+    chances = hasattr(model, "predict_proba")
+    notes = [] if chances else ["the model gives scores, not probabilities: no log loss"]
     return PrivateScore(
         released.privacy,
         accuracy=_number(min(max(value[0], 0.0), 1.0), error[0]),
         auc=None if math.isnan(value[1]) else _number(value[1], error[1]),
-        log_loss=_number(value[2], error[2]) if model_has_chances(model) else None,
+        log_loss=_number(value[2], error[2]) if chances else None,
         calibration=_calibration(table, probability, released),
         confusion=confusion,
         confusion_error=released.noise * math.sqrt(bins / 2) / total,
         classes=classes,
         notes=(*notes, *_warnings(error[0])),
     )
-
-
-def model_has_chances(model: Any) -> bool:
-    """Whether the model states probabilities."""
-    return hasattr(model, "predict_proba")
 
 
 def _total(released: _Released, table: Floats) -> float:
@@ -366,7 +336,7 @@ def _calibration(table: Floats, probability: Floats, released: _Released) -> Any
     return tuple(rows)
 
 
-def _errors(read: Callable[[Floats], Floats], released: _Released, groups: int) -> Floats:
+def _errors(read: Callable[[Floats], Floats], released: _Released) -> Floats:
     """Standard errors by redrawing the people from the released table and the noise on top."""
     rng = np.random.default_rng(0)  # post-processing of what was released: no secret is in it
     sizes = np.maximum(released.counts, 0.0)
@@ -387,10 +357,8 @@ def _warnings(error: float) -> list[str]:
 
 def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
-    codes, k, chances = class_codes(classes, y), len(classes), model_has_chances(model)
+    codes, k, chances = class_codes(classes, y), len(classes), hasattr(model, "predict_proba")
     scores = row_by_row(model, "predict_proba" if chances else "decision_function", X)
-    if len(scores) != len(codes):
-        raise DataError("X and y have different numbers of records.")
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
         cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
@@ -398,14 +366,13 @@ def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tu
     return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 
-def _multiclass(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
-    k, chances = len(classes), model_has_chances(model)
-    groups = 2 if chances else 1
+def _multiclass(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore:
+    k, chances = len(classes), hasattr(model, "predict_proba")
     edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
     size = k * k + (_CONFIDENCE_BINS if chances else 0)
     places = partial(_class_places, model, edges, classes)
-    door.count(places)
-    released = door.publish(places, size, groups)
+    publisher.count(places)
+    released = publisher.publish(places, size, 2 if chances else 1)
     middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
 
     def read(counts: Floats) -> Floats:
@@ -415,7 +382,7 @@ def _multiclass(model: Any, classes: Any, door: _Publisher) -> PrivateScore:
         loss = -(tail @ np.log(np.minimum(middles, 1.0))) / total if chances else math.nan
         return np.array([np.trace(table) / total, loss])
 
-    value, error = read(released.counts), _errors(read, released, groups)
+    value, error = read(released.counts), _errors(read, released)
     table = released.counts[: k * k].reshape(k, k)
     return PrivateScore(
         released.privacy,
@@ -432,15 +399,13 @@ def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
     answers = np.asarray(row_by_row(model, "predict", X), dtype=np.float64)
     predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)
-    if len(predicted) != len(y):
-        raise DataError("X and y have different numbers of records.")
     target = np.clip(numbers_of(y, "y"), low, high)
     error, place = np.abs(predicted - target) / (high - low), (target - low) / (high - low)
     sums = np.stack([error**2, error, place, place**2], axis=1)
-    return np.tile(np.arange(len(_SUMS)), (len(y), 1)), sums
+    return np.tile(np.arange(4), (len(y), 1)), sums
 
 
-def _regression(model: Any, bounds: tuple[float, float] | None, door: _Publisher) -> PrivateScore:
+def _regression(model: Any, bounds: tuple[float, float] | None, publisher: _Publisher) -> PrivateScore:
     bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
     if bounds is None:
         raise ValueError("target_bounds: declare the public (low, high) that the targets lie in.")
@@ -449,8 +414,8 @@ def _regression(model: Any, bounds: tuple[float, float] | None, door: _Publisher
         raise ValueError("target_bounds: must be (low, high) with low < high, both finite and public.")
     width = high - low
     places = partial(_error_places, model, low, high)
-    n = float(door.count(places))
-    released = door.publish(places, len(_SUMS), len(_SUMS))
+    n = float(publisher.count(places))
+    released = publisher.publish(places, 4, 4)
 
     def spread(counts: Floats) -> float:
         return float(counts[3] / n - (counts[2] / n) ** 2)

@@ -1,10 +1,9 @@
-"""Private hyper-parameter search: the best of a random number of fits, at a price that does not grow with it.
+"""Private hyper-parameter search: the best of a random number of fits, at a cost that does not grow with it.
 
 Each round draws a setting at random, fits it on one part of the records with noise, and scores it on the other part
 with noise. Only the best round leaves. If the number of rounds K is geometric (Papernot & Steinke 2022), the whole
 search costs little more than one round in Rényi terms, however large K turns out; the accountant's
 ``RepeatAndSelect`` event prices it. That holds as long as K stays secret: do not publish how long a search took.
-Ordinary grid search is charged for every fit and still chooses by exact scores, which have no noise.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.base import SpendsPrivacy
-from quietgrad.estimators.scans import refuse_scan
 from quietgrad.estimators.scoring import class_codes
-from quietgrad.estimators.validation import Whom, named, row_by_row
+from quietgrad.estimators.validation import Whom, named, refuse_scan, row_by_row
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
 from quietgrad.objectives.queries.counts import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
@@ -130,11 +128,9 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         """
         refuse_scan(X, "a private search")
         X, ids = named(X, person)
-        budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
-        self._check()
-        each = self._each()
-        probe = clone(self.estimator)
-        accepted, y, _ = probe._accept(X, y)  # whatever cannot be fitted is refused before anything is reserved
+        budget = self._budget()
+        each = self._checked_scoring()
+        accepted, y, _ = clone(self.estimator)._accept(X, y)  # what cannot be fitted is refused before any charge
         whom = Whom.of(ids, accepted.shape[0], combine, records_per_person)
         features = accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
@@ -157,14 +153,17 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         )
         declared = getattr(self.estimator, "n_public", None) if budget.relation is Relation.ADD_REMOVE else None
         size = curator.count(budget, declared, None)
-        train, test, public_train, public_test = self._split(whom.count(accepted.shape[0]), size.n, budget)
-        trained, train, test = _rows_of(whom, train, test)
+        units = accepted.shape[0] if whom.people is None else len(whom.people)
+        train, test, public_train, public_test = self._split(units, size.n, budget)
+        trained = None
+        if isinstance(whom.people, UnitGrouping):  # the rows of the people who train, and of those who score
+            (train, trained), (test, _) = whom.people.only(train), whom.people.only(test)
         plan = calibrate_plan(lambda z: self._plan(z, size, budget, whom.unit), budget)
         rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
         whole = Charge(plan.event)
         for model in rounds:
             model._accept(X, y)
-            whole.part(model._planned(public_train, features, whom).event, budget)
+            whole.part(model._plan(public_train, features, whom=whom).event, budget)
         session = curator.open(plan, note="search")
         best = None
         for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
@@ -195,17 +194,6 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         """Of the best model, if it is a classifier."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.classes_
-
-    def _each(self) -> Any:
-        """What a record scores: f(model, rows, truth), within [0, 1] or cut to it."""
-        regression = is_regressor(self.estimator)
-        name = self.scoring or ("squared_error" if regression else "accuracy")
-        known = {"squared_error": _closeness} if regression else {"accuracy": _right, "log_loss": _likelihood}
-        if name not in known:
-            raise ValueError(f"scoring={name!r}: must be one of {', '.join(sorted(known))} for this estimator.")
-        if name == "log_loss" and not hasattr(self.estimator, "predict_proba"):
-            raise ValueError("scoring='log_loss': needs an estimator with predict_proba.")
-        return known[name]
 
     def _split(self, n: int, public: int, budget: Budget) -> tuple[Any, Any, int, float]:
         """Positions that train and that score, and the public numbers of both."""
@@ -305,9 +293,17 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         model.set_params(account=self.account, ledger=self.ledger, cap=self.cap)
         return epsilon
 
-    def _check(self) -> None:
+    def _checked_scoring(self) -> Any:
+        """Check the settings; what a record scores: f(model, rows, truth), within [0, 1] or cut to it."""
         grid = self.param_grid
-        if not isinstance(grid, Mapping) or not grid or not all(_is_list(values) for values in grid.values()):
+        if (
+            not isinstance(grid, Mapping)
+            or not grid
+            or not all(
+                hasattr(values, "__len__") and not isinstance(values, str | bytes) and len(values) > 0
+                for values in grid.values()
+            )
+        ):
             raise ValueError("param_grid: must map at least one parameter to a list of values to try.")
         if own := _OWN.intersection(grid):
             raise ValueError(f"param_grid: {', '.join(sorted(own))} are the search's own; give them to it.")
@@ -323,25 +319,20 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             raise ValueError("random_state: a search of seeded fits is not private; leave it None.")
         if not hasattr(self.estimator, "_accept"):
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
-        if is_regressor(self.estimator):
-            if self.estimator.target_bounds is None:
-                raise DataError("estimator: declare its target_bounds as public; scores are in their units.")
-        elif self.estimator.classes is None:
+        regression = is_regressor(self.estimator)
+        if regression and self.estimator.target_bounds is None:
+            raise DataError("estimator: declare its target_bounds as public; scores are in their units.")
+        if not regression and self.estimator.classes is None:
             raise DataError(
                 "estimator: declare its classes as public; a search cannot look for them in every round."
             )
-
-
-def _rows_of(whom: Whom, train: Any, test: Any) -> tuple[UnitGrouping | None, Any, Any]:
-    """Who trains, and the rows of those who train and of those who score."""
-    if not isinstance(whom.people, UnitGrouping):  # a scan is refused before
-        return None, train, test
-    rows, people = whom.people.only(train)
-    return people, rows, whom.people.only(test)[0]
-
-
-def _is_list(values: Any) -> bool:
-    return hasattr(values, "__len__") and not isinstance(values, (str, bytes)) and len(values) > 0
+        name = self.scoring or ("squared_error" if regression else "accuracy")
+        known = {"squared_error": _closeness} if regression else {"accuracy": _right, "log_loss": _likelihood}
+        if name not in known:
+            raise ValueError(f"scoring={name!r}: must be one of {', '.join(sorted(known))} for this estimator.")
+        if name == "log_loss" and not hasattr(self.estimator, "predict_proba"):
+            raise ValueError("scoring='log_loss': needs an estimator with predict_proba.")
+        return known[name]
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:

@@ -1,72 +1,46 @@
-"""Transformers for pipelines that do not leak: a scaler and a binner that find ranges privately, a public one-hot.
+"""Pipelines that do not leak: a scaler that finds ranges privately, a public one-hot, and a pipeline that warns.
 
 ``StandardScaler`` or a learnt encoder in front of a private model looks at every record without noise, and the
-whole pipeline is then private no more. These pay for what they look at, or look at nothing.
+whole pipeline is then private no more. These steps pay for what they look at, or look at nothing. scikit-learn
+tells an estimator nothing of the pipeline that fits it; :class:`PrivatePipeline` knows its steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from sklearn import get_config
 from sklearn.base import BaseEstimator, OneToOneFeatureMixin, TransformerMixin
+from sklearn.compose import ColumnTransformer
+from sklearn.pipeline import FeatureUnion, Pipeline
+from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.range_estimation import Look, found_frame
+from quietgrad.algorithms.range_estimation import Ranges
 from quietgrad.algorithms.whitened_design import look_for
-from quietgrad.curators.base import Session
-from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
-from quietgrad.estimators.scans import is_scan, nameless, with_labels
-from quietgrad.estimators.validation import Columns, Whom, checked_rows, named, read_table
+from quietgrad.errors import LedgerWarning
+from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
+from quietgrad.estimators.validation import (
+    Columns,
+    Whom,
+    checked_rows,
+    is_scan,
+    named,
+    nameless,
+    read_table,
+    with_labels,
+)
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.range_queries import Frame
-from quietgrad.objectives.tables.shapes import usual_edges
-from quietgrad.plans.schedule import Plan, Schedule, Slot, plan
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.sampling import FullBatch
-from quietgrad.vectors import Vector
+from quietgrad.training import minimize
+from quietgrad.training.result import Privacy
 
-
-class _Ranges(Algorithm):
-    """The releases of a look and nothing else, in the shape of an algorithm."""
-
-    name = "ranges"
-
-    def __init__(self, look: Look) -> None:
-        shares = look.shares()
-        total = sum(shares.values())
-        self._shares = {slot: share / total for slot, share in shares.items()}
-        self._look = look
-
-    def schedule(self, n_public: int) -> Schedule:
-        slots = [Slot(name, FullBatch(), noise=share**-0.5) for name, share in self._shares.items()]
-        return Schedule(tuple(slots))
-
-    def init(self, x0: Vector) -> State:
-        return State(params=x0)
-
-    def step(self, state: State, door: Session) -> State:
-        relation = Relation.ADD_REMOVE if door.plan.budget is None else door.plan.budget.relation
-        state.extra.update(found_frame(self._look, door, len(state.params), relation))
-        state.extra["feature_range"] = [state.extra["low"].tolist(), state.extra["high"].tolist()]
-        state.step, state.done = 1, True
-        return state
-
-    def output(self, state: State) -> Vector:
-        return state.params
-
-    def config(self) -> dict[str, Any]:
-        return {"look": self._look.config()}
-
-
-def plan_scaling(n: int, features: int, budget: Budget) -> Plan:
-    """What finding the ranges of ``features`` numbers would release."""
-    return plan(_Ranges(look_for(n, features, budget=budget)), n=n, budget=budget)
+_DECLARED = {"OneHotEncoder": "categories", "OrdinalEncoder": "categories", "CountVectorizer": "vocabulary"}
+"""Steps of scikit-learn that learn nothing if this setting is given."""
 
 
 @dataclass(eq=False, repr=False)
@@ -95,31 +69,27 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     feature_bounds: Any = field(default=None, kw_only=True)
 
     _declared_bounds, _column_names = PrivateModel._declared_bounds, PrivateModel._column_names
-    _takes_sparse = True
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
         X, person = named(X, person) if is_scan(X) else (X, person)
         rows = self._checked(X, reset=True)
-        budget = Budget(self.epsilon, self.delta, Relation.parse(self.relation))
+        budget = self._budget()
         whom = Whom.of(person, rows.shape[0])
         features = rows.shape[1]
-        given = self.n_public if budget.relation is Relation.ADD_REMOVE else None
         sparse = not isinstance(rows, np.ndarray) and not is_scan(rows)
         bounds = self._declared_bounds(None if is_scan(X) else X, features)
         bounds = X.bounds if is_scan(X) and self.feature_bounds is None else bounds
 
-        def ranges(n: int) -> _Ranges:
-            return _Ranges(look_for(n, features, budget=budget, feature_bounds=bounds, sparse=sparse))
+        def ranges(n: int) -> Ranges:
+            return Ranges(look_for(n, features, budget=budget, feature_bounds=bounds, sparse=sparse))
 
         self.privacy_: Any = None
         if bounds is None or any(pair is None for pair in bounds):
-            from quietgrad.training import minimize
-
             data = with_labels(rows, np.zeros(rows.shape[0]), _no_labels)
             result = minimize(
                 Squared(), data, ranges, budget=budget, ledger=self.ledger,
-                account=self.account, cap=self.cap, n_public=given, person=whom.people,
+                account=self.account, cap=self.cap, n_public=self._declared_n(), person=whom.people,
             )  # fmt: skip
             self.privacy_ = result.privacy
             low, high = result.details["feature_range"]
@@ -134,11 +104,8 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
     def transform(self, X: Any) -> Any:
         """Rows in [−1, 1]; a scan stays one."""
         check_is_fitted(self)
-        return self._turned(self._frame.apply, X)
-
-    def _turned(self, rows: Callable[[Any], Any], X: Any) -> Any:
-        checked = self._checked(X, reset=False)
-        return checked.mapped(rows, self.get_feature_names_out()) if is_scan(checked) else rows(checked)
+        checked, turned = self._checked(X, reset=False), self._frame.apply
+        return checked.mapped(turned, self.get_feature_names_out()) if is_scan(checked) else turned(checked)
 
     def _checked(self, X: Any, *, reset: bool) -> Any:
         if is_scan(X):
@@ -147,49 +114,12 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
                 self.feature_names_in_ = np.array(X.feature_names, dtype=object)
             nameless(self, X)  # refuses other columns than those of the fit
             return X
-        taken = "csr" if self._takes_sparse else False
-        return checked_rows(self, X, accept_sparse=taken, dtype=[np.float64, np.float32], reset=reset)
+        return checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=reset)
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        tags.input_tags.sparse = self._takes_sparse
+        tags.input_tags.sparse = True
         return tags
-
-
-@dataclass(eq=False, repr=False)
-class PrivateBinner(PrivateScaler):
-    """Bins of each feature's declared or privately estimated range, one-hot encoded.
-
-    Args:
-        bins: of each feature; narrower near zero.
-
-    The other parameters are those of :class:`PrivateScaler`.
-
-    >>> PrivateBinner(bins=4, feature_bounds=[(0, 16)]).fit(np.zeros((9, 1))).transform(np.array([[5.0]])).tolist()
-    [[0.0, 0.0, 1.0, 0.0]]
-    """
-
-    bins: int = field(default=8, kw_only=True)
-
-    _takes_sparse = False
-
-    def transform(self, X: Any) -> Any:
-        """One column per feature and bin."""
-        check_is_fitted(self)
-        if isinstance(self.bins, bool) or int(self.bins) != self.bins or not 2 <= self.bins <= 4096:
-            raise ValueError(f"bins={self.bins!r}: must be a whole number from 2 to 4096.")
-        edges = [usual_edges(float(a), float(b), int(self.bins)) for a, b in zip(*self.feature_range_, strict=True)]
-        return self._turned(partial(_binned, edges), X)
-
-    def get_feature_names_out(self, input_features: Any = None) -> Any:
-        """``name[k]`` for each feature and bin."""
-        names = super().get_feature_names_out(input_features)
-        return np.array([f"{name}[{k}]" for name in names for k in range(self.bins)], dtype=object)
-
-
-def _binned(edges: list[Any], rows: Any) -> Any:
-    places = [np.searchsorted(e[1:-1], c, side="right") for e, c in zip(edges, rows.T, strict=True)]
-    return np.hstack([np.eye(len(e) - 1)[place] for e, place in zip(edges, places, strict=True)])
 
 
 def _no_labels(y: Any) -> Any:
@@ -232,7 +162,8 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 continue
             codes = column.astype(int)
             blocks.append(np.eye(len(vocabulary), dtype=bool)[np.maximum(codes, 0)] & (codes >= 0)[:, None])
-        if self._gives_frames():
+        own: Mapping[str, str] = getattr(self, "_sklearn_output_config", {})
+        if own.get("transform", get_config()["transform_output"]) == "pandas":
             import pandas
 
             columns = [column for block in blocks for column in block.T]
@@ -240,11 +171,6 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             if len(set(names)) == len(names):  # else the estimator behind it refuses them by name
                 return pandas.DataFrame(dict(zip(names, columns, strict=True)), index=getattr(X, "index", None))
         return np.hstack([block.astype(np.float64) for block in blocks])
-
-    def _gives_frames(self) -> bool:
-        """Whether scikit-learn was told to put what this transforms into pandas frames."""
-        own: Mapping[str, str] = getattr(self, "_sklearn_output_config", {})
-        return bool(own.get("transform", get_config()["transform_output"]) == "pandas")
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
         """``name`` of a number, ``name=value`` of a category."""
@@ -254,3 +180,84 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             values = self._columns.vocabularies.get(name)
             names += [name] if values is None else [f"{name}={value}" for value in values]
         return np.array(names, dtype=object)
+
+
+class PrivatePipeline(Pipeline):  # type: ignore[misc]
+    """A scikit-learn pipeline that warns of steps which its ε does not cover, and notes them in ``privacy_``.
+
+    The last step is a private estimator. Steps before it should learn nothing, or learn privately:
+    ``PrivateScaler``, ``PublicOneHot``, or steps of scikit-learn with public numbers and vocabularies.
+
+    >>> import numpy as np
+    >>> from sklearn.preprocessing import FunctionTransformer
+    >>> from quietgrad.estimators import PrivateLogisticRegression
+    >>> X = np.random.default_rng(0).standard_normal((3000, 2))
+    >>> last = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0)
+    >>> model = PrivatePipeline([("squash", FunctionTransformer(np.tanh)), ("model", last)]).fit(X, X[:, 0] > 0)
+    >>> bool(model.score(X, X[:, 0] > 0) > 0.9), model.privacy_.is_private
+    (True, True)
+    """
+
+    def fit(self, X: Any, y: Any = None, **params: Any) -> Self:
+        """Fit every step; the warning of steps that learn without privacy comes before anything is charged."""
+        uncovered = tuple(learning_steps(self))
+        for told in uncovered:
+            warnings.warn(told, LedgerWarning, stacklevel=2)
+        super().fit(X, y, **params)
+        unit, mixed = self.privacy_.unit, []
+        for name, step in _steps(self.steps[:-1]):
+            stated: Privacy | None = vars(step).get("privacy_")
+            if stated is not None and stated.unit is not unit:
+                mixed.append(
+                    f"the guarantee of the step {name} of this pipeline is per {stated.unit}, that of the last one "
+                    f"per {unit}: together they guarantee nothing per person; give every step that pays person=, "
+                    "or declare its bounds"
+                )
+        for told in mixed:
+            warnings.warn(told, LedgerWarning, stacklevel=2)
+        self[-1].privacy_ = noted(self.privacy_, (*uncovered, *mixed))
+        return self
+
+    @property
+    def privacy_(self) -> Privacy:
+        """What is proved about the last step's fit, and what that does not cover."""
+        stated: Privacy = self[-1].privacy_
+        return stated
+
+
+def learning_steps(pipeline: Pipeline) -> Iterator[str]:
+    """What to say of the steps before the last that learn from the records without privacy."""
+    if learning := [name for name, step in _steps(pipeline.steps[:-1]) if learns(step)]:
+        yield (
+            f"ε does not cover {', '.join(learning)}: such a step learns from the records without privacy. Use "
+            "PrivateScaler, PublicOneHot or a public vocabulary, or give a step public numbers"
+        )
+
+
+def _steps(named: Any) -> Iterator[tuple[str, BaseEstimator]]:
+    """Every step by name, also those inside of unions and pipelines."""
+    for name, step, *_ in named:
+        if isinstance(step, Pipeline):
+            yield from _steps(step.steps)
+        elif isinstance(step, FeatureUnion):
+            yield from _steps(step.transformer_list)
+        elif isinstance(step, ColumnTransformer):
+            yield from _steps(step.transformers)
+        elif isinstance(step, BaseEstimator):
+            yield str(name), step
+
+
+def learns(step: BaseEstimator) -> bool:
+    """Whether a step reads something from the records that nothing pays for.
+
+    >>> from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
+    >>> learns(StandardScaler()), learns(FunctionTransformer()), learns(OneHotEncoder(categories=[["a", "b"]]))
+    (True, False, False)
+    """
+    kind = type(step)
+    if kind.__module__.partition(".")[0] == "quietgrad" or not get_tags(step).requires_fit:
+        return False
+    settings = step.get_params(deep=False)
+    if kind.__name__ == "SimpleImputer":
+        return bool(settings["strategy"] != "constant")
+    return settings.get(_DECLARED.get(kind.__name__, ""), "auto") in ("auto", None)

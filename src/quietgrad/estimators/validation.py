@@ -1,20 +1,15 @@
-"""Columns as numbers: quantities as they are, categories as codes of a public vocabulary.
-
-Whom a fit is about: its rows, or people with several rows each.
-
-Answers of a model that rest on one row each: what a bound on one person's share of a score needs.
-
-A score bounds what one person moves by the one cell that the person falls into. That holds only if nobody moves
-anybody else's answer, and a model may be anybody's code: a step that standardises the rows it is given, or ranks
-them, lets one record move them all. So a model is asked again about the same rows in other company.
-"""
+"""What estimators are given: rows, columns with vocabularies, scans, privacy units, and models to be scored."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +21,6 @@ from sklearn.utils.validation import validate_data
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.scans import is_scan, refuse_scan
 from quietgrad.objectives.privacy_units import (
     Combine,
     RecordsWithIds,
@@ -34,10 +28,112 @@ from quietgrad.objectives.privacy_units import (
     UserLevelObjective,
     check_combination,
 )
-from quietgrad.objectives.tables.scanned import ScannedPeople
+from quietgrad.objectives.tables.scanned import ScannedPeople, ScanSource
 from quietgrad.objectives.tables.table import NOT_FINITE, lay_out, refuse_text
 from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.training.minimizing import check_people, how_people_count
+
+
+def is_scan(X: Any) -> bool:
+    return isinstance(X, ScanSource)
+
+
+def refuse_scan(X: Any, what: str) -> None:
+    """Raise if records are a scan, where only a table in memory will do."""
+    if is_scan(X):
+        raise DataError(
+            f"X: is a scan, and {what} needs the table in memory; load it, or fit one of the linear or additive "
+            "models, which scan."
+        )
+
+
+def scan_if_one(X: Any, y: Any) -> tuple[Any, Any]:
+    """A frame that names its target column becomes a scan; everything else stays as it is."""
+    if is_scan(X):
+        if y is not None:
+            raise ValueError("y: a scan knows its target; say it there: scan(..., target=...).")
+        return X, None
+    if isinstance(y, str):
+        # Readers are no part of an estimator: they are asked for only where a column's name stands for the labels.
+        return import_module("quietgrad.data").scan(X, target=y), None
+    return X, y
+
+
+def with_labels(X: Any, y: Any, labels: Callable[[Any], Any] | None) -> Any:
+    """What an objective takes: records with ``labels(y)`` for their targets."""
+    if is_scan(X):
+        return X if labels is None else X.labelled(labels)
+    return X, y if labels is None else labels(y)
+
+
+def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """How labels become positions among the ``declared`` classes: by ``codes``, or by a scan's own codes."""
+    if not is_scan(X) or X.classes is None:
+        return partial(codes, declared)
+    return partial(np.take, codes(declared, np.asarray(X.classes)))
+
+
+def predict_to(model: Any, scan: Any, path: Any) -> int:
+    """Write ``model``'s predictions for all records of ``scan``, block by block."""
+    if not is_scan(scan):
+        raise ValueError("predict_to: takes a scan; use predict for arrays.")
+    plain = nameless(model, scan)
+
+    def answers(X: Any) -> dict[str, Any]:
+        found = {"prediction": np.asarray(plain.predict(X))}
+        if hasattr(plain, "predict_proba"):
+            chances = plain.predict_proba(X)
+            if chances.shape[1] == 2:
+                found[f"probability_of_{plain.classes_[1]}"] = chances[:, 1]
+            else:
+                found["probability"] = chances.max(axis=1)
+        return found
+
+    return write_blocks(path, (answers(X) for X, _ in scan.blocks()))
+
+
+def nameless(model: Any, scan: Any) -> Any:
+    """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
+    known = list(getattr(model, "feature_names_in_", ()))
+    if scan.features != getattr(model, "n_features_in_", scan.features) or (
+        known and known != list(scan.feature_names)
+    ):
+        raise DataError(f"{scan.name}: has other columns than the table the model was fitted on.")
+    plain = copy(model)
+    plain.__dict__.pop("feature_names_in_", None)
+    return plain
+
+
+def write_blocks(path: Any, blocks: Any) -> int:
+    """Write columns block by block to a csv or parquet file that appears when it is whole; how many rows."""
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as pq
+
+    target = Path(path)
+    if target.suffix not in (".csv", ".parquet", ".pq"):
+        raise ValueError(f"{target.name}: predictions of a scan are written as .csv or .parquet.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    rows, writer = 0, None
+    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+    try:
+        for block in blocks:
+            part = pa.table(block)
+            if writer is None:
+                kind = csv.CSVWriter if target.suffix == ".csv" else pq.ParquetWriter
+                writer = kind(str(unfinished), part.schema)
+            writer.write_table(part)
+            rows += part.num_rows
+        if writer is not None:
+            writer.close()
+        unfinished.replace(target)
+    except BaseException:
+        if writer is not None:
+            writer.close()
+        unfinished.unlink(missing_ok=True)
+        raise
+    return rows
 
 
 @dataclass(frozen=True)
@@ -58,10 +154,7 @@ class Columns:
     def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
         """Read names and types; boolean and category columns declare their vocabularies."""
         named = hasattr(X, "columns")
-        shape = np.shape(X)
-        if len(shape) != 2 or not shape[1]:
-            raise DataError("X: must have two dimensions and at least one column.")
-        names = [str(name) for name in X.columns] if named else [f"x{j}" for j in range(shape[1])]
+        names = [str(name) for name in X.columns] if named else [f"x{j}" for j in range(X.shape[1])]
         if len(set(names)) < len(names):
             raise ValueError("X: two columns have the same name. Rename or drop one of them.")
         found: dict[str, list[Any]] = {}
@@ -90,18 +183,25 @@ class Columns:
         Raises:
             DataError: other columns, NaN, infinity, or text in a column without a vocabulary.
         """
-        if self.named != hasattr(X, "columns") or np.shape(X)[1:] != (len(self.names),):
-            if not (self.named and np.shape(X)[1:] == (len(self.names),)):
-                raise DataError(f"X: must have the {len(self.names)} columns that the model was fitted on.")
-        elif self.named and [str(name) for name in X.columns] != self.names:
+        framed = hasattr(X, "columns")
+        if np.shape(X)[1:] != (len(self.names),) or (framed and not self.named):
+            raise DataError(f"X: must have the {len(self.names)} columns that the model was fitted on.")
+        if framed and [str(name) for name in X.columns] != self.names:
             raise ValueError(
                 "The feature names should match those that were passed during fit: same columns, same order."
             )
         columns = []
         for j, name in enumerate(self.names):
             column = X.iloc[:, j] if hasattr(X, "iloc") else np.asarray(X)[:, j]
-            vocabulary = self.vocabularies.get(name)
-            columns.append(_numeric(column, name) if vocabulary is None else codes_in(column, vocabulary))
+            if name in self.vocabularies:
+                columns.append(codes_in(column, self.vocabularies[name]))
+                continue
+            try:
+                columns.append(np.asarray(column, dtype=np.float64))
+            except (TypeError, ValueError):
+                raise DataError(
+                    f"X: column {name} has cells that are not numbers. Declare its vocabulary with categories=."
+                ) from None
         table = np.column_stack(columns).astype(np.float64)
         if not np.isfinite(table).all():
             raise DataError(NOT_FINITE)
@@ -143,19 +243,18 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     rows = checked[0] if targets else checked
     if not np.isfinite(rows if isinstance(rows, np.ndarray) else rows.data).all():
         raise DataError(NOT_FINITE)
-    if targets and not _all_finite(checked[1]):
-        raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
+    if targets:
+        check_finite(checked[1])
     return checked
 
 
 def check_labels(y: Any, declared: Sequence[Any] | None) -> None:
-    """Refuse labels that no classifier takes: some text and some not, gaps, or numbers without end.
+    """Refuse labels that no classifier takes: some text and some not, or numbers without end.
 
     Where classes are declared, a label that is none of them counts as the first. Only if no label is one of them
     are labels refused like undeclared ones.
     """
-    if not _all_finite(y):
-        raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
+    check_finite(y)
     if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
         raise DataError("y: some labels are text and some are not. Make them all of one kind.")
     if declared is None or not np.isin(y, np.asarray(declared)).any():
@@ -164,10 +263,14 @@ def check_labels(y: Any, declared: Sequence[Any] | None) -> None:
             check_classification_targets(y)
 
 
-def _all_finite(y: Any) -> bool:
+def check_finite(y: Any) -> None:
+    """Refuse labels or targets with gaps or infinities."""
     if y.dtype.kind in "fc":
-        return bool(np.isfinite(y).all())
-    return y.dtype.kind != "O" or not any(v is None or v != v for v in y.tolist())
+        finite = bool(np.isfinite(y).all())
+    else:
+        finite = y.dtype.kind != "O" or not any(v is None or v != v for v in y.tolist())
+    if not finite:
+        raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
 
 
 def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] | None, *, reset: bool) -> Any:
@@ -198,15 +301,6 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
         if columns.named and columns.vocabularies:  # else they were set above, if they are all text
             estimator.feature_names_in_ = np.array(columns.names, dtype=object)
     return numbers
-
-
-def _numeric(column: Any, name: str) -> Any:
-    try:
-        return np.asarray(column, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise DataError(
-            f"X: column {name} has cells that are not numbers. Declare its vocabulary with categories=."
-        ) from None
 
 
 def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
@@ -258,9 +352,6 @@ class Whom(NamedTuple):
         """What the fit's n counts."""
         return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
-    def count(self, rows: int) -> int:
-        return rows if self.people is None else len(self.people)
-
     def asks(self, loss: Any) -> Any:
         """The loss as a curator must be asked about it."""
         if self.people is None:
@@ -306,30 +397,30 @@ def without(X: Any, column: str | None) -> Any:
 def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
     """``model.verb`` of every record, each answer from that record alone.
 
-    This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked about one
-    record at a time: a step that standardises, ranks or fills by the rows it is given then sees one, and no product
+    A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
+    answer. This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked
+    about one record at a time: a step that standardises or ranks the rows it is given then sees one, and no product
     of matrices rounds differently for another number of rows. Models of scikit-learn keep nothing of what they are
-    asked; of any other one each record is asked of a fresh copy. A record that the model cannot answer about is
-    answered by NaN (``None`` where answers are no numbers), since an error would tell that there is one.
+    asked; any other one is copied for each record. A record that the model cannot answer about is answered by NaN
+    (``None`` where answers are no numbers), since an error would tell that there is one.
 
     Raises:
         DataError: the model could answer about no record; nothing was reserved.
-
-    >>> class Ranks:
-    ...     def predict(self, rows):
-    ...         return rows[:, 0] - rows.mean()
-    >>> Ranks.__module__ = "somebody_else"
-    >>> row_by_row(Ranks(), "predict", np.array([[1.0], [2.0]])).tolist()
-    [0.0, 0.0]
     """
     if isinstance(model, AskedOnce):
         return model.answers(verb, X)
     if _is_ours(model):
         return np.asarray(getattr(model, verb)(X))
     copied: Callable[[Any], Any] = (lambda one: one) if _keeps_nothing(model) else deepcopy
+    found: list[Any] = []
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # one about a value would tell of the record that has it
-        found = [_answer(copied(model), verb, _safe_indexing(X, [row])) for row in range(_safe_len(X))]
+        for row in range(int(X.shape[0]) if hasattr(X, "shape") else len(X)):
+            try:
+                answered = getattr(copied(model), verb)(_safe_indexing(X, [row]))
+                found.append(np.asarray(np.asarray(answered)[0]))
+            except Exception:  # foreign code: its message may show a record
+                found.append(None)
     like = next((answer for answer in found if answer is not None), None)
     if like is None:
         raise DataError(f"X: the model could answer about no record. Call model.{verb} on a row to see why.")
@@ -370,14 +461,11 @@ def row_products(X: Any, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.flo
         return np.asarray(X @ weights)
     X, columns = np.asarray(X, dtype=np.float64), np.ascontiguousarray(weights.T)
     out = np.empty((len(X), len(columns)))
-    block = max(1, _BLOCK // max(1, columns.size))
+    block = max(1, 2**18 // max(1, columns.size))
     for start in range(0, len(X), block):
         rows = X[start : start + block]
         out[start : start + block] = (rows[:, None, :] * columns[None]).sum(axis=2)
     return out
-
-
-_BLOCK = 2**18  # numbers of one block of products
 
 
 def _is_ours(model: Any) -> bool:
@@ -391,14 +479,3 @@ def _keeps_nothing(model: Any) -> bool:
     parts = [model, *(model.get_params(deep=True).values() if hasattr(model, "get_params") else ())]
     homes = {type(part).__module__.partition(".")[0] for part in parts if part is model or hasattr(part, "fit")}
     return homes <= {"sklearn", "quietgrad"} and not any(callable(part) for part in parts)
-
-
-def _safe_len(X: Any) -> int:
-    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
-
-
-def _answer(model: Any, verb: str, row: Any) -> npt.NDArray[Any] | None:
-    try:
-        return np.asarray(np.asarray(getattr(model, verb)(row))[0])
-    except Exception:  # anybody's code: what it says may show a record
-        return None

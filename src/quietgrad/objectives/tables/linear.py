@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,17 +28,10 @@ from quietgrad.objectives.base import (
     NoRegularizer,
     Numbers,
     Regularizer,
+    rounding_safe_clip,
 )
 from quietgrad.objectives.privacy_units import GroupIndex
-from quietgrad.objectives.tables import full_batch
-from quietgrad.objectives.tables.full_batch import (
-    Block,
-    PersonSum,
-    RowSum,
-    blocks_of,
-    contributions,
-    lift,
-)
+from quietgrad.objectives.tables.full_batch import Block, PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.scanned import (
     Laid,
     Scanned,
@@ -48,7 +41,7 @@ from quietgrad.objectives.tables.scanned import (
     plain_sum,
     rule_sum,
 )
-from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table, lay_out, numbers_of
+from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table, Targets, lay_out, numbers_of
 
 Task = Literal["binary", "multiclass", "regression"]
 
@@ -115,15 +108,15 @@ class LinearObjective(BaseObjective, ABC):
         """G, L and ρ for rows of norm 1, ``None`` where there is none; they grow as R, R² and R³."""
 
     @abstractmethod
-    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: Targets) -> Floats:
         """f of each record, from scores of shape (records, outputs)."""
 
     @abstractmethod
-    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def residuals(self, scores: Floats, y: Targets) -> Floats:
         """∂f/∂score, (records, outputs)."""
 
     @abstractmethod
-    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
         """∂²f/∂score² applied to ``tilts``, (records, outputs): how residuals move with the scores."""
 
     def add_indexed(
@@ -141,7 +134,7 @@ class LinearObjective(BaseObjective, ABC):
         bound = self.row_bound if row_bound is None else row_bound
         if bound is None:
             raise ValueError("row_bound=None: constants hold for bounded rows only. Declare a public row_bound.")
-        full = math.hypot(bound, self._column)
+        full = math.hypot(bound, self.column)
         moduli = self.moduli()
         lipschitz, smoothness, curvature = (
             None if m is None else m * full**k for m, k in zip(moduli, (1, 2, 3), strict=True)
@@ -162,7 +155,8 @@ class LinearObjective(BaseObjective, ABC):
     # --- records --------------------------------------------------------------------------------------------
 
     @property
-    def _column(self) -> float:
+    def column(self) -> float:
+        """The value of the constant column; 0 without an intercept."""
         return float(self.intercept_scale) if self.intercept else 0.0
 
     def prepare(self, data: Any) -> Table:
@@ -176,7 +170,7 @@ class LinearObjective(BaseObjective, ABC):
         if isinstance(data, Table | Laid):
             X, y = data.X, data.y
         elif isinstance(data, ScanSource):
-            return cast(Table, Scanned(self, data, (data.features + bool(self._column)) * self.outputs))
+            return cast(Table, Scanned(self, data, (data.features + bool(self.column)) * self.outputs))
         else:
             try:
                 X, y = data
@@ -192,7 +186,7 @@ class LinearObjective(BaseObjective, ABC):
             raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
         return self._table(X, self._coded(targets))
 
-    def _coded(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _coded(self, y: Targets) -> npt.NDArray[Any]:
         """The targets as the kernels read them, if they are what the task says."""
         if self.task == "regression":
             return np.ascontiguousarray(y, dtype=np.float64)
@@ -202,12 +196,12 @@ class LinearObjective(BaseObjective, ABC):
             raise DataError(f"y: labels must be {known}. Encode the classes first.")
         return np.ascontiguousarray(y, dtype=np.float64 if self.task == "binary" else np.int64)
 
-    def _table(self, X: Any, y: npt.NDArray[Any] | None) -> Table:
+    def _table(self, X: Any, y: Targets | None) -> Table:
         return Table(
             X,
             y,
             outputs=self.outputs,
-            intercept=self._column,
+            intercept=self.column,
             transform=self.transform,
             row_bound=self.row_bound,
             rows=self.rows,
@@ -215,13 +209,6 @@ class LinearObjective(BaseObjective, ABC):
 
     def initial(self, records: Table) -> Floats:
         return np.zeros(records.dim)
-
-    def transformed(self, shift: npt.ArrayLike, scale: npt.ArrayLike) -> Self:
-        """This objective on features s∘(x−m), e.g. with a privately released mean and scale.
-
-        ``prepare(old_table)`` of the result shares the old table's memory.
-        """
-        return replace(self, transform=Affine(np.asarray(shift), np.asarray(scale)))
 
     # --- clipped sums ---------------------------------------------------------------------------------------
 
@@ -239,22 +226,13 @@ class LinearObjective(BaseObjective, ABC):
             raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
         self.add_indexed(records.packed, batch.indices, params, previous, rule.numbers, out)
 
+    @np.errstate(over="ignore", invalid="ignore")
     def add_people(
         self, batch: Batch, groups: GroupIndex, points: Sequence[Floats], rule: ClippingRule, out: Floats
     ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients."""
         records: Table = batch.records
-        params, previous = points[0], points[-1]
-        if not len(params) == len(previous) == len(out) == records.dim:
-            raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        out += self._person_sum(records, groups, params, previous, rule)
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def _person_sum(
-        self, records: Table, groups: GroupIndex, params: Floats, previous: Floats, rule: ClippingRule
-    ) -> Floats:
-        """Σ over people, a few MB of rows at a time."""
-        at, other = lift(records, params), lift(records, previous) if rule.beta else None
+        at, other = lift(records, points[0]), lift(records, points[-1]) if rule.beta else None
         order, starts = groups.flat()
         total = PersonSum(records, starts, groups.mean, rule)
         assert records.y is not None
@@ -266,29 +244,54 @@ class LinearObjective(BaseObjective, ABC):
             y = records.y[which]
             residuals = self.residuals(at.scores(block), y)
             total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
-        return total.result()
+        out += total.result()
 
+    @np.errstate(over="ignore", invalid="ignore")
     def row_losses(self, batch: Batch, params: Floats) -> Floats:
         """f of each row of the batch, in its order."""
         records: Table = batch.records
-        at = lift(records, params)
-        assert records.y is not None
-        y = records.y
-        with np.errstate(over="ignore", invalid="ignore"):
-            parts = [self.losses(at.scores(b), y[b.which]) for b in blocks_of(records, batch.indices)]
+        at, y = lift(records, params), records.y
+        assert y is not None
+        parts = [self.losses(at.scores(b), y[b.which]) for b in blocks_of(records, batch.indices)]
         return np.concatenate([np.zeros(0), *parts])
 
+    @np.errstate(over="ignore", invalid="ignore")
     def add_hessians(
         self, batch: Batch, params: Floats, clip: float, out: Floats, shares: Floats | None = None
     ) -> None:
-        """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; for losses of one score.
+        """out += Σ h(scoreᵢ)·x̃ᵢx̃ᵢᵀ, each shortened to a norm of at most ``clip``; for losses of one score.
 
-        ``shares`` are what rows count, by their positions.
+        With ``shares`` the row at position i counts ``shares[i]`` times.
         """
-        if isinstance(batch.records, Scanned):
-            batch.records.add(partial(hessian_sum, params, clip), batch, out)
+        records: Table = batch.records
+        if isinstance(records, Scanned):
+            records.add(partial(hessian_sum, params, clip), batch, out)
             return
-        full_batch.add_hessians(self, batch, params, clip, out, shares)
+        if self.outputs != 1:
+            raise ValueError(
+                f"{type(self).__name__}: a summed Hessian is known for landscapes and one-score losses."
+            )
+        at, limit = lift(records, params), rounding_safe_clip(clip)
+        assert records.y is not None
+        for block in blocks_of(records, batch.indices):
+            scores = at.scores(block)
+            bends = self.bends(scores, records.y[block.which], np.ones_like(scores))
+            rows = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
+            if records.transform is not None:
+                rows = records.transform.apply((rows - records.transform.shift).T).T
+            if block.factors is not None:
+                rows = rows * block.factors
+            if records.intercept:
+                rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
+            squares = np.einsum("ij,ij->i", rows, rows)[:, None]
+            finite = np.isfinite(squares)
+            if not finite.all():
+                rows = np.where(finite, rows, 0.0)  # not in place: a block may be the table; and 0·∞ is not 0
+            reach = limit / np.maximum(squares, 1e-300)
+            weights = np.clip(np.nan_to_num(bends), -reach, reach)
+            if shares is not None:
+                weights = weights * shares[block.which, None]
+            out += rows.T @ (weights * rows)
 
     @np.errstate(over="ignore", invalid="ignore")
     def _sum(
@@ -320,15 +323,10 @@ class LinearObjective(BaseObjective, ABC):
 
     # --- losses, evaluations, predictions -------------------------------------------------------------------
 
-    def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
-        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
-        return self._loss_total(batch, params, bound)
-
     def risk(self, records: Table, params: Floats) -> float:
         """F(θ) with the regulariser: an evaluation, not private."""
-        return self._loss_total(Batch(records, None), params, math.inf) / len(records) + self.regularizer.value(
-            params
-        )
+        total = self.loss_sum(Batch(records, None), params, math.inf)
+        return total / len(records) + self.regularizer.value(params)
 
     def risk_gradient(self, records: Table, params: Floats) -> Floats:
         """∇F(θ) without clipping: an evaluation, not private."""
@@ -337,7 +335,8 @@ class LinearObjective(BaseObjective, ABC):
         return gradient
 
     @np.errstate(over="ignore", invalid="ignore")
-    def _loss_total(self, batch: Batch, params: Floats, bound: float) -> float:
+    def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         records: Table = batch.records
         if isinstance(records, Scanned):
             out = np.zeros(1)
@@ -372,8 +371,8 @@ class LinearObjective(BaseObjective, ABC):
         Shapes (features, outputs) and (outputs,).
         """
         matrix = params.reshape(-1, self.outputs)
-        weights, bias = (matrix[:-1], self._column * matrix[-1]) if self._column else (matrix, None)
-        bias = np.zeros(self.outputs) if bias is None else bias
+        weights = matrix[:-1] if self.column else matrix
+        bias = self.column * matrix[-1] if self.column else np.zeros(self.outputs)
         if self.transform is None:
             return weights.copy(), bias
         weights = self.transform.apply(weights)

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,7 @@ import numpy.typing as npt
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import Indices, Numbers
 from quietgrad.objectives.tables.linear import LinearObjective, Task
-from quietgrad.objectives.tables.table import Floats, Packed
-
-if TYPE_CHECKING:
-    pass
-
+from quietgrad.objectives.tables.table import Floats, Packed, Targets
 
 _CUBIC = 1.0 / (6.0 * math.sqrt(3.0))  # the largest third central moment of a variable of range 1
 
@@ -68,13 +64,13 @@ class OneScoreLoss(LinearObjective):
         """The loss's one number, or 0."""
         return 0.0 if self.number is None else float(vars(self)[self.number])
 
-    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(self.value(scores[:, 0], y, self.h))
 
-    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def residuals(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(self.residual(scores, y[:, None], self.h))
 
-    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
         return np.asarray(self.curvature(scores, y[:, None], self.h) * tilts)
 
     def add_indexed(
@@ -97,9 +93,7 @@ def _compiled(residual: Callable[..., Floats]) -> tuple[Callable[..., None], int
 
 @dataclass(frozen=True, kw_only=True)
 class Logistic(OneScoreLoss):
-    """Logistic loss for labels 0 and 1.
-
-    f = log(1 + exp(−(2y−1)·score)), y ∈ {0, 1}. G = R, L = R²/4, ρ = R³/(6√3).
+    """Logistic loss for labels 0 and 1: log(1 + exp(−(2y−1)·score)). G = R, L = R²/4, ρ = R³/(6√3).
 
     >>> objective = Logistic(row_bound=1.0)
     >>> records = objective.prepare(([[1.0, 0.0], [0.0, 1.0]], [1, 0]))
@@ -170,9 +164,7 @@ class Huber(OneScoreLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class Squared(OneScoreLoss):
-    """Squared loss for regression.
-
-    f = (score − y)²/2. L = R², ρ = 0; no G, because residuals are unbounded: it needs clipping.
+    """Squared loss for regression: (score − y)²/2. L = R², ρ = 0; no G, as residuals are unbounded: clip it.
 
     >>> Squared(row_bound=2.0).constants().lipschitz is None
     True
@@ -200,9 +192,7 @@ class Squared(OneScoreLoss):
 class Hinge(OneScoreLoss):
     """Hinge loss with a rounded corner, for labels 0 and 1.
 
-    The hinge (1 − (2y−1)·score)₊ with its corner rounded over a width h. G = R, L = R²/h, no ρ.
-
-    With g = 1 − (2y−1)·score: 0 if g ≤ 0, g²/(2h) if g ≤ h, else g − h/2.
+    With g = 1 − (2y−1)·score: 0 if g ≤ 0, g²/(2h) if g ≤ h, else g − h/2. G = R, L = R²/h, no ρ.
 
     >>> Hinge(0.5, row_bound=1.0).constants().smoothness
     2.0
@@ -237,9 +227,7 @@ class Hinge(OneScoreLoss):
 
 @dataclass(frozen=True)
 class PoissonDeviance(OneScoreLoss):
-    """Poisson loss for counts.
-
-    Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
+    """Half the Poisson deviance of a count y ∈ [0, h] with mean exp(score). L = hR², ρ = hR³, no G.
 
     Above log h, the largest mean, the exponential goes on as its parabola: means stay convex and grow no faster.
 
@@ -272,7 +260,7 @@ class PoissonDeviance(OneScoreLoss):
     def moduli(self) -> tuple[None, float, float]:
         return None, self.largest, self.largest
 
-    def _coded(self, y: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _coded(self, y: Targets) -> npt.NDArray[Any]:
         if (y < 0.0).any():
             raise DataError(
                 "y contains negative values, and a count is 0 or more. Correct or drop such records, or fit "
@@ -286,11 +274,9 @@ class PoissonDeviance(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Pinball(OneScoreLoss):
-    """Pinball loss for a quantile, with a rounded corner.
+    """Pinball loss for a quantile: q(y − score)₊ + (1−q)(score − y)₊, its corner rounded over a width of 1/10.
 
-    q(y − score)₊ + (1−q)(score − y)₊, the corner rounded over a width of 1/10. G = max(q, 1−q)·R, L = 10R².
-
-    Its minimum is a quantile. Rounding spreads y evenly over the width: the minimum is off by the width's square.
+    G = max(q, 1−q)·R, L = 10R². Rounding spreads y evenly over the width: the minimum is off by the width's square.
 
     >>> Pinball(0.9, row_bound=1.0).constants().lipschitz
     0.9
@@ -326,12 +312,11 @@ class Pinball(OneScoreLoss):
 
 @dataclass(frozen=True)
 class Multinomial(LinearObjective):
-    """Multinomial logistic loss for several classes.
+    """Multinomial logistic loss for classes 0 to K−1: log Σₖ exp(scoreₖ) − score_y.
 
-    f = log Σₖ exp(scoreₖ) − score_y, y ∈ {0, …, K−1}. G = √2·R, L = R²/2, ρ = √2·R³/(3√3).
-
-    The gradient is (p − e_y) ⊗ x̃. ‖p − e_y‖ < √2; the softmax covariance has no eigenvalue above 1/2; its third
-    cumulant in a unit direction is a third central moment of a variable of range at most √2.
+    G = √2·R, L = R²/2, ρ = √2·R³/(3√3): the gradient is (p − e_y) ⊗ x̃ with ‖p − e_y‖ < √2; the softmax covariance
+    has no eigenvalue above 1/2; its third cumulant in a unit direction is a third central moment of a variable of
+    range at most √2.
 
     >>> objective = Multinomial(classes=3)
     >>> records = objective.prepare(([[1.0], [2.0]], [0, 2]))
@@ -351,17 +336,17 @@ class Multinomial(LinearObjective):
     def outputs(self) -> int:
         return self.classes
 
-    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: Targets) -> Floats:
         top = scores.max(axis=1)
         losses: Floats = np.log(np.exp(scores - top[:, None]).sum(axis=1)) + (top - scores[np.arange(len(y)), y])
         return losses
 
-    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def residuals(self, scores: Floats, y: Targets) -> Floats:
         residuals = _softmax(scores)
         residuals[np.arange(len(y)), y] -= 1.0
         return residuals
 
-    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
         p = _softmax(scores)
         return np.asarray(p * (tilts - (p * tilts).sum(axis=1, keepdims=True)))
 
@@ -417,16 +402,16 @@ class OneVsRestHinge(LinearObjective):
     def outputs(self) -> int:
         return self.classes
 
-    def _sides(self, y: npt.NDArray[Any]) -> Floats:
+    def _sides(self, y: Targets) -> Floats:
         return np.asarray(np.eye(self.classes)[y])
 
-    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(Hinge.value(scores, self._sides(y), self.smoothing).sum(axis=1))
 
-    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def residuals(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(Hinge.residual(scores, self._sides(y), self.smoothing))
 
-    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
         return np.asarray(Hinge.curvature(scores, self._sides(y), self.smoothing) * tilts)
 
     def moduli(self) -> tuple[float, float, None]:
@@ -443,16 +428,16 @@ class _ClassWeights(LinearObjective):
     class_weights: tuple[float, ...] = ()
     compiled: ClassVar[bool] = False
 
-    def _of(self, y: npt.NDArray[Any]) -> Floats:
+    def _of(self, y: Targets) -> Floats:
         return np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
 
-    def losses(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def losses(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(super().losses(scores, y) * self._of(y))  # type: ignore[safe-super]
 
-    def residuals(self, scores: Floats, y: npt.NDArray[Any]) -> Floats:
+    def residuals(self, scores: Floats, y: Targets) -> Floats:
         return np.asarray(super().residuals(scores, y) * self._of(y)[:, None])  # type: ignore[safe-super]
 
-    def bends(self, scores: Floats, y: npt.NDArray[Any], tilts: Floats) -> Floats:
+    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
         return np.asarray(super().bends(scores, y, tilts) * self._of(y)[:, None])  # type: ignore[safe-super]
 
 

@@ -5,10 +5,9 @@ measure in. Rows are brought to length 1 before they are counted: a row with k n
 bins 1/√k. Two such rows have non-negative entries and are at most √2 apart, whatever they hold; zeros are not
 counted. A second histogram of equal bins then places the features that are far from zero (years, pressures).
 
-A public box that rows and targets are kept in and scaled by: what is outside is moved to its edge.
-
-The box comes from the user or from releases. It is applied to every record alike, when a model is fitted and when
-it predicts, so it depends on no record and a record's contribution depends on that record alone.
+A :class:`Frame` is the public box that rows and targets are kept in and scaled by, from the user or from releases.
+It is applied to every record alike, when a model is fitted and when it predicts, so a record's contribution depends
+on that record alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,19 +41,20 @@ def pair_bound(length: float, relation: Relation) -> float:
 
 
 def octave(values: Any) -> npt.NDArray[np.int64]:
-    """⌈log₂|x|⌉ − LOWEST, kept within the octaves told apart; of non-zero values.
-
-    >>> (octave(np.array([1.0, 1.5, 2.0, -3.0, 1e300, 1e-300])) + LOWEST).tolist()
-    [0, 1, 1, 2, 44, -34]
-    """
+    """⌈log₂|x|⌉ − LOWEST, kept within the octaves told apart; of non-zero values."""
     mantissa, exponent = np.frexp(np.abs(values))
     exponent = exponent.astype(np.int64) - (mantissa == 0.5)
     return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST)
 
 
-def _everyone(batch: Batch, relation: Relation) -> WeightedRows:
+def check_everyone(batch: Batch, relation: Relation) -> None:
+    """Refuse a sample where only the distance of two records is bounded, not each of them."""
     if batch.indices is not None and relation is Relation.REPLACE_ONE:
         raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
+
+
+def _everyone(batch: Batch, relation: Relation) -> WeightedRows:
+    check_everyone(batch, relation)
     return rows_of(batch)
 
 
@@ -89,14 +90,6 @@ class Magnitudes(_UnitCounts):
         pooled: a row gives each octave the part of its non-zero entries that falls there, whatever the feature:
             a vector of sum 1, so no longer than 1.
         units: public numbers that the chosen features are divided by first.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query = Magnitudes(np.arange(2))
-    >>> records = Table(lay_out([[1.0, -4.0], [0.0, 4.0]]), None)
-    >>> out = np.zeros(query.dim(records))
-    >>> query.sum_into(None, Batch(records, None), out)
-    >>> query.counts(out)[1, :, 2 - LOWEST].round(3).tolist()
-    [1.0, 0.707]
     """
 
     chosen: npt.NDArray[np.int64]
@@ -104,18 +97,14 @@ class Magnitudes(_UnitCounts):
     pooled: bool = False
     units: Floats | None = None
 
-    @property
-    def _groups(self) -> int:
-        return 1 if self.pooled else len(self.chosen)
-
-    def dim(self, records: Any) -> int:
-        return self._groups * 2 * OCTAVES
+    def dim(self, records: object) -> int:
+        return (1 if self.pooled else len(self.chosen)) * 2 * OCTAVES
 
     def counts(self, released: Floats) -> Floats:
         """The released sum as (features or 1, sign, octave); sign 0 is positive."""
-        return released.reshape(self._groups, 2, OCTAVES)
+        return released.reshape(-1, 2, OCTAVES)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
@@ -141,10 +130,10 @@ class MeanOctaves:
     def bound(self) -> float:
         return 5.0 * math.sqrt(len(self.chosen))
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.chosen)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         shared = rows_of(batch)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
@@ -164,10 +153,10 @@ class Pieces(_UnitCounts):
     relation: Relation = Relation.ADD_REMOVE
     pieces: int = PIECES
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.chosen) * self.pieces
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         starts = np.arange(len(self.chosen)) * self.pieces
         shared = _everyone(batch, self.relation)
         for which, block in shared.records.blocks(shared.indices):
@@ -196,10 +185,10 @@ class FeatureBins:
     def bound(self) -> float:
         return pair_bound(math.sqrt(len(self.chosen)), self.relation)
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.chosen) * (int(self.edges.shape[1]) - 1)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         shared = _everyone(batch, self.relation)
         parts = out.reshape(len(self.chosen), -1)
         for which, block in shared.records.blocks(shared.indices):
@@ -212,7 +201,7 @@ class FeatureBins:
 
 
 def _pieces(
-    values: Any, low: Any, high: Any, pieces: int = PIECES
+    values: Floats, low: Floats | float, high: Floats | float, pieces: int = PIECES
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """Which of the equal bins of [low, high] a value falls in, and whether it does."""
     inside = (values >= low) & (values <= high)
@@ -226,10 +215,10 @@ class TargetMagnitudes(_UnitCounts):
 
     relation: Relation = Relation.ADD_REMOVE
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return 2 * OCTAVES + 1
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         y, weights = _targets(_everyone(batch, self.relation))
         bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + octave(y))
         out += np.bincount(bins, weights, len(out))
@@ -243,10 +232,10 @@ class TargetPieces(_UnitCounts):
     high: float
     relation: Relation = Relation.ADD_REMOVE
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return PIECES
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         y, weights = _targets(_everyone(batch, self.relation))
         bins, inside = _pieces(y, self.low, self.high)
         out += np.bincount(bins, weights=inside * weights, minlength=PIECES)
@@ -269,12 +258,10 @@ class View(ABC):
     """A public map of rows and targets: a query may be asked of the records as it shows them."""
 
     @abstractmethod
-    def apply(self, X: Any) -> Any:
-        """Rows as they are shown."""
+    def apply(self, X: Any) -> Any: ...
 
     @abstractmethod
-    def targets(self, y: Any) -> Any:
-        """Targets as they are shown."""
+    def targets(self, y: Any) -> Any: ...
 
     def features_of(self, records: Any) -> int:
         return int(records.features)
@@ -303,10 +290,6 @@ class Frame(View):
         low, high: the box, low < high.
         target: the interval targets are kept in, scaled to ±2; ``None`` leaves them as they are (classes).
         unit: what counts are divided by instead, about their mean.
-
-    >>> frame = Frame(np.array([0.0, 1990.0]), np.array([4.0, 2010.0]))
-    >>> frame.apply(np.array([[8.0, 2005.0]])).tolist(), frame.centre.tolist(), frame.half.tolist()
-    ([[1.0, 0.5]], [0.0, 2000.0], [4.0, 10.0])
     """
 
     low: Floats
@@ -372,12 +355,6 @@ class Frame(View):
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
 
 
-class _Shown(NamedTuple):
-    """What a query may ask of records before they are shown."""
-
-    features: int
-
-
 @dataclass(frozen=True, eq=False)
 class Framed:
     """A query asked of the records as a view shows them; its bound holds for any rows, so for these."""
@@ -390,7 +367,7 @@ class Framed:
         return self.query.bound
 
     def dim(self, records: Any) -> int:
-        return self.query.dim(_Shown(self.frame.features_of(records)))
+        return self.query.dim(SimpleNamespace(features=self.frame.features_of(records)))
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
         self.query.sum_into(objective, batch._replace(records=self.frame.of(batch.records)), out)

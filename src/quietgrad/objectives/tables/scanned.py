@@ -9,6 +9,7 @@ numbers in the same order, and a run that is resumed finds its sums again bit fo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -89,9 +90,7 @@ class Task(NamedTuple):
 class PartReader(Protocol):
     """Reads parts; small, frozen, and sent to wherever the data lie."""
 
-    def blocks(self, task: Task) -> Iterator[Any]:
-        """What ``prepare`` takes, a few MB at a time."""
-        ...
+    def blocks(self, task: Task) -> Iterator[Any]: ...  # what ``prepare`` takes, a few MB at a time
 
 
 Work = Callable[[PartReader, Task], Value]
@@ -108,32 +107,22 @@ class ScanSource(Protocol):
     """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""
 
     @property
-    def features(self) -> int:
-        """Number of features."""
-        ...
+    def features(self) -> int: ...
 
     @property
-    def units(self) -> Sequence[Any]:
-        """Pieces that can be read on their own."""
-        ...
+    def units(self) -> Sequence[Any]: ...  # pieces that can be read on their own
 
     @property
-    def sizes(self) -> Sequence[int]:
-        """Rows of each piece."""
-        ...
+    def sizes(self) -> Sequence[int]: ...  # rows of each piece
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether rows are left out for what they hold."""
-        ...
+    def leaves_out(self) -> bool: ...  # whether rows are left out for what they hold
 
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
-        ...
 
     def verify(self, reading: RecordAdapter) -> None:
         """Read everything once and refuse what ``reading`` cannot use, before anything is reserved."""
-        ...
 
     def fingerprint(self) -> Iterator[bytes]:
         """The features' content, whatever the files are called."""
@@ -145,26 +134,19 @@ class ScanSource(Protocol):
 
 
 @cache
-def _libraries() -> Any:
+def _blas() -> Any:
     from threadpoolctl import ThreadpoolController
 
-    return ThreadpoolController()  # finding them takes longer than many a sum
+    return ThreadpoolController()  # finding the libraries takes longer than many a sum
 
 
 def one_thread_each() -> Any:
-    """A context in which BLAS keeps to the thread that calls it: parts are what is done at a time here.
-
-    It also fixes the order in which BLAS adds, which may depend on its number of threads.
-    """
-    return _libraries().limit(limits=1)
+    """A context in which BLAS uses one thread, which also fixes the order in which it adds."""
+    return _blas().limit(limits=1)
 
 
 def merged(values: Iterable[Value], merge: Merge) -> Value | None:
-    """Merge in pairs, pairs of pairs and so on, in order, holding no more than log₂ of the values.
-
-    >>> merged(["a", "b", "c", "d", "e"], lambda x, y: f"({x}{y})")
-    '(((ab)(cd))e)'
-    """
+    """Merge in pairs, pairs of pairs and so on, in order, holding no more than log₂ of the values."""
     waiting: list[tuple[int, Any]] = []
     for value in values:
         height, found = 0, value
@@ -217,11 +199,6 @@ class _Sum:
                 chosen = None if task.rows is None else np.arange(len(records))
                 self.summand(self.reading, Batch(records, chosen, self.key), out)
         return out
-
-
-def _add(a: Any, b: Any) -> Any:
-    a += b
-    return a
 
 
 def _sum_each(queries: Sequence[Any], ends: Sequence[int], reading: Any, batch: Batch, out: Any) -> None:
@@ -288,11 +265,11 @@ class Scanned(StreamedRecords):
 
     def contents(self) -> Iterator[bytes]:
         """The source's content, its rows in their order: who was drawn by place must lie there again."""
-        yield from self.source.contents()
+        return self.source.contents()
 
     def fingerprint_parts(self) -> Iterator[bytes]:
         """The source's content: a ledger knows the table by it."""
-        yield from self.source.fingerprint()
+        return self.source.fingerprint()
 
     def foresee(self, *queries: Any) -> None:
         """Questions about all records that come next: one pass then sums for all of them."""
@@ -306,22 +283,19 @@ class Scanned(StreamedRecords):
             self.add(query.sum_into, batch, out)
         else:
             if not any(query is asked for asked, _ in self._sums):
-                self._sums = self._summed(query, batch)
+                # Sums of the query and of those foreseen with it, kept until another one is asked.
+                together = self._foreseen if any(query is asked for asked in self._foreseen) else (query,)
+                self._foreseen = ()
+                ends = np.cumsum([asked.dim(self) for asked in together]).tolist()
+                sums = np.zeros(ends[-1])
+                self.add(partial(_sum_each, together, ends), batch, sums)
+                self._sums = list(zip(together, np.split(sums, ends[:-1]), strict=True))
             out += next(total for asked, total in self._sums if asked is query)
-
-    def _summed(self, query: Any, batch: Batch) -> list[tuple[Any, Any]]:
-        """The sums of a question and of those that were foreseen with it; kept until another one is asked."""
-        together = self._foreseen if any(query is asked for asked in self._foreseen) else (query,)
-        self._foreseen = ()
-        ends = np.cumsum([asked.dim(self) for asked in together]).tolist()
-        out = np.zeros(ends[-1])
-        self.add(partial(_sum_each, together, ends), batch, out)
-        return list(zip(together, np.split(out, ends[:-1]), strict=True))
 
     def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
         work = _Sum(self.reading, summand, out.shape, batch.key if self._chooses else None)
-        total = self.source.total(work, self.tasks(batch.indices), _add)
+        total = self.source.total(work, self.tasks(batch.indices), operator.iadd)
         if total is not None:
             out += total
 

@@ -49,9 +49,6 @@ class Feature:
         mass: of each bin, as far as it is known.
         values: the vocabulary of a category.
         weight: of the waves; 0 leaves the line alone.
-
-    >>> Feature("age", 0.0, 4.0, (0.0, 1.0, 2.0, 3.0, 4.0)).width, Feature("sex", values=("f", "m")).width
-    (3, 2)
     """
 
     name: str
@@ -71,9 +68,6 @@ class Feature:
     def bins(self) -> int:
         return max(len(self.cuts) - 1, 0)
 
-    def edges(self) -> Floats:
-        return np.array(self.cuts)
-
     def line(self, column: Floats) -> Floats:
         """The feature in its range, within ±1."""
         frame = Frame(np.array([self.low]), np.array([self.high]))
@@ -84,12 +78,12 @@ class Feature:
         if self.values:
             codes = np.nan_to_num(column, nan=-1.0).astype(np.int64)
             return np.where((codes >= 0) & (codes < len(self.values)), codes, -1)
-        return np.asarray(np.searchsorted(self.edges()[1:-1], column, side="right"))
+        return np.asarray(np.searchsorted(np.array(self.cuts[1:-1]), column, side="right"))
 
     @cached_property
     def _middles(self) -> Floats:
         """The line at the middle of each bin."""
-        edges = self.edges()
+        edges = np.array(self.cuts)
         return self.line(0.5 * (edges[:-1] + edges[1:]))
 
     @cached_property
@@ -164,24 +158,15 @@ class Shapes:
     def columns(self) -> int:
         return int(self.parts()[-1].stop)
 
-    def _products(self, pair: tuple[int, int]) -> int:
-        firsts = [f.first(np.zeros(1), self.functions).shape[1] for f in (self.features[i] for i in pair)]
-        return math.prod(firsts)
-
     def parts(self) -> Sequence[slice]:
         """Which columns belong to each feature, then to each pair."""
-        widths = [f.width for f in self.features] + [self._products(pair) for pair in self.pairs]
+        firsts = [[self.features[i].first(np.zeros(1), self.functions) for i in pair] for pair in self.pairs]
+        widths = [f.width for f in self.features] + [a.shape[1] * b.shape[1] for a, b in firsts]
         ends = np.cumsum([0, *widths])
         return [slice(int(a), int(b)) for a, b in itertools.pairwise(ends)]
 
     def expand(self, X: Floats) -> Floats:
-        """The columns of the additive model for raw rows of numbers and category codes.
-
-        >>> age, sex = Feature("x", 0.0, 4.0, (0.0, 1.0, 2.0, 3.0, 4.0)), Feature("c", values=("a", "b"))
-        >>> shapes = Shapes((age, sex))
-        >>> shapes.expand(np.array([[0.5, 1.0], [2.0, -1.0]])).shape, shapes.columns
-        ((2, 5), 5)
-        """
+        """The columns of the additive model for raw rows of numbers and category codes."""
         blocks = [feature.columns(column) for column, feature in zip(X.T, self.features, strict=True)]
         for i, j in self.pairs:
             a, b = (self.features[k].first(X[:, k], self.functions) for k in (i, j))
@@ -199,22 +184,15 @@ class Shapes:
         return mine.ravel()
 
     def to_json(self) -> list[Any]:
-        plain = [v.item() if isinstance(v, np.generic) else v for f in self.features for v in f.values]
-        values = iter(plain)
-        features = [
-            [f.name, f.low, f.high, list(f.cuts), list(f.mass), [next(values) for _ in f.values], f.weight]
-            for f in self.features
-        ]
+        features = []
+        for f in self.features:
+            values = [v.item() if isinstance(v, np.generic) else v for v in f.values]
+            features.append([f.name, f.low, f.high, list(f.cuts), list(f.mass), values, f.weight])
         return [features, [list(pair) for pair in self.pairs], self.functions]
 
     @classmethod
     def from_json(cls, said: Sequence[Any]) -> Shapes:
-        """The map of :meth:`to_json`.
-
-        >>> shapes = Shapes((Feature("x", 0.0, 1.0, (0.0, 0.5, 1.0)), Feature("c", values=("a", "b"))), ((0, 1),))
-        >>> Shapes.from_json(shapes.to_json()) == shapes
-        True
-        """
+        """The map of :meth:`to_json`."""
         features = (
             Feature(str(name), low, high, tuple(cuts), tuple(mass), tuple(values), weight)
             for name, low, high, cuts, mass, values, weight in said[0]

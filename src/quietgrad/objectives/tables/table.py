@@ -3,19 +3,17 @@
 A model sees the row x̃ᵢ = (aᵢ · s∘(xᵢ−m), c). The raw xᵢ stay as they were given (dense or CSR, float32 or
 float64); the public shift m and scale s, the row's shortening aᵢ and the constant intercept column c are applied
 inside the arithmetic. A centred sparse table therefore stays sparse.
-
-Features as the kernels want them, without a copy if they are so already: C-contiguous, or CSR.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,20 +32,32 @@ def lay_out(X: Any) -> Any:
 
     Raises:
         DataError: not a numeric matrix, no rows, no columns, NaN or infinite values.
-
-    >>> lay_out([[1, 2], [3, 4]]).dtype
-    dtype('float64')
     """
+    is_sparse = False
     if not isinstance(X, np.ndarray):
         import scipy.sparse as sparse
 
-        if sparse.issparse(X):
-            return _lay_out_sparse(X)
-    X = numbers_of(X, "X")
+        is_sparse = bool(sparse.issparse(X))
+    X = X.tocsr() if is_sparse else numbers_of(X, "X")
     if X.ndim != 2:
         raise DataError(f"X: has {X.ndim} dimension(s), must have 2. Reshape to (records, features).")
-    X = np.ascontiguousarray(X, dtype=_float_type(X.dtype))
-    _check_shape(X)
+    for count, what in zip(X.shape, ("records", "features"), strict=True):
+        if count == 0:
+            raise DataError(f"X: has no {what}.")
+    dtype = X.data.dtype if is_sparse else X.dtype
+    if dtype.kind not in "buif":
+        raise DataError(f"X: has values of type {dtype.name}, must be numbers. Encode categories first.")
+    if dtype not in (np.float32, np.float64):
+        dtype = np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)  # float32 holds small integers exactly
+    if is_sparse:
+        X = csr_around(X.data.astype(dtype, copy=False), X.indices, X.indptr, X.shape)
+        if not np.isfinite(X.data).all():
+            raise DataError(NOT_FINITE)
+        if not X.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
+            X = X.copy()
+            X.sum_duplicates()
+        return X
+    X = np.ascontiguousarray(X, dtype=dtype)
     for start in range(0, len(X), step := max(1, _BLOCK // X.shape[1])):
         if not np.isfinite(X[start : start + step]).all():
             raise DataError(NOT_FINITE)
@@ -59,10 +69,6 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
 
     numpy's own errors quote the cell they failed at, so nothing is converted before every cell is known to be a
     number; nor is a text type named, whose width is the length of the longest cell.
-
-    >>> numbers_of([[1, "a secret"], [2, "another"]], "X")
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: X: column 1 must be numbers and 2 rows are not. Encode categories, or fill ...
     """
     try:
         cells = _cells(values)
@@ -70,7 +76,7 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
         raise DataError(f"{what}: rows of different lengths. Pass one row per record, all equally long.") from None
     if cells.dtype.kind in "buif":
         return cells
-    _refuse(values, cells, ~_are(Real, cells), what)
+    _refuse(values, cells, what, lambda cell: not isinstance(cell, Real))
     try:
         return cells.astype(np.float64)
     except (TypeError, ValueError, OverflowError):
@@ -95,60 +101,28 @@ def refuse_text(values: Any, what: str) -> None:
     if cells.dtype.kind == "c":  # scikit-learn would print the array
         raise DataError(f"{what}: Complex data not supported; give real numbers.")
     if cells.dtype.kind not in "buif":
-        _refuse(values, cells, _are((str, bytes, list, tuple, set, np.ndarray), cells), what)
+        text = (str, bytes, list, tuple, set, np.ndarray)
+        _refuse(values, cells, what, lambda cell: isinstance(cell, text))
 
 
-def _are(kind: Any, cells: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    return np.asarray(np.frompyfunc(lambda cell: isinstance(cell, kind), 1, 1)(cells), dtype=bool)
-
-
-def _refuse(values: Any, cells: npt.NDArray[Any], wrong: npt.NDArray[np.bool_], what: str) -> None:
+def _refuse(values: Any, cells: npt.NDArray[Any], what: str, is_wrong: Callable[[Any], bool]) -> None:
+    """Raise if a cell is wrong; the message names the first column with such cells and counts its rows."""
+    wrong = np.asarray(np.frompyfunc(is_wrong, 1, 1)(cells), dtype=bool)
     if not wrong.any():
         return
+    bad = np.flatnonzero(wrong.any(axis=0)) if cells.ndim == 2 else np.zeros(1, dtype=np.int64)
+    count = int(wrong[:, bad[0]].sum() if cells.ndim == 2 else wrong.sum())
+    rows = f"{count} rows are" if count > 1 else "1 row is"
     if cells.ndim != 2:
-        raise DataError(
-            f"{what}: must be one number per record and {_rows(wrong)} not. Encode them as numbers first."
-        )
-    first, *others = np.flatnonzero(wrong.any(axis=0))
-    columns = _names(values, cells.shape[1])
-    more = f" (and {len(others)} more columns)" if others else ""
+        raise DataError(f"{what}: must be one number per record and {rows} not. Encode them as numbers first.")
+    names = getattr(values, "column_names", None)  # an Arrow table's ``columns`` are the cells themselves
+    if not isinstance(names, list):
+        names = list(getattr(values, "columns", range(cells.shape[1])))
+    more = f" (and {len(bad) - 1} more columns)" if len(bad) > 1 else ""
     raise DataError(
-        f"{what}: column {columns[int(first)]!r}{more} must be numbers and {_rows(wrong[:, first])} not. "
+        f"{what}: column {names[bad[0]]!r}{more} must be numbers and {rows} not. "
         "Encode categories, or fill what is missing, first."
     )
-
-
-def _names(values: Any, width: int) -> Sequence[Any]:
-    """What the columns are called, or their places: an Arrow table's ``columns`` are the cells themselves."""
-    if isinstance(names := getattr(values, "column_names", None), list):
-        return names
-    return list(values.columns) if isinstance(values, _DataFrame) else range(width)
-
-
-@runtime_checkable
-class _DataFrame(Protocol):
-    """A data frame of any library."""
-
-    @property
-    def columns(self) -> Any: ...
-
-
-def _rows(wrong: npt.NDArray[np.bool_]) -> str:
-    count = int(wrong.sum())
-    return f"{count} rows are" if count > 1 else "1 row is"
-
-
-def _lay_out_sparse(X: Any) -> Any:
-    X = X.tocsr()
-    data = X.data.astype(_float_type(X.data.dtype), copy=False)
-    _check_shape(X)
-    if not np.isfinite(data).all():
-        raise DataError(NOT_FINITE)
-    X = csr_around(data, X.indices, X.indptr, X.shape)
-    if not X.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
-        X = X.copy()
-        X.sum_duplicates()
-    return X
 
 
 def csr_around(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
@@ -160,32 +134,12 @@ def csr_around(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> 
     return matrix
 
 
-def csr_rows(X: Any, first: int, stop: int) -> Any:
-    """Some rows of a CSR matrix, around its own arrays."""
-    low, high = X.indptr[first], X.indptr[stop]
-    pointers = X.indptr[first : stop + 1] - low
-    return csr_around(X.data[low:high], X.indices[low:high], pointers, (stop - first, int(X.shape[1])))
-
-
-def _float_type(dtype: np.dtype[Any]) -> type[np.float32] | type[np.float64]:
-    if dtype in (np.float32, np.float64):
-        return np.float32 if dtype == np.float32 else np.float64
-    if dtype.kind in "buif":
-        return np.float32 if dtype.itemsize <= 2 else np.float64  # float32 holds small integers exactly
-    raise DataError(f"X: has values of type {dtype.name}, must be numbers. Encode categories first.")
-
-
-def _check_shape(X: Any) -> None:
-    if X.shape[0] == 0:
-        raise DataError("X: has no records.")
-    if X.shape[1] == 0:
-        raise DataError("X: has no features.")
-
-
 Floats = npt.NDArray[np.float64]
 Packed = tuple[Any, ...]
 """What the compiled kernels read of a table: see :attr:`Table.packed`."""
 Rows = Literal["clip", "normalize"]
+Targets = npt.NDArray[Any]
+"""One float64 number or int64 class code per record."""
 
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = 1e-290  # squares below 1e-308 lose their digits; this much per feature covers what they were
@@ -237,17 +191,12 @@ class Table:
         row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
         rows: ``"clip"`` shortens a row that is longer than R, every one alike; ``"normalize"`` brings every row to
             length R exactly.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> table = Table(lay_out([[3.0, 4.0], [0.0, 1.0]]), np.array([0.0, 1.0]), row_bound=1.0, rows="clip")
-    >>> len(table), table.dim, table.norms.round(9)
-    (2, 2, array([1., 1.]))
     """
 
     def __init__(
         self,
         X: Any,
-        y: npt.NDArray[Any] | None,
+        y: Targets | None,
         *,
         outputs: int = 1,
         intercept: float = 0.0,
@@ -284,11 +233,15 @@ class Table:
     def __len__(self) -> int:
         return int(self.X.shape[0])
 
+    @property
+    def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
+        """What holds the features: the matrix, or pointers, indices and values of a sparse one."""
+        return (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
+
     def contents(self) -> Iterator[bytes | memoryview]:
         """Everything a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
-        parts = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
         yield f"{self.X.shape} {self.outputs} {self.intercept} {self.row_bound}".encode()
-        for array in (*parts, self.y, self.norms, self.factors):
+        for array in (*self._arrays, self.y, self.norms, self.factors):
             if array is not None:
                 yield f"{array.dtype} {array.shape}".encode()
                 yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
@@ -296,7 +249,7 @@ class Table:
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The features as bytes, whatever an objective makes of them: a ledger knows the table by it."""
         yield f"{self.X.shape} {self.X.dtype}".encode()
-        for array in (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,):
+        for array in self._arrays:
             yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
     @property
@@ -310,11 +263,10 @@ class Table:
 
         Read-only views throughout: one compiled version then serves every caller's arrays.
         """
-        rows = (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
         shift = self.transform.shift if self.transform else _NO_FLOATS
         scale = self.transform.scale if self.transform else _NO_FLOATS
         per_row = (frozen(a) for a in (self.y, self.norms, self.factors, shift, scale))
-        return (tuple(frozen(a) for a in rows), *per_row, float(self.intercept))
+        return (tuple(frozen(a) for a in self._arrays), *per_row, float(self.intercept))
 
     def arranged(self, order: npt.NDArray[Any]) -> Table:
         """The same records in another order, copied once."""
@@ -357,49 +309,30 @@ class Table:
             stop = min(max(stop, start + 1), count)
             if start == 0 and stop == count:
                 return [(slice(0, count), X)]
-            blocks.append((slice(start, stop), csr_rows(X, start, stop)))
+            low, high = X.indptr[start], X.indptr[stop]
+            pointers = X.indptr[start : stop + 1] - low
+            shape = (stop - start, int(X.shape[1]))
+            blocks.append((slice(start, stop), csr_around(X.data[low:high], X.indices[low:high], pointers, shape)))
             start = stop
         return blocks
 
+    @np.errstate(over="ignore", invalid="ignore")
     def _feature_norms(self) -> Floats:
         """Upper bounds on ‖s∘(xᵢ−m)‖, tight to rounding.
 
         Rounding up matters: a norm computed too small lets a record exceed its clip. Squares of centred rows
         are off by up to eps·(‖s∘x‖² + ‖s∘m‖²), whether they cancel here or in the gradient sum, so that much is
-        added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m. A row so short that its square
-        underflows would pass as one of norm 0, whatever its residual; ``_TINY`` keeps every norm above that.
+        added; it also covers the rounding of rᵢxᵢ − rᵢm when xᵢ is close to m. A matrix S counts by ‖S‖². A row so
+        short that its square underflows would pass as one of norm 0, whatever its residual; ``_TINY`` keeps every
+        norm above that.
         """
-        if self.transform is not None and self.transform.is_matrix:
-            return self._whitened_norms(self.transform)
         norms = np.empty(len(self))
         slack, least = (32 + self.features) * _EPS, self.features * _TINY
-        shift, scale = (self.transform.shift, self.transform.scale) if self.transform else (None, None)
-        squared_scale = np.ones(self.features) if scale is None else scale * scale
-        shift_square = 0.0 if shift is None else float(squared_scale @ (shift * shift))
-        with np.errstate(over="ignore", invalid="ignore"):
-            if self.transform is None and not self.is_sparse and self.X.flags.fnc:  # column-major
-                # A part of a scan, read once for every release: its norms must not cost more than its sum.
-                from quietgrad.objectives.tables.kernels import row_squares
-
-                raw = row_squares(frozen(self.X.T))
-                norms[:] = np.sqrt(raw + slack * raw + least)
-                norms[np.isnan(norms)] = math.inf
-                return norms
-            for which, block in self.blocks():
-                raw = _row_sums(block, squared_scale, None)
-                squares = raw if shift is None else _row_sums(block, squared_scale, shift) + shift_square
-                norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square) + least)
-        norms[np.isnan(norms)] = math.inf
-        return norms
-
-    def _whitened_norms(self, transform: Affine) -> Floats:
-        """Upper bounds on ‖S(xᵢ−m)‖; the slack is that of :meth:`_feature_norms` times ‖S‖²."""
-        norms = np.empty(len(self))
-        slack = (32 + self.features) * _EPS * float(np.linalg.norm(transform.scale, 2)) ** 2
-        least = self.features * _TINY
-        shift_square = float(transform.shift @ transform.shift)
-        step = max(1, _BLOCK // self.features)
-        with np.errstate(over="ignore", invalid="ignore"):
+        transform = self.transform
+        if transform is not None and transform.is_matrix:
+            slack *= float(np.linalg.norm(transform.scale, 2)) ** 2
+            shift_square = float(transform.shift @ transform.shift)
+            step = max(1, _BLOCK // self.features)
             for start in range(0, len(self), step):
                 block = self.X[start : start + step]
                 dense = np.asarray(block.todense() if self.is_sparse else block, dtype=np.float64)
@@ -407,19 +340,27 @@ class Table:
                 moved = (dense - transform.shift) @ transform.scale
                 squares = np.einsum("ij,ij->i", moved, moved)
                 norms[start : start + step] = np.sqrt(squares + slack * (raw + shift_square) + least)
+        elif transform is None and not self.is_sparse and self.X.flags.fnc:  # column-major
+            # A part of a scan, read once for every release: its norms must not cost more than its sum.
+            from quietgrad.objectives.tables.kernels import row_squares
+
+            raw = row_squares(frozen(self.X.T))
+            norms[:] = np.sqrt(raw + slack * raw + least)
+        else:
+            shift = None if transform is None else transform.shift
+            weights = np.ones(self.features) if transform is None else transform.scale * transform.scale
+            shift_square = 0.0 if shift is None else float(weights @ (shift * shift))
+            for which, block in self.blocks():
+                raw = _row_sums(block, weights, None)
+                squares = raw if shift is None else _row_sums(block, weights, shift) + shift_square
+                norms[which] = np.sqrt(np.maximum(squares, 0.0) + slack * (raw + shift_square) + least)
         norms[np.isnan(norms)] = math.inf
         return norms
 
     def _shortening(self, lengths: Floats, rows: Rows) -> Floats:
-        if rows not in ("clip", "normalize"):
-            raise ValueError(f"rows={rows!r}: must be 'clip' or 'normalize'.")
         bound = self.row_bound
         if bound is None:
-            if rows == "normalize":
-                raise ValueError("rows='normalize': needs a public row_bound to normalize to.")
             return _NO_FLOATS
-        if not (math.isfinite(bound) and bound > 0.0):
-            raise ValueError(f"row_bound={bound!r}: must be a finite number > 0, or None for no bound.")
         if rows == "normalize":
             with np.errstate(divide="ignore"):
                 return np.where(lengths > 0.0, bound / lengths, 1.0)
@@ -437,7 +378,7 @@ def _row_sums(block: Any, weights: Floats, shift: Floats | None) -> Floats:
     return np.asarray(csr_around(values, block.indices, block.indptr, block.shape) @ weights)
 
 
-def frozen(array: npt.NDArray[Any] | None) -> npt.NDArray[Any]:
+def frozen(array: Targets | None) -> npt.NDArray[Any]:
     """A read-only view: one compiled version then serves every caller's arrays."""
     view = (_NO_FLOATS if array is None else array).view()
     view.flags.writeable = False

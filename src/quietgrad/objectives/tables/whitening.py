@@ -3,14 +3,8 @@
 A mean and a second-moment matrix, released once, give a public transform x ↦ S(x − m) that makes features nearly
 uncorrelated and of equal size. Gradient descent on transformed rows then needs tens of steps, not thousands, and
 each step's noise is the same in all directions that matter. Nothing but the two releases sees the data, and the
-table itself is never changed: the transform acts on sums and weights.
-
-Queries about the features alone: private means and second moments, for centring and diagonal scaling.
-
-They read the raw rows of a :class:`~quietgrad.objectives.tables.table.Table`, before any transform, and use no
-parameters; one full-batch release of each costs little beside a training run and often buys most of its accuracy.
-
-The curvature of a linear model's risk in whitened coordinates, as one release: what a Newton step divides by.
+table itself is never changed: the transform acts on sums and weights. Means and moments are those of the raw rows
+of a :class:`~quietgrad.objectives.tables.table.Table`, before any transform.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ import numpy as np
 
 from quietgrad.objectives.base import Batch, ClippingRule, check_clip
 from quietgrad.objectives.privacy_units import UserLevelObjective, rows_of
-from quietgrad.objectives.tables.range_queries import pair_bound
+from quietgrad.objectives.tables.range_queries import check_everyone, pair_bound
 from quietgrad.objectives.tables.table import Affine, Floats, Table
 from quietgrad.privacy.budget import Relation
 
@@ -34,56 +28,53 @@ _LARGEST = 1e75  # its fourth power is finite, so one absurd record cannot turn 
 
 
 @dataclass(frozen=True)
-class _FeatureSum:
-    """Σ clip_C(vᵢ), vᵢ a power of the raw row xᵢ, entry by entry.
-
-    Args:
-        clip: C.
-        nonnegative: a public promise that features are ≥ 0, kept by replacing negative ones by 0. Two
-            non-negative vectors of norm ≤ C are at most √2·C apart, not 2C, so under ``replace-one`` the bound
-            is C/√2. It holds for the full batch only.
-        relation: what a neighbour is.
-    """
+class FeatureMean:
+    """Σ clip_C(xᵢ) of the raw rows: divided by n, a private mean to centre with."""
 
     clip: float
-    nonnegative: bool = False
-    relation: Relation = Relation.ADD_REMOVE
+
+    power: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_clip("clip", self.clip)
         if not (math.isfinite(self.clip) and self.clip > 0.0):
             raise ValueError(f"clip={self.clip!r}: must be a finite number > 0.")
-        object.__setattr__(self, "relation", Relation(self.relation))
-
-    power: ClassVar[int] = 1
-
-    @property
-    def _is_pairwise(self) -> bool:
-        return self.nonnegative and self.relation is Relation.REPLACE_ONE
 
     @property
     def bound(self) -> float:
-        """C, or C/√2 where only the distance between two records counts."""
-        return self.clip / math.sqrt(2.0) if self._is_pairwise else self.clip
+        return self.clip
 
     def dim(self, records: Any) -> int:
         return int(records.features)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         shared = rows_of(batch)
         records: Table = shared.records
-        if self._is_pairwise and batch.indices is not None:
-            raise ValueError(
-                "under replace-one this bounds the distance of two records, not a record: "
-                "release it with FullBatch() sampling."
-            )
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
-        lowest = 0.0 if self.nonnegative else -_LARGEST
         for which, block in records.blocks(shared.indices):
-            values = _mapped(block, lambda v: np.clip(v, lowest, _LARGEST) ** self.power)
+            values = _mapped(block, lambda v: np.clip(v, -_LARGEST, _LARGEST) ** self.power)
             lengths = np.sqrt(np.asarray(_mapped(values, np.square).sum(axis=1)).ravel()) * slack
             factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(which)
             out += values.T @ factors
+
+
+@dataclass(frozen=True)
+class MeanSquares(FeatureMean):
+    """Σ clip_C(xᵢ∘xᵢ): the diagonal of the second moments. Squares are never negative, so under replace-one the
+    bound is C/√2, whatever the signs of the features.
+    """
+
+    relation: Relation = Relation.ADD_REMOVE
+
+    power: ClassVar[int] = 2
+
+    @property
+    def bound(self) -> float:
+        return pair_bound(self.clip, self.relation)
+
+    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+        check_everyone(batch, self.relation)
+        super().sum_into(objective, batch, out)
 
 
 def _mapped(block: Any, function: Any) -> Any:
@@ -96,18 +87,6 @@ def _mapped(block: Any, function: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class FeatureMean(_FeatureSum):
-    """Σ clip_C(xᵢ): divided by n, a private mean to centre with.
-
-    >>> from quietgrad.objectives.tables.table import lay_out
-    >>> query, out = FeatureMean(clip=5.0), np.zeros(2)
-    >>> query.sum_into(None, Batch(Table(lay_out([[3.0, 4.0], [30.0, 40.0]]), None), None), out)
-    >>> out.round(6), query.bound
-    (array([6., 8.]), 5.0)
-    """
-
-
-@dataclass(frozen=True)
 class SecondMomentMatrix:
     """Σ x̄ᵢx̄ᵢᵀ of rows shortened to length R, as its upper triangle with off-diagonal entries times √2.
 
@@ -115,9 +94,6 @@ class SecondMomentMatrix:
     same privacy as independent noise on the entries of the triangle for a √2 smaller spectral norm. One record has
     norm at most R²; two positive semi-definite ones are at most √2·R² apart, so under replace-one the bound is
     R²/√2 instead of R².
-
-    >>> SecondMomentMatrix(2.0).bound, SecondMomentMatrix(2.0).unpack(np.array([1.0, 2.0**0.5, 3.0]), 2).tolist()
-    (4.0, [[1.0, 1.0], [1.0, 3.0]])
     """
 
     clip: float
@@ -129,14 +105,12 @@ class SecondMomentMatrix:
 
     @property
     def bound(self) -> float:
-        """One record's contribution, or half the distance of two where only that counts."""
-        square = self.clip * self.clip
-        return square / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else square
+        return pair_bound(self.clip * self.clip, self.relation)
 
     def dim(self, records: Any) -> int:
         return int(records.features * (records.features + 1) // 2)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         shared = rows_of(batch)
         records: Table = shared.records
         if batch.indices is not None:
@@ -144,7 +118,18 @@ class SecondMomentMatrix:
         total = np.zeros((records.features, records.features))
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
         for which, block in records.blocks(shared.indices):
-            rows = _shortened(block, self.clip / slack, np.sqrt(shared.of(which)))
+            # Rows cut to length R, then times the root of what they count.
+            clip, weights = self.clip / slack, np.sqrt(shared.of(which))
+            if isinstance(block, np.ndarray):
+                lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
+                rows = block * (weights * clip / np.maximum(lengths, clip))[:, None]
+            else:
+                values, counts = block.data.astype(np.float64), np.diff(block.indptr)
+                squares = np.zeros(len(counts))
+                np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
+                factors = weights * clip / np.maximum(np.sqrt(squares), clip)
+                rows = block.copy()
+                rows.data = values * np.repeat(factors, counts)
             product = rows.T @ rows
             total += product if isinstance(product, np.ndarray) else product.toarray()
         weights = np.where(np.eye(records.features, dtype=bool), 1.0, math.sqrt(2.0))
@@ -159,21 +144,6 @@ class SecondMomentMatrix:
         return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
 
 
-def _shortened(block: Any, clip: float, weights: Any) -> Any:
-    """Rows cut to length ``clip``, then times their weights."""
-    if isinstance(block, np.ndarray):
-        lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
-        return block * (weights * clip / np.maximum(lengths, clip))[:, None]
-    values = block.data.astype(np.float64)
-    counts = np.diff(block.indptr)
-    squares = np.zeros(len(counts))
-    np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
-    factors = weights * clip / np.maximum(np.sqrt(squares), clip)
-    rows = block.copy()
-    rows.data = values * np.repeat(factors, counts)
-    return rows
-
-
 @dataclass(frozen=True)
 class RowNormHistogram:
     """Counts of row norms between public powers of √2: one record is one count, so the bound is 1."""
@@ -182,20 +152,18 @@ class RowNormHistogram:
 
     @property
     def bound(self) -> float:
-        """1; under replace-one two records differ in two counts, √2 = 2·(1/√2)."""
-        return 1.0 / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else 1.0
+        return pair_bound(1.0, self.relation)
 
     @property
     def edges(self) -> Floats:
         """Upper edges of the bins; the last bin is open."""
         return np.exp2(np.arange(-40, 41) / 2.0)
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.edges) + 1
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
-            raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
+        check_everyone(batch, self.relation)
         shared = rows_of(batch)
         norms = Table(shared.records.X, None).norms
         which = slice(None) if shared.indices is None else shared.indices
@@ -212,22 +180,6 @@ class RowNormHistogram:
             return float(self.edges[int(np.argmax(counts[:-1]))])
         reached = np.searchsorted(np.cumsum(kept), fraction * kept.sum())
         return float(self.edges[min(int(reached), len(self.edges) - 1)])
-
-
-@dataclass(frozen=True)
-class MeanSquares(_FeatureSum):
-    """Σ clip_C(xᵢ∘xᵢ): the diagonal of the second moments. Squares are never negative, so under replace-one the
-    bound is C/√2, whatever the signs of the features.
-
-    >>> MeanSquares(2.0, relation=Relation.REPLACE_ONE).bound == 2.0 / 2**0.5
-    True
-    """
-
-    power: ClassVar[int] = 2
-
-    @property
-    def _is_pairwise(self) -> bool:
-        return self.relation is Relation.REPLACE_ONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,14 +203,7 @@ class Whitening:
 
     @classmethod
     def from_moments(
-        cls,
-        mean: Floats,
-        second: Floats,
-        *,
-        floor: float,
-        column: float,
-        outputs: int,
-        freedom: float = math.inf,
+        cls, mean: Floats, second: Floats, *, floor: float, column: float, outputs: int, freedom: float = math.inf
     ) -> Whitening:
         """S = (Σ + τI)^(−1/2) with Σ the (noisy) covariance, negative eigenvalues taken as zero.
 
@@ -270,14 +215,14 @@ class Whitening:
                 descent in whitened coordinates becomes descent in the raw ones.
         """
         shift = mean if column else np.zeros_like(mean)
-        diagonal = second.ndim == 1
-        if diagonal:
-            values, vectors = second - shift * shift, np.empty(0)
+        vectors = None
+        if second.ndim == 1:
+            values = second - shift * shift
         else:
             values, vectors = np.linalg.eigh(second - np.outer(shift, shift))
         values = np.maximum(values, 0.0)
         tau = _damping(values, floor, freedom)
-        if diagonal:
+        if vectors is None:
             matrix = 1.0 / np.sqrt(values + tau)
         else:
             matrix = (vectors / np.sqrt(values + tau)) @ vectors.T
@@ -343,7 +288,7 @@ class WhitenedGradient:
     def bound(self) -> float:
         return self.clip
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.params)
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
@@ -382,10 +327,9 @@ class WhitenedInformation:
 
     @property
     def bound(self) -> float:
-        """The clip, or clip/√2 where only the distance of two records counts."""
         return pair_bound(self.clip, self.relation)
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self.params) * (len(self.params) + 1) // 2
 
     def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:

@@ -35,6 +35,11 @@ class Windows:
     first: npt.NDArray[np.int64]
     last: npt.NDArray[np.int64]
 
+    def inside(self, bins: int) -> npt.NDArray[np.bool_]:
+        """Which of the bins lie in each window."""
+        places = np.arange(bins)
+        return np.asarray((places >= self.first[:, None]) & (places <= self.last[:, None]))
+
 
 def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Windows:
     """Find the occupied bins of histograms (one per row) with noise of deviation ``sigma`` on every count.
@@ -42,10 +47,6 @@ def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Window
     A window opens where 1, 2 or 4 neighbouring bins stand out so far that noise alone would anywhere in the release
     with probability at most ``alarm``. It takes in every other bin that stands out alone, and grows over neighbours
     above 2.5 deviations.
-
-    >>> found = windows(np.array([[0.0, 50.0, 9.0, 4.0, 1.0], [0.0, 1.0, 0.0, -2.0, 1.0]]), 2.0)
-    >>> found.found.tolist(), int(found.first[0]), int(found.last[0])
-    ([True, False], 1, 2)
     """
     from scipy.special import ndtri
 
@@ -106,11 +107,6 @@ def read_magnitudes(
     not where the feature itself is hidden. With ``whole`` no value that was seen may lie beyond its limit. One
     limit for all values of ``sparse`` rows goes on with the values for two octaves: most words come once in a text,
     and those that come more often tell the most.
-
-    >>> counts = np.zeros((1, 2, HIGHEST - LOWEST + 1)); counts[0, 0, 11 - LOWEST] = 900.0
-    >>> found = read_magnitudes(counts, 1.0)
-    >>> found.reach.tolist(), found.offsets.tolist(), found.low.tolist(), found.high.tolist()
-    ([2048.0], [0], [1024.0], [2048.0])
     """
     both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
     mine = windows(both, noise)
@@ -119,19 +115,36 @@ def read_magnitudes(
     mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
     mass = np.where(mine.found, mass, 0.0)
     most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
-    tail = 0.0 if whole else _tail(noise / most) if len(both) > 1 else _POOLED_TAIL
-    top = np.where(mine.found, _top(both, mine, tail), _likely(both, noise, _usual(both, mine, shared, tail)))
+    tail = _POOLED_TAIL
+    if whole:
+        tail = 0.0
+    elif len(both) > 1:  # the less, the smaller the noise is beside the records
+        seen = 6.0 * (noise / most)
+        tail = min(max(seen, min(_LEAST_TAIL, 10.0 * seen)), _TAIL)
+    # A usual limit is the median of those found, else that of all features together.
+    if mine.found.any():
+        usual = int(np.median(_top(both, mine, tail)[mine.found]))
+    else:
+        usual = int(_top(everybody, shared, tail)[0]) if shared.found[0] else int(everybody.argmax())
+    # A feature that does not stand out takes the top of its best four octaves if those are 3.5 deviations up. A
+    # limit that is too small is the lesser evil: values beyond it are moved to it and keep their sign. One that is
+    # too large makes the feature vanish.
+    sums = np.lib.stride_tricks.sliding_window_view(both, 4, axis=1).sum(axis=2)
+    likely = np.where(sums.max(axis=1) > 3.5 * 2.0 * noise, sums.argmax(axis=1) + 3, usual)
+    top = np.where(mine.found, _top(both, mine, tail), likely)
     if sparse and len(both) == 1:
-        top = _prolonged(both, noise, top)
+        for _ in range(_BEYOND):  # while the next octave is seen to hold values
+            following = np.minimum(top + 1, both.shape[1] - 1)
+            top = np.where(both[0, following] > _GROW * noise, following, top)
     pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
     added = np.where(mine.found | (not tight), pad, int(whole))
     narrow = mine.found & (mine.last - mine.first < 3)
     if n is None:
         narrow &= mass >= 0.6 * most
     else:  # a row's k non-zero entries count 1/√k each: the mean √k is what all features hold, by n
-        seen = mass + 2.0 * noise * np.sqrt(mine.last - mine.first + 1.0)
-        narrow &= seen * max(float(everybody.sum()), most) >= _EVERYWHERE * n * n
-    by_sign = _within(counts, mine)
+        held = mass + 2.0 * noise * np.sqrt(mine.last - mine.first + 1.0)
+        narrow &= held * max(float(everybody.sum()), most) >= _EVERYWHERE * n * n
+    by_sign = np.where(mine.inside(counts.shape[2])[:, None], counts, 0.0).sum(axis=2).T  # (sign, feature)
     # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
     spread = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
     lesser = by_sign.min(axis=0)
@@ -141,39 +154,6 @@ def read_magnitudes(
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
     low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
     return Found(np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high)
-
-
-def _tail(noise: float) -> float:
-    """The part of a feature's values that may lie beyond its limit, by the noise relative to the records."""
-    seen = 6.0 * noise
-    return min(max(seen, min(_LEAST_TAIL, 10.0 * seen)), _TAIL)
-
-
-def _prolonged(both: Floats, noise: float, top: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The limit of all features, up to two octaves further while the next one is seen to hold values."""
-    for _ in range(_BEYOND):
-        following = np.minimum(top + 1, both.shape[1] - 1)
-        top = np.where(both[0, following] > _GROW * noise, following, top)
-    return top
-
-
-def _usual(both: Floats, mine: Windows, shared: Windows, tail: float) -> int:
-    """The limit of a usual feature: the median of those found, else that of all features together."""
-    if mine.found.any():
-        return int(np.median(_top(both, mine, tail)[mine.found]))
-    everybody = both.sum(axis=0, keepdims=True)
-    return int(_top(everybody, shared, tail)[0]) if shared.found[0] else int(everybody.argmax())
-
-
-def _likely(counts: Floats, noise: float, usual: int) -> npt.NDArray[np.int64]:
-    """For features that do not stand out: the top of their best four octaves if those are 3.5 deviations up.
-
-    A limit that is too small is the lesser evil, because values beyond it are moved to it and keep their sign; one
-    that is too large makes the feature vanish.
-    """
-    sums = np.lib.stride_tricks.sliding_window_view(counts, 4, axis=1).sum(axis=2)
-    best = sums.argmax(axis=1)
-    return np.where(sums.max(axis=1) > 3.5 * 2.0 * noise, best + 3, usual)
 
 
 def middle_octave(counts: Floats) -> float:
@@ -192,26 +172,13 @@ def read_octaves(means: Floats, sigma: float, centre: float) -> Floats:
 
 def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
     """The octave up to which all but a small part of the counts in the window lie."""
-    places = np.arange(counts.shape[1])
-    inside = (places >= window.first[:, None]) & (places <= window.last[:, None])
+    inside = window.inside(counts.shape[1])
     sums = np.cumsum(np.where(inside, np.maximum(counts, 0.0), 0.0), axis=1)
     return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
 
 
-def _within(counts: Floats, window: Windows) -> Floats:
-    """(sign, feature): the counts of each sign in the window."""
-    places = np.arange(counts.shape[2])
-    inside = (places >= window.first[:, None]) & (places <= window.last[:, None])
-    return np.asarray(np.where(inside[:, None], counts, 0.0).sum(axis=2).T)
-
-
 def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
-    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off.
-
-    >>> counts = np.zeros((1, PIECES)); counts[0, 8:16] = 100.0
-    >>> [limit.tolist() for limit in read_pieces(counts, 1.0, np.array([0.0]), np.array([32.0]))]
-    [[8.0], [16.0]]
-    """
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off."""
     total = counts.sum(axis=1)
     new_low, new_high = low.copy(), high.copy()
     for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
@@ -219,8 +186,7 @@ def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tupl
         noise = sigma * math.sqrt(merged)
         coarse = counts.reshape(len(counts), pieces, merged).sum(axis=2)
         inner = windows(coarse, noise)
-        places = np.arange(pieces)
-        inside = (places >= inner.first[:, None]) & (places <= inner.last[:, None])
+        inside = inner.inside(pieces)
         caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
         use = inner.found & (caught >= _CAUGHT * total)
         pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
@@ -281,12 +247,7 @@ class Counts:
 
 
 def read_counts(counts: Floats, sigma: float) -> Counts | None:
-    """Limit, mean and spread of counts, from their magnitudes; ``None`` if nothing stands out of the noise.
-
-    >>> counts = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1); counts[[-1, -LOWEST, 1 - LOWEST]] = 50.0, 30.0, 20.0
-    >>> read_counts(counts, 0.1)
-    Counts(most=2.0, mean=0.7, spread=1.857...)
-    """
+    """Limit, mean and spread of counts, from their magnitudes; ``None`` if nothing stands out of the noise."""
     octaves = HIGHEST - LOWEST + 1
     line = np.concatenate([[counts[-1] + counts[octaves:-1].clip(min=0.0).sum()], counts[:octaves]])
     found = windows(line[None, :], sigma, _TARGET_ALARM)
@@ -310,10 +271,6 @@ def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[f
     """The interval [low, high] that holds the targets, from their magnitudes; ``None`` if nothing stands out.
 
     It is widened by an octave where a tail could hide in the noise, and with ``whole`` always.
-
-    >>> counts = np.zeros(2 * (HIGHEST - LOWEST + 1) + 1); counts[3 - LOWEST] = 100.0
-    >>> read_target(counts, 1.0)
-    (4.0, 8.0)
     """
     octaves = HIGHEST - LOWEST + 1
     # From the most negative to the most positive, zero in the middle: one line of bins.
