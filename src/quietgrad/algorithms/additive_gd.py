@@ -276,21 +276,21 @@ class _Stage:
     """A session as one descent sees it: its slots by their names in the plan, its records as a view."""
 
     def __init__(self, session: Session, slots: str, view: Expanded) -> None:
-        self._door, self._slots, self._view = session, slots, view
+        self._session, self._slots, self._view = session, slots, view
         self.objective, self.regularizer = session.objective, session.regularizer
         plan = session.plan
         self.plan = SimpleNamespace(budget=plan.budget, noise_multiplier=plan.noise_multiplier, schedule=self)
 
     def __getitem__(self, slot: str) -> Slot:
-        return self._door.plan.schedule[self._slots + slot]
+        return self._session.plan.schedule[self._slots + slot]
 
     def expected_batch(self, slot: str) -> float:
         """That of the plan."""
-        return self._door.expected_batch(self._slots + slot)
+        return self._session.expected_batch(self._slots + slot)
 
     def release(self, slot: str, query: Query) -> Vector:
         """The release of the plan."""
-        return self._door.release(self._slots + slot, Framed(query, self._view))
+        return self._session.release(self._slots + slot, Framed(query, self._view))
 
 
 def _within(method: WhitenedGD, n: int, prefix: str, share: float) -> list[Slot]:

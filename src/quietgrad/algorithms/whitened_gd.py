@@ -382,7 +382,7 @@ class WhitenedGD(Algorithm):
         """Momentum and step size with which T steps go as far as the noise allows, and how far to widen the clip.
 
         After a distance H the noise of a score is about .8·H·df/A, the signal about .4·H: what can be learned
-        grows with A/df, and so does the distance worth going. Where that is further than anybody needs to go, a
+        grows with A/df, and so does the distance worth going. Where that is further than a fit needs to go, a
         wider clip is affordable: a narrow one makes a classifier too sure of itself. With ever more signal the
         clip widens and the distance grows without end, so that the fit tends to the one without noise. Of k classes
         the curvature is about 1/k, and the way longer. ``wider`` is how much of the signal a clip costs already.

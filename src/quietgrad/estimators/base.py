@@ -227,8 +227,8 @@ class PrivateModel(SpendsPrivacy):
         frame with the name of the target column as ``y``.
 
         Args:
-            person: whom each record is about: one id per record, or the name of a column of a data frame, which is
-                then no feature. The guarantee is for people with all their records; without it, for records.
+            person: the person each record is about: one id per record, or the name of a column of a data frame,
+                which is then no feature. The guarantee is for people with all their records; without it, for records.
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
             records_per_person: the most of a person's records that one release looks at.
             records_public: how many records people have together, if that is public; never shown otherwise.

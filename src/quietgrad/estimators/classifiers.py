@@ -99,7 +99,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:
-            self._loss(len(declared), declared)  # what no loss takes is refused before anybody pays
+            self._loss(len(declared), declared)  # what no loss takes is refused before any charge
         return X, y, declared
 
     def _shape(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def public_labels(y: Any) -> Any:
 
 
 def typed_labels(classes: Any, y: Any) -> tuple[str, ...]:
-    """What a statement says of labels that nobody declared but the category dtype of ``y``."""
+    """What a statement says of labels that only the category dtype of ``y`` declares."""
     listed = getattr(getattr(y, "dtype", None), "categories", None)
     known = classes is not None or listed is None or len(listed) < 2
     return () if known else (taken_as_public("y", "classes=[...]"),)
@@ -181,7 +181,7 @@ def codes_of(classes: Any, y: Any) -> Any:
 
 
 def declared_classes(classes: Sequence[Any], y: Any) -> Any:
-    """The declared classes, sorted. A label that is not among them counts as the first, whoever has it.
+    """The declared classes, sorted. A label that is not among them counts as the first.
 
     What is refused is public: too few classes, or texts declared for a column of numbers and the other way round.
     """

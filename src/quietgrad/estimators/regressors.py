@@ -67,7 +67,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
         if is_scan(X):
             return self._scanned(X), y, self._target_bounds()
         X, y = self._validated(X, y, y_numeric=True)
-        self._loss()  # what no loss takes is refused before anybody pays
+        self._loss()  # what no loss takes is refused before any charge
         return X, np.asarray(y, dtype=np.float64), self._target_bounds()
 
     def _target_bounds(self, n: int | None = None) -> Bounds | None:

@@ -135,8 +135,8 @@ def private_score(
         cap: Refuse the release if the account would exceed this budget.
         n_public: Public number of records; ``None`` counts them privately under add-remove.
         target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
-        person: one id per record, or the name of a column of ``X``: the promise is to people, and every number is
-            a mean over people of the mean of their records.
+        person: one id per record, or the name of a column of ``X``: the guarantee is for people, and every number
+            is a mean over people of the mean of their records.
         records_per_person: the most of a person's records that are looked at.
 
     >>> from quietgrad.estimators import PrivateLogisticRegression
@@ -362,7 +362,7 @@ def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tu
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
         cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
-    # Cells below zero count nowhere: a refusal would tell that somebody has a label that the model does not know.
+    # Cells below zero count nowhere: a refusal would tell that a record has a label that the model does not know.
     return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 

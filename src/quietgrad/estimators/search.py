@@ -159,7 +159,12 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         if isinstance(whom.people, UnitGrouping):  # the rows of the people who train, and of those who score
             (train, trained), (test, _) = whom.people.only(train), whom.people.only(test)
         plan = calibrate_plan(lambda z: self._plan(z, size, budget, whom.unit), budget)
-        rounds = [self._candidate(setting, public_train, plan, budget) for setting in grid]
+        # A round's fit has a budget that un-sampled Gaussian releases meet at the cost of one release of the plan.
+        one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
+        cost = price_of(one, delta=budget.delta, relation=budget.relation)
+        own: dict[str, Any] = {"epsilon": cost, "delta": budget.delta}
+        own |= {"relation": self.relation, "ledger": None, "cap": None, "account": self.account}
+        rounds = [clone(self.estimator).set_params(**{"n_public": public_train, **s, **own}) for s in grid]
         whole = Charge(plan.event)
         for model in rounds:
             model._accept(X, y)
@@ -225,22 +230,6 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         settings = {"mean_rounds": self.mean_rounds}
         return Plan("private-search", settings, schedule, size.n, budget, z, unit=unit, counted=counted)
 
-    def _candidate(self, setting: Mapping[str, Any], n: int, plan: Plan, budget: Budget) -> Any:
-        """A round's estimator, with a budget that a fit of un-sampled Gaussian releases meets at that cost."""
-        one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
-        return clone(self.estimator).set_params(
-            **{
-                "n_public": n,
-                **setting,
-                "epsilon": price_of(one, delta=budget.delta, relation=budget.relation),
-                "delta": budget.delta,
-                "relation": self.relation,
-                "ledger": None,
-                "cap": None,
-                "account": self.account,
-            }
-        )
-
     def predict(self, X: Any) -> Any:
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict(X)
@@ -277,7 +266,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         epsilon = proof.epsilon
         notes = (*model.privacy_.notes, "chosen by a private search: ε is that of the whole search")
         if plan.counted is not None:
-            # Another count would have led to another search; what is promised of all of them is the budget.
+            # Another count would have led to another search; what holds for all of them is the budget.
             epsilon, notes = max(epsilon, float(self.epsilon)), (*notes, plan.counted.describe(plan.unit))
         model.privacy_ = replace(
             model.privacy_,

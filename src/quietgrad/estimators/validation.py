@@ -144,7 +144,7 @@ class Columns:
     named: bool
     vocabularies: dict[str, list[Any]] = field(default_factory=dict)
     typed: tuple[str, ...] = ()
-    """Columns whose vocabulary nobody declared but their category dtype."""
+    """Columns whose vocabulary only their category dtype declares."""
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -475,7 +475,7 @@ def _is_ours(model: Any) -> bool:
 
 
 def _keeps_nothing(model: Any) -> bool:
-    """Whether a model is made of scikit-learn's parts alone, without functions of somebody else's."""
+    """Whether a model is made of scikit-learn's parts alone, without a user's functions."""
     parts = [model, *(model.get_params(deep=True).values() if hasattr(model, "get_params") else ())]
     homes = {type(part).__module__.partition(".")[0] for part in parts if part is model or hasattr(part, "fit")}
     return homes <= {"sklearn", "quietgrad"} and not any(callable(part) for part in parts)

@@ -134,9 +134,9 @@ class RowSum:
 class PersonSum:
     """Σ over people of α·clip_A(g − βg′) + γ·clip_B(g), g the mean or sum of a person's rᵢ ⊗ x̃ᵢ; block by block.
 
-    Rows come person by person. What a block holds of one person is a vector of its own, so that nobody else is
-    touched by what is not finite in it; the last person of a block may go on in the next. Sums of sparse rows stay
-    sparse unless a shift or a matrix fills them.
+    Rows come person by person. What a block holds of one person is a vector of its own, so that no other
+    person is touched by what is not finite in it; the last person of a block may go on in the next. Sums of sparse
+    rows stay sparse unless a shift or a matrix fills them.
     """
 
     def __init__(self, records: Table, starts: Indices, mean: bool, rule: ClippingRule) -> None:
@@ -160,7 +160,9 @@ class PersonSum:
             until = min(person + step, last)
             edges = np.clip(self._starts[person : until + 1], begin, end) - begin
             sums = [self._combined(block, kind, edges) for kind in kinds]
-            sums[: len(self._unfinished)] = map(_continued, self._unfinished, sums)
+            # The first person may go on from the block before.
+            for k, part in enumerate(self._unfinished):
+                sums[k] = _stacked([sums[k][:1] + part, sums[k][1:]], axis=0)
             self._unfinished = []
             if self._starts[until] > end:
                 self._unfinished = [total[-1:] for total in sums]
@@ -206,11 +208,6 @@ class PersonSum:
 
     def result(self) -> Floats:
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
-
-
-def _continued(part: Any, total: Any) -> Any:
-    """The sums of a block, the first of them with what the block before held of that person."""
-    return _stacked([total[:1] + part, total[1:]], axis=0)
 
 
 def _stacked(blocks: list[Any], axis: int) -> Any:

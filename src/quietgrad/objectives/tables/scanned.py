@@ -235,7 +235,7 @@ class Scanned(StreamedRecords):
         whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
             raise DataError("person: the scan was made with a person column; pass person= here too.")
-        # Records are people, block by block, to whoever asks for sums.
+        # For sums, records are people, block by block.
         loss, reading = reading, reading if whose is None else UserLevelObjective(reading, *whose)
         self.reading, self.source, self.dim, self._whose = reading, source, dim, whose
         self.features = source.features
