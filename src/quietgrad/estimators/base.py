@@ -228,7 +228,7 @@ class PrivateModel(SpendsPrivacy):
 
         Args:
             person: the person each record is about: one id per record, or the name of a column of a data frame,
-                which is then no feature. The guarantee is for people with all their records; without it, for records.
+                which is then no feature. The guarantee is for people with all their records, else for records.
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
             records_per_person: the most of a person's records that one release looks at.
             records_public: how many records people have together, if that is public; never shown otherwise.
