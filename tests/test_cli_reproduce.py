@@ -15,24 +15,7 @@ from quietgrad.cli import main
 from quietgrad.cli.reproduce import reproductions
 
 ROOT = Path(__file__).parents[1]
-PAPERS = {
-    "adaptive-descent": "000",
-    "bands": "000",
-    "cohorts": None,
-    "audit-peers": "002",
-    "cifar": "000",
-    "mnist": "000",
-    "gradient-norms": "000",
-    "nonconvex-logistic": "000",
-    "nonconvex-printed": "000",
-    "output-perturbation": "004",
-    "printed-average": "002",
-    "saddles": "003",
-    "sosp": "003",
-    "stagewise": "001",
-    "stagewise-resnet": "001",
-    "weighted-average": "002",
-}
+PAPERS = {"mnist": "000", "stagewise": "001", "weighted-average": "002", "saddles": "003", "cohorts": None}
 SCRIPT = '''"""Table 1 of paper 009: a toy.
 
 Takes a blink.
@@ -82,10 +65,10 @@ def refusal(capfd: pytest.CaptureFixture[str], code: int, *args: str) -> str:
 
 def test_every_reproduction_is_listed_with_its_paper(capfd: pytest.CaptureFixture[str]) -> None:
     rows = answer(capfd, "list")
-    assert {row["name"]: row["paper"] for row in rows} == PAPERS
+    assert PAPERS.items() <= {row["name"]: row["paper"] for row in rows}.items()
     assert main(["reproduce", "list"]) == 0
     text = capfd.readouterr().out
-    assert all(f"\n{name} " in text for name in PAPERS)
+    assert all(f"\n{row['name']} " in text for row in rows)
 
 
 KEPT = [name for name, each in reproductions(ROOT).items() if each.results.exists()]
@@ -115,45 +98,33 @@ def test_committed_tables_are_what_the_script_makes_of_its_rows(name: str, monke
     assert runpy.run_path(str(ROOT / "reproduce" / f"{name}.py"))["tables"](record) == record["tables"]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("output_perturbation", "ours, paper's noise  its proved ε"),
-        ("weighted_average", "WD-DP as printed  its true ε, server"),
-        ("stagewise", "proved ε of the same noise as the paper runs it"),
-        ("stagewise_resnet", "DP-SGD-const"),
-        ("adaptive_descent", "output perturbation, tuned"),
-        ("audit_peers", "True"),
-        ("mnist", "method  test error %  proved ε"),
-        ("cifar", "CNN6     dp-srm"),
-        ("nonconvex_logistic", "dp-adam, noise subtracted"),
-        ("nonconvex_printed", "DP-SRM  –"),
-        ("saddles", "refused"),
-        ("gradient_norms", "descent without noise"),
-        ("bands", "32 steps, one run"),
-    ],
-)
+SLOW = {"cohorts", "printed_average", "sosp"}
+
+
+@pytest.mark.parametrize("name", [*(name for name in OWN if name not in SLOW), "mnist", "audit_peers"])
 def test_the_quick_form_runs(
-    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = ROOT / "reproduce" / f"{name}.py"
     monkeypatch.setattr(sys, "argv", [str(script), "--quick"])
     monkeypatch.syspath_prepend(str(ROOT))
     runpy.run_path(str(script), run_name="__main__")
     out = capsys.readouterr().out
-    assert said in out
-    assert "None" not in out  # what is not known is a dash
-    assert "{" not in out  # and rows are lines of a table
+    assert len(out.splitlines()) > 2
+    assert not {"None", "{"} & set(out.split())  # what is not known is a dash, and rows are lines of a table
 
 
-def test_an_unknown_name_gets_advice(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean sosp?" in refusal(capfd, 2, "sospp")
-    assert "known are" in refusal(capfd, 2, "zzz")
-
-
-@pytest.mark.parametrize("args", [("sosp", "--quick", "--run"), ("list", "--quick"), ("list", "--run")])
-def test_options_that_make_no_sense_together(args: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    refusal(capfd, 2, *args)
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("sospp", "did you mean sosp?"),
+        ("zzz", "known are"),
+        ("sosp --quick --run", "--run"),
+        ("list --quick", "list"),
+    ],
+)
+def test_what_cannot_be_asked_is_bad_usage(args: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert says in refusal(capfd, 2, *args.split())
 
 
 def test_without_a_clone_it_says_so(elsewhere: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -176,12 +147,9 @@ def test_a_script_without_results_is_run_first(clone: Path, capfd: pytest.Captur
     ]
 
 
-def test_the_quick_form_keeps_nothing(clone: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_quick_form_keeps_nothing_and_a_failure_is_one(clone: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "a-toy", "--quick"]) == 0
     assert capfd.readouterr().out == "running --quick\n"
     assert answer(capfd, "a-toy", "--quick")["ran"] == "quick"
     assert not list((clone / "results").iterdir())
-
-
-def test_a_script_that_fails_is_a_failure(clone: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "broken.py ended with code 3" in refusal(capfd, 1, "broken")

@@ -67,12 +67,9 @@ def test_equal_records_have_coins_of_their_own() -> None:
     assert len(more.X) - len(parts.X) in (0, 1)
 
 
-def test_people_have_no_places_to_be_split_by() -> None:
+def test_a_person_is_on_one_side_and_has_no_place_to_be_split_by() -> None:
     with pytest.raises(DataError, match="add-remove"):
         hold_out_records(table(400, person=np.arange(400) // 4), 0.25, KEY, fixed=True)
-
-
-def test_a_person_is_on_one_side() -> None:
     parts = hold_out_records(table(400, person=np.arange(400) // 4), 0.25, KEY, fixed=False)
     assert parts.person is not None
     assert parts.person_test is not None
@@ -94,8 +91,8 @@ def test_people_who_were_trained_on_are_known_again(tmp_path: Path) -> None:
 
 
 def test_equal_records_of_new_people_are_no_reason_to_refuse(tmp_path: Path) -> None:
-    """Six deviations: over 150 pairs of tables the chance of one false alarm is below 1e-6."""
-    for seed in range(150):
+    """Six deviations: over 48 pairs of tables the chance of one false alarm is below 1e-6."""
+    for seed in range(48):
         rng = np.random.default_rng(seed)
         width = 1 + seed % 12
         X = (rng.random((1200, width)) < 0.3).astype(float)
@@ -115,7 +112,7 @@ def test_with_ids_one_person_in_common_is_enough(tmp_path: Path) -> None:
     assert were_trained_on(tmp_path, new.X, new.y, ids)
 
 
-@pytest.mark.parametrize(("n", "epsilon"), [(2000, 1.0), (10_000, 0.3), (10_000, 1.0)])
+@pytest.mark.parametrize(("n", "epsilon"), [(2000, 1.0), (10_000, 0.3)])
 def test_the_error_of_a_score_is_known_beforehand(n: int, epsilon: float) -> None:
     from quietgrad.estimators import PrivateLogisticRegression, private_score
 

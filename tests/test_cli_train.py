@@ -56,17 +56,15 @@ def test_train_leaves_everything_it_promises(
     said = capsys.readouterr().out
     assert "test accuracy" in said
     assert "DP, add-remove" in said
+    assert "privacy in all" in said
     names = {path.name for path in out.iterdir()}
     assert {"model.safetensors", "result.json", "ledger.jsonl", "report.html", "run.json"} <= names
     assert "checkpoint.safetensors" not in names
     assert not list((tmp_path / "state" / "keys").iterdir())  # the key is gone after the close
     result = result_of(out)
-    assert result["schema_version"] == 1
-    assert result["algorithm"] == "dp-srm"
-    assert result["config"]["steps"] == 60
-    assert result["data"]["name"] == "people.csv"
-    assert result["data"]["n_public"] == 600
-    assert result["data"]["d"] == 4  # three features and the intercept
+    assert (result["schema_version"], result["algorithm"], result["config"]["steps"]) == (1, "dp-srm", 60)
+    told = result["data"]
+    assert (told["name"], told["n_public"], told["d"]) == ("people.csv", 600, 4)  # three features, the intercept
     privacy = result["privacy"]
     assert privacy["is_private"] is True
     assert privacy["epsilon"] == pytest.approx(1.6, rel=1e-3)  # a fifth is for the score of the held-out
@@ -76,31 +74,24 @@ def test_train_leaves_everything_it_promises(
     assert result["metrics"]["private"] is True
     assert result["metrics"]["test_accuracy_error"] > 0.0
     assert not any(name.startswith("train") or name == "gradient_norm" for name in result["metrics"])
-    assert Ledger(out / "ledger.jsonl").verify().ok
-    assert Ledger(out / "ledger.jsonl").verify().accounts == ("people.csv",)  # nobody named one
-    spent = Ledger(out / "ledger.jsonl").spent("people.csv", delta=1e-5, relation="add-remove")
-    assert 1.6 < spent.epsilon <= 2.0  # the score's part and the model's
-    assert "privacy in all" in said
+    ledger = Ledger(out / "ledger.jsonl")
+    assert ledger.verify().ok
+    assert ledger.verify().accounts == ("people.csv",)  # nobody named one
+    assert 1.6 < ledger.spent("people.csv", delta=1e-5, relation="add-remove").epsilon <= 2.0  # model and score
     assert quietgrad.load(out).params.shape == (4,)
 
 
-def test_an_exact_score_is_asked_for_and_marked(
+def test_exact_scores_are_asked_for_and_marked(
     table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "run"
-    train(table, out, "--test", str(tmp_path / "others.csv"), "--exact-score")
+    train(table, tmp_path / "run", "--test", str(tmp_path / "others.csv"), "--exact-score", "--evaluate-train")
     assert "they are data, not private" in capsys.readouterr().out
-    result = result_of(out)
-    assert result["metrics"]["private"] is False
+    result = result_of(tmp_path / "run")
+    metrics = result["metrics"]
     assert result["privacy"]["epsilon"] == pytest.approx(2.0, rel=1e-3)
-
-
-def test_training_scores_only_when_asked_and_marked(table: Path, tmp_path: Path) -> None:
-    train(table, tmp_path / "run", "--evaluate-train")
-    metrics = result_of(tmp_path / "run")["metrics"]
-    assert metrics["train_accuracy"] > 0.8
-    assert metrics["gradient_norm"] > 0.0
     assert metrics["private"] is False
+    assert min(metrics["train_accuracy"], metrics["test_accuracy"]) > 0.8
+    assert metrics["gradient_norm"] > 0.0
     assert metrics["computed_on"]["train_loss"].startswith("private training records")
 
 
@@ -135,12 +126,19 @@ def test_objectives_regularisers_and_predictions(
     assert [str(value) for value in said["prediction"]] == [line.split(",")[0] for line in lines[1:]]
 
 
-def test_predict_a_single_record(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(table, tmp_path / "run")
-    (tmp_path / "one.csv").write_text("a,b,c,y\n4,-2,1,1\n")
+@pytest.mark.parametrize("rows", ["clip", "normalize"])
+def test_predictions_and_scores_are_of_the_same_rows(
+    rows: str, table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, others = tmp_path / "run", str(tmp_path / "others.csv")
+    asked = ("--algorithm", "dp-gd", "--row-bound", "9", "--rows", rows, "--test", others, "--exact-score")
+    train(table, out, *asked)
     capsys.readouterr()
-    assert main(["predict", str(tmp_path / "run"), str(tmp_path / "one.csv")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("1,")
+    assert main(["predict", str(out), others, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"]["accuracy"] == result_of(out)["metrics"]["test_accuracy"]
+    book = tmp_path / "of-others.jsonl"
+    assert main(["evaluate", str(out), others, "--epsilon", "3", "--ledger", str(book)]) == 0
+    assert Ledger(book).verify().accounts == ("held-out",)
 
 
 def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,13 +167,6 @@ def test_a_schema_and_text_labels(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert capsys.readouterr() == (captured.out, "")
     assert main(["evaluate", str(tmp_path / "run"), str(tmp_path / "new.csv"), "--epsilon", "1"]) == 1
     assert "no labels" in capsys.readouterr().err
-    for bad in ({**schema, "label": "rich"}, {"label": schema["label"]}):
-        (tmp_path / "bad.json").write_text(json.dumps(bad))
-        args = ["train", str(tmp_path / "people.csv"), "--schema", str(tmp_path / "bad.json"), "--epsilon", "1"]
-        assert main([*args, "--out", str(tmp_path / "none")]) == 1
-        said = capsys.readouterr().err
-        assert "is not laid out as a schema" in said
-        assert "Error" not in said
 
 
 def test_an_account_is_shared_and_its_cap_refuses(
@@ -245,20 +236,9 @@ def test_bad_files_are_refused(content: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def start(table: Path, out: Path, algorithm: list[str]) -> subprocess.Popen[bytes]:
-    command = [
-        sys.executable,
-        "-m",
-        "quietgrad",
-        "train",
-        str(table),
-        "--out",
-        str(out),
-        "--epsilon",
-        "2",
-        "--n-public",
-        "600",
-    ]
-    return subprocess.Popen([*command, "--checkpoint-seconds", "0.02", *algorithm], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "quietgrad", "train", str(table), "--out", str(out), "--epsilon", "2"]
+    often = ["--n-public", "600", "--checkpoint-seconds", "0.02"]
+    return subprocess.Popen([*command, *often, *algorithm], stdout=subprocess.DEVNULL)
 
 
 def wait_for_checkpoints(process: subprocess.Popen[bytes], path: Path, count: int) -> None:
@@ -274,13 +254,14 @@ def wait_for_checkpoints(process: subprocess.Popen[bytes], path: Path, count: in
 
 def undisturbed(out: Path, key: bytes) -> Any:
     """The parameters of a run that nobody disturbs, by the options in a folder and another run's key."""
-    from quietgrad.cli.run_spec import RunSpec, objective_from
+    from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.cli.settings import objective_from
     from quietgrad.curators.central import CentralCurator
     from quietgrad.curators.transcript import plan_key
     from quietgrad.training import plan, run
 
     spec = RunSpec.load(out)
-    data = spec.load_data()
+    data: Any = spec.load_data()
     method = spec.make_algorithm(data, 600)
     planned = plan(method, n=data.n, budget=spec.budget())
     bound = plan_key(key, planned.digest)
@@ -292,7 +273,6 @@ def undisturbed(out: Path, key: bytes) -> Any:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        ["--algorithm", "dp-gd", "--steps", "8000"],
         ["--algorithm", "dp-srm", "--steps", "8000", "--batch-size", "40"],
         ["--steps", "3000"],
     ],
@@ -321,19 +301,14 @@ def test_killed_and_resumed_is_undisturbed(algorithm: list[str], table: Path, tm
     assert result["history"][-1]["step"] == int(algorithm[algorithm.index("--steps") + 1])
 
 
-def interrupted(table: Path, out: Path) -> None:
-    """Leave a run as a crash leaves it."""
-    process = start(table, out, ["--algorithm", "dp-gd", "--steps", "8000"])
-    wait_for_checkpoints(process, out / "checkpoint.safetensors", 2)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-
-
 def test_an_interrupted_run_guards_its_folder_and_its_data(
     table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    interrupted(table, out)
+    process = start(table, out, ["--algorithm", "dp-gd", "--steps", "8000"])
+    wait_for_checkpoints(process, out / "checkpoint.safetensors", 2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
     train(table, out, "--overwrite", code=1)
     assert "holds an interrupted run" in capsys.readouterr().err
     shutil.copy(out / "checkpoint.safetensors", tmp_path)
@@ -364,11 +339,12 @@ def test_stopped_between_training_and_scores(table: Path, tmp_path: Path) -> Non
 
 
 def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["resume", str(tmp_path)]) == 1
-    assert "no run was started here" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text("{")
-    assert main(["resume", str(tmp_path)]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    old = {"data": "a9a", "reading": {"label": "y"}, "features": "scattering", "oracle": None}  # as 0.2 wrote it
+    for content, says in ((None, "no run was started"), ("{", "cannot be read"), (json.dumps(old), "features")):
+        if content is not None:
+            (tmp_path / "run.json").write_text(content)
+        assert main(["resume", str(tmp_path)]) == 1
+        assert says in capsys.readouterr().err
 
 
 def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +370,11 @@ def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_progress_bar_shows_an_upper_epsilon() -> None:
-    budget = quietgrad.Budget(1.0, 1e-5)
-    plan = quietgrad.plan(quietgrad.DPSRM(steps=100, batch_size=50), n=1000, budget=budget)
+    plan = quietgrad.plan(quietgrad.DPSRM(steps=100, batch_size=50), n=1000, budget=quietgrad.Budget(1.0, 1e-5))
     for used in (1, 7, 50, 100):
-        truth = plan.epsilon_after({"first": 1, "next": used - 1})
         shown = plan.epsilon_by(used)
-        assert truth <= shown + 1e-12
+        assert plan.epsilon_after({"first": 1, "next": used - 1}) <= shown + 1e-12
         assert shown <= plan.epsilon()
-    assert quietgrad.plan(quietgrad.GD(), n=10, budget=None).epsilon_curve == []
 
 
 def test_runs_on_one_file_add_up_whichever_part_of_it_they_see(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quietgrad.cli import COMMANDS, app_of, available, main
+from quietgrad.cli import COMMANDS, app_of, main
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,7 +64,7 @@ def examples() -> Iterator[Shown]:
     """The example that each command's --help ends with."""
     from typer.main import get_command
 
-    for name in available():
+    for name in COMMANDS:
         waiting = [get_command(app_of(name))]
         for command in waiting:
             waiting += list(getattr(command, "commands", {}).values())

@@ -219,9 +219,9 @@ def test_cohorts_with_noise_that_cancels_from_a_plan(folder: Path, start: Any) -
         assert spent_in(folder / name, "default", 1e-5) <= 1.0 + 1e-9
 
 
-def test_simulate_and_threat_model(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_show_and_simulate(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "plan.toml").write_text(TEXT)
-    assert main(["federate", "threat-model", "plan.toml"]) == 0
+    assert main(["federate", "show", "plan.toml"]) == 0
     assert "to see one party's vector" in capfd.readouterr().out
     assert main(["federate", "show", "plan.toml", "--json"]) == 0
     assert len(json.loads(capfd.readouterr().out)["digest"]) == 64

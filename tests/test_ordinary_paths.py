@@ -12,8 +12,6 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.cli.report import _with_held_out
-from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
 from quietgrad.estimators.validation import _is_ours, row_by_row
@@ -43,23 +41,6 @@ def table(path: Path, n: int, gap: bool = False, flipped: bool = False) -> Path:
     return path
 
 
-def test_how_many_records_somebody_has_decides_no_setting(tmp_path: Path) -> None:
-    sizes = []
-    for more in (0, 40):
-        rng, path = np.random.default_rng(0), tmp_path / f"pictures{more}.csv"
-        whose = [*range(60), *([0] * more)]
-        pixels = [",".join(f"{v:.2f}" for v in row) for row in rng.uniform(0, 1, (len(whose), 64))]
-        rows = [f"q{i},{row},{k % 2}" for k, (i, row) in enumerate(zip(whose, pixels, strict=True))]
-        path.write_text("\n".join(["pid," + ",".join(f"p{j}" for j in range(64)) + ",y", *rows]) + "\n")
-        out = tmp_path / f"run{more}"
-        run(
-            "train", path, "--person", "pid", "--label", "y", "--features", "scattering", "--epsilon", 5,
-            "--n-public", 60, "--set", "steps=3", "--out", out,
-        )  # fmt: skip
-        sizes.append(json.loads((out / "result.json").read_text())["config"]["batch_size"])
-    assert sizes[0] == sizes[1] == 30
-
-
 SCHEMA = {
     "columns": {"a": {"bounds": [-1, 1]}, "b": {"bounds": [-1, 1]}},
     "label": {"column": "y", "classes": ["0", "1"]},
@@ -79,18 +60,6 @@ def test_rows_left_out_for_a_gap_are_no_public_number(tmp_path: Path, capsys: py
     scanned = qg.data.scan(data, schema=schema)
     with pytest.raises(DataError, match="drop_incomplete"):
         PrivateLogisticRegression(relation="replace-one").fit(scanned)
-
-
-def test_a_record_more_moves_no_other_to_the_held_out_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quietgrad.privacy.rng.fresh_key", lambda: bytes(32))
-    sides = []
-    for n in (1000, 1001):
-        whole = Dataset("t", np.arange(float(n))[:, None], np.arange(n) % 2, classes=(0, 1))
-        kept = _with_held_out(whole, "add-remove")
-        assert kept.X_test is not None
-        assert abs(len(kept.X_test) - n / 5) < 60  # five standard deviations
-        sides.append(set(kept.X[:, 0]))
-    assert len(sides[0] ^ sides[1]) <= 1
 
 
 def test_ids_that_spell_nothing_are_nobody() -> None:

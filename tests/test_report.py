@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import xml.etree.ElementTree as xml
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,11 +15,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quietgrad as qg
-from quietgrad.charts import Lines, Series, log_ticks, nice_ticks
+from quietgrad.charts import (
+    Bars,
+    Chart,
+    Intervals,
+    Lines,
+    Series,
+    Steps,
+    in_a_file,
+    in_a_notebook,
+    log_ticks,
+    nice_ticks,
+)
 from quietgrad.cli import main
 from quietgrad.errors import DataError
 from quietgrad.privacy.accounting import delta_of
 from quietgrad.privacy.events import gaussian
+from quietgrad.privacy.ledger import project_ledger
 from quietgrad.report.certificate import certify_run, detection
 from quietgrad.report.page import read_runs, render
 
@@ -68,19 +81,25 @@ def words(page: Page) -> str:
     return " ".join(page.text.split())
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Three finished runs: two private ones of one ledger, and one without noise."""
+def rows(n: int = 500) -> tuple[np.ndarray, np.ndarray]:
+    X = np.random.default_rng(1).normal(size=(n, 3))
+    return X, (X[:, 0] > 0) * 1.0
+
+
+@pytest.fixture(autouse=True)
+def _private_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    rng = np.random.default_rng(1)
-    X = rng.normal(size=(500, 3))
-    y = (X[:, 0] > 0) * 1.0
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """Three finished runs: two private ones of one ledger, and one without noise."""
     budget = qg.Budget(1.0, 1e-5)
     methods = {"srm": qg.DPSRM(steps=40, batch_size=50), "gd": qg.DPGD(steps=10), "plain": qg.GD(steps=10)}
     for name, method in methods.items():
         result = qg.minimize(
             qg.objectives.Logistic(),
-            (X, y),
+            rows(),
             method,
             budget=budget if method.private else None,
             ledger=tmp_path / "ledger.jsonl",
@@ -95,24 +114,9 @@ def test_one_run(runs: list[Path]) -> None:
     text = render(runs[:1])
     page = read(text)
     said = words(page)
-    for promise in (
-        "Two data sets are neighbours if one has a single record more",
-        "differential privacy under add-remove",
-        "account “volunteers”",
-        "whole, hash chain verified",
-        "over 2 runs",
-        "privacy-loss distributions",
-        "the curator and its machine are trusted",
-        "What it does not cover",
-        "Hyper-parameter search",
-        "Side channels",
-        "Gaussian, σ =",
-        "by secret sampling",
-        "counted privately",
-    ):
-        assert promise in said
-    assert "first" in said
-    assert "39" in said
+    for fact in ("differential privacy under add-remove", "account “volunteers”", "hash chain verified",
+                 "over 2 runs", "What it does not cover", "Gaussian, σ =", "counted privately", "39"):  # fmt: skip
+        assert fact in said
     assert all(link.startswith("#") for link in page.links)  # nothing comes from elsewhere
     assert "url(" not in text
     assert "@import" not in text
@@ -126,9 +130,8 @@ def test_a_private_score_is_not_called_exact(
 ) -> None:
     """A score with noise is read from its own file; without that file the plain copy of it counts as exact."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    rows = np.random.default_rng(0).normal(size=(2000, 2))
-    np.savez("rows.npz", X=rows, y=(rows[:, 0] > 0) * 1)
+    X, y = rows(2000)
+    np.savez("rows.npz", X=X, y=y.astype(int))
     train = ["train", "rows.npz", "--holdout", "0.25", "--epsilon", "8", "--out", "scored", "--quiet"]
     assert main(train) == 0
     capsys.readouterr()
@@ -163,17 +166,12 @@ def test_a_name_cannot_inject(runs: list[Path]) -> None:
     assert "<script" not in render(runs[:2])
 
 
-def test_a_seeded_run_is_called_not_private(tmp_path: Path) -> None:
-    X = np.linspace(-1.0, 1.0, 100)[:, None]
-    result = qg.minimize(
-        qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), qg.DPGD(), budget=qg.Budget(1.0, 1e-5), seed=1
-    )
-    said = words(read(render([result.save(tmp_path)])))
-    assert "This run is not private." in said
-    assert "No privacy certificate" in said
-
-
-def test_an_altered_ledger_is_told(runs: list[Path]) -> None:
+def test_a_seeded_run_an_altered_ledger_and_none_are_told(runs: list[Path], tmp_path: Path) -> None:
+    budget = qg.Budget(1.0, 1e-5)
+    seeded = qg.minimize(qg.objectives.Logistic(), rows(100), qg.DPGD(), budget=budget, seed=1)
+    assert "No privacy certificate" in words(read(render([seeded.save(tmp_path / "seeded")])))
+    (runs[1] / "run.json").unlink()
+    assert "other runs on these people are not known here" in words(read(render(runs[1:2])))
     ledger = runs[0].parent / "ledger.jsonl"
     ledger.write_text(ledger.read_text().replace("volunteers", "villagers", 1))
     said = words(read(render(runs[:1])))
@@ -181,16 +179,10 @@ def test_an_altered_ledger_is_told(runs: list[Path]) -> None:
     assert "Nothing is certified" in said
 
 
-def test_a_run_without_a_ledger_says_so(runs: list[Path]) -> None:
-    (runs[1] / "run.json").unlink()
-    assert "other runs on these people are not known here" in words(read(render(runs[1:2])))
-
-
 def test_a_ledger_elsewhere_is_named(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run of Python's is saved without saying where it was paid: who knows says so, and it is held against it."""
     paid = tmp_path / "elsewhere.jsonl"
-    X = np.random.default_rng(1).normal(size=(500, 3))
-    data, budget = (X, (X[:, 0] > 0) * 1.0), qg.Budget(1.0, 1e-5)
+    data, budget = rows(), qg.Budget(1.0, 1e-5)
     named = tmp_path / "named"
     result = qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=4), budget=budget, ledger=paid, folder=named)
     result.save(named)
@@ -211,10 +203,8 @@ def test_a_ledger_elsewhere_is_named(runs: list[Path], tmp_path: Path, capsys: p
 
 
 def test_releases_of_a_filter_and_of_output_noise(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    X = rng.normal(size=(300, 2))
-    X /= np.linalg.norm(X, axis=1, keepdims=True)
-    table = (X, (X[:, 0] > 0) * 1.0)
+    X, y = rows(300)
+    table = (X / np.linalg.norm(X, axis=1, keepdims=True), y)
     adaptive = qg.minimize(qg.objectives.Logistic(), table, qg.DPAGD(), budget=qg.Budget(1.0, 1e-5))
     certificate = certify_run(adaptive, None)
     assert {row.noise for row in certificate.releases if row.name != "count"} == {"chosen per release"}
@@ -248,11 +238,9 @@ def test_no_result_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_noise_stated_is_that_of_each_release(tmp_path: Path) -> None:
     """Beside each other and in a certificate: σ/C of a slot, its relative or fixed noise included."""
-    rng = np.random.default_rng(1)
-    rows = rng.normal(size=(400, 3))
     budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
     method = qg.WhitenedGD(steps=4, row_bound=2.0)
-    result = qg.minimize(qg.objectives.Logistic(), (rows, (rows[:, 0] > 0) * 1.0), method, budget=budget)
+    result = qg.minimize(qg.objectives.Logistic(), rows(400), method, budget=budget)
     plan = qg.plan(method, n=400, budget=budget)
     expected = [f"{slot.multiplier(plan.noise_multiplier):.4g}" for slot in plan.schedule.slots]
     assert [row.multiplier for row in certify_run(result, None).releases] == expected
@@ -262,22 +250,6 @@ def test_the_noise_stated_is_that_of_each_release(tmp_path: Path) -> None:
     said = words(read(render([tmp_path / "a", tmp_path / "b"])))
     assert " · ".join(dict.fromkeys(expected)) in said
     assert "moves what is released by at most 2 C" in said  # a count's record contributes more than its C
-    assert "contributes" not in said
-    assert "2C (L2)" in plan.explain()
-
-
-def test_a_look_with_its_own_noise_is_stated_with_it() -> None:
-    from quietgrad.plans.schedule import Slot
-    from quietgrad.sampling import FullBatch
-
-    look = Slot("look", FullBatch(), fixed=7.5)
-    budget = qg.Budget(1.0, 1e-5)
-    rows = (np.ones((100, 2)), np.ones(100))
-    result = qg.minimize(qg.objectives.Logistic(), rows, qg.DPGD(steps=2), budget=budget)
-    details = {**result.details, "slots": [look.to_json(), *result.details["slots"]]}
-    privacy = replace(result.privacy, releases={"look": 1, **result.privacy.releases})
-    first, *_ = certify_run(replace(result, details=details, privacy=privacy), None).releases
-    assert first.multiplier == "7.5"
 
 
 def test_a_setting_of_a_thousand_ranges_takes_a_line(runs: list[Path]) -> None:
@@ -290,8 +262,7 @@ def test_a_setting_of_a_thousand_ranges_takes_a_line(runs: list[Path]) -> None:
     assert "[0, 500]" not in text
 
 
-def test_how_to_repeat_it_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+def test_how_to_repeat_it_names_no_folder(tmp_path: Path) -> None:
     secret = tmp_path / "ward 7"
     secret.mkdir()
     np.savez(secret / "rows.npz", X=np.eye(20)[:, :3], y=np.arange(20) % 2)
@@ -366,15 +337,96 @@ def test_a_chart_draws_inside_its_frame() -> None:
 @pytest.mark.parametrize(
     ("method", "law"), [(qg.DPGD(steps=4), "Gaussian, σ ="), (qg.DPSGD(steps=4, batch_size=50), "Laplace, scale")]
 )
-def test_the_private_count_is_shown_with_its_own_noise(
-    method: qg.DPGD | qg.DPSGD, law: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    X = np.random.default_rng(1).normal(size=(500, 3))
-    result = qg.minimize(qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), method, budget=qg.Budget(1.0, 1e-5))
-    rows = {row.name: row for row in certify_run(result, None).releases}
+def test_the_private_count_is_shown_with_its_own_noise(method: qg.DPGD | qg.DPSGD, law: str) -> None:
+    result = qg.minimize(qg.objectives.Logistic(), rows(), method, budget=qg.Budget(1.0, 1e-5))
+    shown = {row.name: row for row in certify_run(result, None).releases}
     scale = result.details["counted"]["noise_multiplier"]
-    assert rows["count"].noise.startswith(law)
-    assert f"{scale:.4g} C" in rows["count"].noise
-    assert rows["count"].sampling == "every record"
-    assert rows["gradient"].noise != rows["count"].noise
+    assert shown["count"].noise.startswith(law)
+    assert f"{scale:.4g} C" in shown["count"].noise
+    assert shown["count"].sampling == "every record"
+    assert shown["gradient"].noise != shown["count"].noise
+
+
+# --- charts and notebooks -----------------------------------------------------------------------------------------
+
+EVIL = "</svg><script>alert(1)</script>\x1b[2J\u202e"
+CHARTS: list[Chart] = [
+    Lines("ε", (Series("a", [(0.1, 0.8), (1, 0.9)], (0.01, 0.02)), Series("b", [(1, 0.95)], level=True)), "ε", "y",
+          log_x=True),
+    Bars("Budget", (("people", 1.5, 2.0), (EVIL, 3.0, 2.0), ("free", 0.5, None)), "ε"),
+    Steps("age", (0.0, 40.0, 90.0), (-0.2, 0.3), (0.1, 0.2), "effect"),
+    Steps("job", ("nurse", EVIL), (0.2, -0.3), (0.0, 0.1), "effect"),
+    Intervals("Coefficients", (("age", 1.0, 0.5, 1.5), (EVIL, -2.0, -3.0, -1.0)), "coefficient"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: type(chart).__name__)
+def test_a_chart_is_a_whole_picture(chart: Chart) -> None:
+    text = in_a_file(chart)
+    root = xml.fromstring(text)
+    assert root.tag.endswith("svg")
+    assert root.get("aria-label")
+    assert not [each for each in root.iter() if each.tag.endswith("script")]
+    assert not {"\x1b", "\u202e"} & set(text)
+
+
+def test_plans_results_and_statements_show_themselves() -> None:
+    budget = qg.Budget(1.0, 1e-5)
+    plan = qg.plan(qg.DPGD(steps=5), n=200, budget=budget)
+    result = qg.minimize(qg.objectives.Logistic(), rows(200), qg.DPGD(steps=5), budget=budget)
+    said = {
+        "5 × gradient": plan._repr_html_(),
+        "proved by": result.privacy._repr_html_(),
+        "Gradient estimate": result._repr_html_(),
+    }
+    for fact, text in said.items():
+        assert fact in text
+        xml.fromstring(text)
+    assert "NOT PRIVATE" in qg.plan(qg.GD(steps=2), n=9, budget=None)._repr_html_()
+    assert EVIL not in in_a_notebook(EVIL, [(EVIL, EVIL)], CHARTS)
+
+
+# --- frontier -----------------------------------------------------------------------------------------------------
+
+
+def test_a_frontier_of_public_data_has_the_line_without_privacy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    X, y = rows(400)
+    cells = [f"{a:.4f},{b:.4f},{'yes' if t else 'no'}" for (a, b, _), t in zip(X, y, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,ill", *cells]) + "\n")
+    args = ["frontier", str(tmp_path / "t.csv"), "--label", "ill", "--classes", "no,yes", "--row-bound", "6"]
+    args += ["--epsilons", "0.5,8", "--public", "--repeats", "2", "--out", str(tmp_path / "f")]
+    assert main([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [point["epsilon"] for point in found["points"]] == [0.5, 8.0]
+    assert found["non_private"] > 0.9
+    assert "without privacy" in (tmp_path / "f" / "frontier.svg").read_text()
+    assert not (tmp_path / "f" / "ledger.jsonl").exists()
+
+
+def test_a_frontier_of_people_is_charged_and_has_no_such_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    X, y = rows(400)
+    np.savez(tmp_path / "t.npz", X=X, y=y.astype(int))
+    args = ["frontier", str(tmp_path / "t.npz"), "--epsilons", "0.5,2", "--out", str(tmp_path / "f"), "--json"]
+    args += ["--row-bound", "6"]
+    for more, why in (
+        (["--cap-epsilon", "2", "--force", "--yes"], "--cap-epsilon"),
+        ([], "uncertain by about ± 0."),
+        (["--relation", "replace-one"], "more than ± 0.05"),
+        (["--force"], "Pass --yes"),
+    ):
+        assert main([*args, *more]) == 1
+        said = capsys.readouterr().err
+        assert why in said
+        assert "Nothing was spent" in said or "--yes" in why
+    assert not (tmp_path / "f").exists()
+    assert main([*args, "--force", "--yes"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["non_private"] is None
+    spent = project_ledger().spent("t.npz", delta=1e-5, relation="add-remove").epsilon  # fits and scores together
+    assert spent == found["spent"]["t.npz"]
+    assert spent > 2.0
+    assert "without privacy" not in (tmp_path / "f" / "frontier.svg").read_text()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
-import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
@@ -66,13 +64,3 @@ def test_yanked_and_abandoned_projects_are_found(
     assert supply.check(places) == 1
     assert "was yanked: wrong answers" in capsys.readouterr().out
     assert supply.check([(tmp_path / "nothing").as_uri()]) == 2  # nobody was asked: that is no clean bill
-
-
-def test_a_page_with_dates_tells_of_silence(supply: ModuleType) -> None:
-    files = [{"filename": "numpy-1.0.tar.gz", "upload-time": "2020-01-01T00:00:00Z"}]
-    page = supply.parsed(json.dumps({"files": files, "project-status": {"status": "archived"}}).encode())
-    today = datetime.date(2026, 1, 1)
-    assert supply.judged("numpy", [page], today) == [
-        "numpy: the index calls it archived", "numpy: no release since 2020-01-01",
-    ]  # fmt: skip
-    assert supply.judged("numpy", [page | {"project-status": {}}], datetime.date(2021, 1, 1)) == []

@@ -8,7 +8,7 @@ Everything here is public numbers and text that passes through :func:`quietgrad.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -45,6 +45,9 @@ def _style(scope: str) -> str:
 STYLE = _style("svg.chart")
 
 
+Scale = Callable[[float], float]
+
+
 @dataclass(frozen=True)
 class Series:
     """One named line; ``bars`` are standard errors of its points; a ``level`` line runs through the whole chart."""
@@ -75,13 +78,10 @@ class Lines:
     @property
     def drawn(self) -> list[Series]:
         """The lines that have something to show."""
-        fits = [
-            replace(
-                line,
-                points=[p for p in line.points if (p[0] > 0 or not self.log_x) and (p[1] > 0 or not self.log_y)],
-            )
-            for line in self.series
-        ]
+        fits = []
+        for line in self.series:
+            points = [(x, y) for x, y in line.points if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)]
+            fits.append(replace(line, points=points))
         return [line for line in fits if line.points]
 
     def svg(self) -> str:
@@ -106,15 +106,7 @@ class Lines:
             _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", self.x_label),
             _text("axis-label", 0, 13, "start", self.y_label),
         ]
-        for tick in y_ticks:
-            y = y_at(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
-        for tick in x_ticks:
-            x = x_at(tick)
-            parts.append(
-                _text("tick", x, _HEIGHT - _BOTTOM + 18, "end" if x > _WIDTH - 40 else "middle", _number(tick))
-            )
+        parts += [*_y_axis(y_ticks, y_at), *_x_axis(x_ticks, x_at)]
         for k, line in enumerate(drawn):
             parts += _line(line, k % len(_DASHES), x_at, y_at)
         ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn)
@@ -216,11 +208,7 @@ class Steps:
         y_ticks = nice_ticks(min(0.0, *ends), max(0.0, *ends))
         x_at = _scale(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT)
         y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-        parts = [_text("axis-label", 0, 13, "start", self.label)]
-        for tick in y_ticks:
-            y = y_at(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+        parts = [_text("axis-label", 0, 13, "start", self.label), *_y_axis(y_ticks, y_at)]
         for k, (value, error) in enumerate(zip(self.values, self.errors, strict=True)):
             left, right = x_at(edges[k]), x_at(edges[k + 1])
             top, bottom = y_at(value + 2.0 * error), y_at(value - 2.0 * error)
@@ -234,10 +222,7 @@ class Steps:
                 name = sanitize(str(self.where[k]), most=max(3, 60 // len(self.values)))
                 parts.append(_text("tick", (left + right) / 2.0, _HEIGHT - _BOTTOM + 18, "middle", name))
         if not named:
-            for tick in [t for t in nice_ticks(edges[0], edges[-1]) if edges[0] <= t <= edges[-1]]:
-                x = x_at(tick)
-                anchor = "end" if x > _WIDTH - 40 else "middle"
-                parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, anchor, _number(tick)))
+            parts += _x_axis([t for t in nice_ticks(edges[0], edges[-1]) if edges[0] <= t <= edges[-1]], x_at)
         span = f"from {min(self.values):.3g} to {max(self.values):.3g}"
         return _svg(f"{self.title}: {self.label} {span}, bands of two standard errors.", _HEIGHT, parts)
 
@@ -309,22 +294,30 @@ def _line(line: Series, colour: int, x_at: Scale, y_at: Scale) -> list[str]:
     return [*parts, f'<polyline class="line s{colour}" points="{dots}">{name}</polyline>']
 
 
-class Scale:
-    """Values to places on a drawing."""
-
-    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool) -> None:
-        self._log = log
-        self._low, self._high = (math.log(low), math.log(high)) if log else (low, high)
-        self._start, self._end = start, end
-
-    def __call__(self, value: float) -> float:
-        """Where ``value`` is drawn."""
-        at = math.log(max(value, 1e-300)) if self._log else value
-        return self._start + (at - self._low) / (self._high - self._low) * (self._end - self._start)
-
-
 def _scale(low: float, high: float, start: float, end: float, *, log: bool = False) -> Scale:
-    return Scale(low, high, start, end, log=log)
+    """Where on a drawing a value is: ``low`` at ``start``, ``high`` at ``end``."""
+    first, last = (math.log(low), math.log(high)) if log else (low, high)
+
+    def at(value: float) -> float:
+        value = math.log(max(value, 1e-300)) if log else value
+        return start + (value - first) / (last - first) * (end - start)
+
+    return at
+
+
+def _y_axis(ticks: Sequence[float], y_at: Scale) -> list[str]:
+    parts = []
+    for tick in ticks:
+        y = y_at(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+    return parts
+
+
+def _x_axis(ticks: Sequence[float], x_at: Scale) -> list[str]:
+    places = [(x_at(tick), _number(tick)) for tick in ticks]
+    bottom = _HEIGHT - _BOTTOM + 18
+    return [_text("tick", x, bottom, "end" if x > _WIDTH - 40 else "middle", said) for x, said in places]
 
 
 def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:

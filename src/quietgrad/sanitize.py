@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 MOST = 4000  # characters: nobody reads more, and a message of megabytes hides the others
 
@@ -46,8 +47,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     >>> did_you_mean("dp-srn", ["dp-srm", "dp-sgd"]), did_you_mean("x", ["dp-srm"])
     (" Did you mean 'dp-srm'?", '')
     """
-    from difflib import get_close_matches
-
     near = get_close_matches(name.lower(), list(known), n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 

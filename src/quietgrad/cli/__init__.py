@@ -7,12 +7,18 @@ Exit codes are 0 (fine), 1 (refused, or a check failed) and 2 (bad usage). An er
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
+import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
+from quietgrad import __version__
+from quietgrad.errors import QuietgradError
+from quietgrad.files import os_error_text
 from quietgrad.sanitize import sanitize, sanitize_lines
 
 COMMANDS: dict[str, str] = {
@@ -45,6 +51,7 @@ _HOMES = {
     "account": "accounting.account_app",
     "calibrate": "accounting.calibrate_app",
     "keys": "ledger.keys_app",
+    "card": "report.card_app",
     "frontier": "report.frontier_app",
     "certificate": "certificates.certificate_app",
     "verify": "certificates.verify_app",
@@ -78,8 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except Exception as error:
         if debug:
-            import traceback
-
             print(sanitize_lines(traceback.format_exc()), file=sys.stderr)
         return _refuse(name, error)
 
@@ -89,32 +94,14 @@ def _answer(name: str, args: list[str]) -> int:
         print(_help())
         return 0
     if name in ("-V", "--version"):
-        from quietgrad import __version__
-
         print(f"quietgrad {__version__}")
         return 0
-    return _run(name, args) if name in available() else _unknown(name)
-
-
-def available() -> dict[str, str]:
-    """The commands that exist in this installation, with their one-line help."""
-    return {name: line for name, line in COMMANDS.items() if find_spec(f"{__name__}.{_home(name)[0]}")}
-
-
-def _home(name: str) -> tuple[str, str]:
-    module, _, attribute = _HOMES.get(name, f"{name}.app").partition(".")
-    return module, attribute
-
-
-def app_of(name: str) -> Any:
-    """The typer app of a command."""
-    module, attribute = _home(name)
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
-
-
-def _run(name: str, args: list[str]) -> int:
-    import warnings
-
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
+        what = "option" if name.startswith("-") else "command"
+        print(sanitize(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
+        return 2
     from typer.main import get_command
 
     with warnings.catch_warnings():
@@ -124,40 +111,44 @@ def _run(name: str, args: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+def app_of(name: str) -> Any:
+    """The typer app of a command."""
+    module, _, attribute = _HOMES.get(name, f"{name}.app").partition(".")
+    return getattr(import_module(f"{__name__}.{module}"), attribute)
+
+
 def _complete() -> int:
+    """Answer a shell; of all commands only the one that was typed is loaded."""
     import typer
     from typer.main import get_command
 
+    typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
     whole = typer.Typer(add_completion=True)
-    for name in available():
-        app = app_of(name)
-        if len(app.registered_commands) > 1:
+    for name, line in COMMANDS.items():
+        app = app_of(name) if name in typed[1:2] else None
+        if app is not None and len(app.registered_commands) > 1:
             whole.add_typer(app, name=name)
         else:
-            whole.command(name)(app.registered_commands[0].callback)
+            whole.command(name, help=line)(app.registered_commands[0].callback if app else lambda: None)
     get_command(whole).main(prog_name="quietgrad", complete_var=_COMPLETE)
     return 0
 
 
 def _refuse(name: str, error: Exception) -> int:
     """Say what went wrong in one sentence; 2 if the command was given wrongly, else 1."""
-    from quietgrad.errors import QuietgradError
-
     if hasattr(error, "format_message"):  # the argument parser's own errors carry their exit code
         context = getattr(error, "ctx", None)
         path = getattr(context, "command_path", f"quietgrad {name}")
-        text = _here(" ".join(str(error.format_message()).split()))
+        text = to_flag_names(" ".join(str(error.format_message()).split()))
         print(
             sanitize(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr
         )
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, QuietgradError):
-        text = f"{_here(str(error))} [{error.code}]"
+        text = f"{to_flag_names(str(error))} [{error.code}]"
     elif isinstance(error, ValueError):
-        text = _here(str(error))
+        text = to_flag_names(str(error))
     elif isinstance(error, OSError) and error.strerror:
-        from quietgrad.files import os_error_text
-
         text = f"{error.filename}: {os_error_text(error)}." if error.filename else f"{os_error_text(error)}."
     else:
         text = f"{type(error).__name__}: {error} (run again with --debug to see where.)"
@@ -165,20 +156,42 @@ def _refuse(name: str, error: Exception) -> int:
     return 1
 
 
-def _here(text: str) -> str:
-    from quietgrad.cli.options import to_flag_names
+_FLAGS = (
+    "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
+    "algorithm", "objective", "regularizer", "row_bound", "rows", "label", "classes", "task", "n_features",
+    "n_public", "model", "holdout", "score_share", "class_weight", "encoding", "delimiter", "schema", "account",
+    "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
+)  # fmt: skip
+_PHRASES = {
+    "For a non-private run pass budget=None.": "For a run without noise pass --non-private to `quietgrad train`.",
+    "OutputPerturbation(mechanism='pure')": "--algorithm output-perturbation --set mechanism=pure",
+    "pass budget=None, or use its private form": "pass --non-private, or use its private form",
+    "budget=None": "--non-private",
+    "Budget(..., relation='replace-one')": "relation='replace-one'",
+}
+_ARGUMENT = re.compile(rf"(?<![\w.])({'|'.join(_FLAGS)})=('[^']*'|\"[^\"]*\"|\([^)]*\)|[-+\w.]+)?")
 
-    return to_flag_names(text)
+
+def to_flag_names(text: str) -> str:
+    """``text`` with arguments of Python as flags.
+
+    >>> to_flag_names("epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.")
+    '--epsilon -1.0: must be > 0 and finite. For a run without noise pass --non-private to `quietgrad train`.'
+    >>> to_flag_names("relation='add-remove': not proved; pass Budget(..., relation='replace-one').")
+    '--relation add-remove: not proved; pass --relation replace-one.'
+    >>> to_flag_names("say what they are: classes=(1, 2, 3), or task='regression'; batch_size=9: must be ≤ n=4.")
+    'say what they are: --classes 1,2,3, or --task regression; --batch-size 9: must be ≤ n=4.'
+    """
+    for python, here in _PHRASES.items():
+        text = text.replace(python, here)
+    return _ARGUMENT.sub(_flag, text)
 
 
-def _unknown(name: str) -> int:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, available(), n=1)
-    advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
-    what = "option" if name.startswith("-") else "command"
-    print(sanitize(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
-    return 2
+def _flag(found: re.Match[str]) -> str:
+    flag, value = f"--{found[1].replace('_', '-')}", found[2] or ""
+    if value.startswith("("):
+        value = ",".join(part.strip().strip("'\"") for part in value[1:-1].split(",") if part.strip())
+    return f"{flag} {value.strip(chr(39) + chr(34))}".rstrip()
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
@@ -186,8 +199,7 @@ def _show_warning(message: Warning | str, *_: object) -> None:
 
 
 def _help() -> str:
-    commands = available()
-    width = max(map(len, [*commands, "--version"])) + 2
+    width = max(map(len, [*COMMANDS, "--version"])) + 2
     return "\n".join(
         [
             "Usage: quietgrad COMMAND [OPTIONS]",
@@ -195,7 +207,7 @@ def _help() -> str:
             "Differentially private optimisation that proves what privacy it spent.",
             "",
             "Commands:",
-            *(f"  {name:<{width}}{line}" for name, line in commands.items()),
+            *(f"  {name:<{width}}{line}" for name, line in COMMANDS.items()),
             "",
             "Options:",
             f"  {'--help':<{width}}this page; `quietgrad COMMAND --help` for a command's own",

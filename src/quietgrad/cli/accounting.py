@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from quietgrad.cli.ledger import in_words
-from quietgrad.cli.options import (
-    Delta,
-    Epsilon,
-    Explain,
-    Json,
-    RelationName,
-    answer,
-    budget,
-    say_meaning,
-    usage,
-    writable,
-)
+from quietgrad.cli.options import Delta, Explain, Json, RelationName, answer, budget, say_meaning, usage
+from quietgrad.privacy import calibration
+from quietgrad.privacy.accounting import ProvedGuarantee, prove
 from quietgrad.privacy.budget import DEFAULT_RELATION
-
-if TYPE_CHECKING:
-    from quietgrad.privacy.accounting import ProvedGuarantee
-    from quietgrad.privacy.events import Event
+from quietgrad.privacy.events import Event
 
 account_app = typer.Typer(add_completion=False)
 
 SamplingKind = Annotated[
-    str, typer.Option("--sampling", help="How records enter a step: poisson, random-allocation, fixed-size, full.")
+    str, Option("--sampling", help="How records enter a step: poisson, random-allocation, fixed-size, full.")
 ]
-Records = Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)]
-Batch = Annotated[int | None, typer.Option("--batch-size", help="(Expected) records per step.", show_default=False)]
-Rate = Annotated[float | None, typer.Option("--rate", help="Sampling rate, instead of n and batch size.")]
-Count = Annotated[int, typer.Option("--steps", help="Number of releases.", show_default=False)]
+Records = Annotated[int | None, Option("--n", help="Number of records (public).", show_default=False)]
+Batch = Annotated[int | None, Option("--batch-size", help="(Expected) records per step.", show_default=False)]
+Rate = Annotated[float | None, Option("--rate", help="Sampling rate, instead of n and batch size.")]
+Count = Annotated[int, Option("--steps", help="Number of releases.", show_default=False)]
 
 
 @account_app.command(
@@ -44,7 +31,7 @@ Count = Annotated[int, typer.Option("--steps", help="Number of releases.", show_
 def account(
     steps: Count,
     noise_multiplier: Annotated[
-        float, typer.Option(help="σ of the noise on the sum ÷ one record's bound C.", show_default=False)
+        float, Option(help="σ of the noise on the sum ÷ one record's bound C.", show_default=False)
     ],
     sampling: SamplingKind = "poisson",
     n: Records = None,
@@ -52,35 +39,19 @@ def account(
     rate: Rate = None,
     delta: Delta = 1e-5,
     relation: RelationName = DEFAULT_RELATION,
-    accountant: Annotated[str, typer.Option(help="best, or one of gaussian-exact, pure, pld, zcdp, rdp.")] = "best",
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw ε over the steps to this .png, .svg or .pdf.", show_default=False)
-    ] = None,
+    accountant: Annotated[str, Option(help="best, or one of gaussian-exact, pure, pld, zcdp, rdp.")] = "best",
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """State the ε of a run of noisy sums, and which accountant proves it."""
-    from quietgrad.privacy.accounting import prove
-    from quietgrad.privacy.calibration import sampled_gaussian
-
     with usage():
-        run = partial(sampled_gaussian, noise_multiplier, sampling=sampling, n=n, batch_size=batch_size, rate=rate)
-        event = run(steps)
+        event = calibration.sampled_gaussian(
+            noise_multiplier, steps, sampling=sampling, n=n, batch_size=batch_size, rate=rate
+        )
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
     say_meaning(explain, proof.epsilon, delta)
-    told: dict[str, Any] = {**proof.to_json(), "event": event.to_json()}
-    if plot is not None:
-        from quietgrad.charts import Lines, Series
-        from quietgrad.report.figures import save_chart
-
-        asked: dict[str, Any] = {"delta": delta, "relation": relation, "accountant": accountant}
-        curve = [(t, prove(run(t), **asked).epsilon) for t in milestones(steps)]
-        title = f"ε = {proof.epsilon:.4g} after {steps} releases"
-        label = f"ε at δ = {delta:g} ({proof.relation})"
-        save_chart(writable(plot), Lines(title, (Series("ε", curve),), "releases", label, zero=True))
-        told |= {"plot": str(plot), "curve": curve}
-    drawn = [("plot", str(plot))] if plot else []
-    answer(as_json, told, table=(f"ε = {proof.epsilon:.4g}", [*_proved(proof, event), *drawn]))
+    told = {**proof.to_json(), "event": event.to_json()}
+    answer(as_json, told, table=(f"ε = {proof.epsilon:.4g}", _proved(proof, event)))
 
 
 def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
@@ -90,15 +61,6 @@ def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
         ("proved by", proof.accountant),
         ("releases", in_words(event)),
     ]
-
-
-def milestones(steps: int, points: int = 24) -> list[int]:
-    """At most ``points`` counts from 1 to ``steps``, closer together at first, where ε grows fastest.
-
-    >>> milestones(100, 6)
-    [1, 4, 16, 36, 64, 100]
-    """
-    return sorted({max(1, round(steps * (k / (points - 1)) ** 2)) for k in range(points)})
 
 
 calibrate_app = typer.Typer(add_completion=False)
@@ -113,16 +75,16 @@ _NEEDS = {
     epilog="Example: quietgrad calibrate --epsilon 1.2 --delta 1e-5 --n 60000 --batch-size 512 --steps 2000"
 )
 def calibrate(
-    epsilon: Epsilon = None,
+    epsilon: Annotated[float | None, Option(help="Privacy budget ε; smaller is more private.")] = None,
     delta: Delta = 1e-5,
-    find: Annotated[str, typer.Option(help="noise-multiplier or steps.")] = "noise-multiplier",
+    find: Annotated[str, Option(help="noise-multiplier or steps.")] = "noise-multiplier",
     sampling: SamplingKind = "poisson",
     n: Records = None,
     batch_size: Batch = None,
     rate: Rate = None,
-    steps: Annotated[int | None, typer.Option(help="Number of releases.", show_default=False)] = None,
+    steps: Annotated[int | None, Option(help="Number of releases.", show_default=False)] = None,
     noise_multiplier: Annotated[
-        float | None, typer.Option(help="σ of the noise on the sum ÷ C; given when another is sought.")
+        float | None, Option(help="σ of the noise on the sum ÷ C; given when another is sought.")
     ] = None,
     relation: RelationName = DEFAULT_RELATION,
     as_json: Json = False,
@@ -136,18 +98,16 @@ def calibrate(
         if given[name] is None:
             option = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"it is needed to find the {find}.", param_hint=option)
-    from quietgrad.privacy import calibration as room
-    from quietgrad.privacy.accounting import prove
-
     shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n}
-    noise = given["noise_multiplier"]
     sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
-            given["noise_multiplier"] = room.calibrate(**shared, **sample, steps=given["steps"])
+            given["noise_multiplier"] = calibration.calibrate(**shared, **sample, steps=given["steps"])
         else:
-            given["steps"] = room.calibrate_steps(**shared, **sample, noise_multiplier=noise)
-        event = room.sampled_gaussian(**given, **sample, sampling=sampling)
+            given["steps"] = calibration.calibrate_steps(
+                **shared, **sample, noise_multiplier=given["noise_multiplier"]
+            )
+        event = calibration.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
     answers = {**given, **sample}
     numbers = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}

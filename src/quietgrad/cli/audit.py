@@ -5,10 +5,23 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
+
+from quietgrad.algorithms.additive_gd import AdditiveGD
+from quietgrad.algorithms.registry import entry
+from quietgrad.cli.options import Json, say, show_json
+from quietgrad.errors import DataError
+from quietgrad.files import write_atomically
+from quietgrad.plans.schedule import plan
+from quietgrad.privacy.budget import Budget, PrivacyUnit
+from quietgrad.report.certificate import AUDIT_FILE
+from quietgrad.sanitize import did_you_mean
+from quietgrad.training.result import SEEDED, digest_of, load, problems_of
 
 if TYPE_CHECKING:
     from quietgrad.audit.report import AuditReport
@@ -23,79 +36,68 @@ _FEW, _MANY = 400, 8000  # for the claim of a folder
 def audit(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help="Algorithms such as dp-srm, or folders of finished runs.", show_default=False),
+        Argument(help="Algorithms such as dp-srm, or folders of finished runs.", show_default=False),
     ] = None,
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Everything that makes a release: algorithms, estimators, loops, federations."),
+        Option("--all", help="Everything that makes a release: algorithms, estimators, loops, federations."),
     ] = False,
-    quick: Annotated[bool, typer.Option("--quick", help=f"{_QUICK} runs of each world, not {_FULL}.")] = False,
+    quick: Annotated[bool, Option("--quick", help=f"{_QUICK} runs of each world, not {_FULL}.")] = False,
     runs: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Runs of each of the two neighbouring worlds: more runs detect smaller violations. By default "
             f"{_FULL} for an algorithm; for a folder what shows half the noise missing, up to {_MANY}.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program to read.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Lower bounds on ε from attacks, against what is claimed; exit code 1 on a violation.
 
     A pass means that these attacks found nothing, not that there is nothing. The nearer the lower bound is to the
     claim, the stronger the attack was. VACUOUS means that so few runs could not have shown anything.
     """
-    from quietgrad.audit.attacks import ATTACKS
-
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
-    count = runs if runs is not None else _QUICK if quick else None
-    reports: list[AuditReport] = []
+    from quietgrad.audit.attacks import ATTACKS  # loads all that can be attacked
+
     names = list(ATTACKS) if everything else what or []
-    for report in _audits(names, count):
-        reports.append(report)
-        if not as_json:
-            typer.echo(_line(report))
-    if as_json:
-        typer.echo(json.dumps({"reports": [r.to_json() for r in reports]}, indent=2))
-    for report in reports:
-        if not as_json and (not report.passed or len(reports) == 1):
-            typer.echo(str(report))
-    raise typer.Exit(1 if "violation" in [r.verdict for r in reports] else 0)
-
-
-def _audits(names: list[str], runs: int | None) -> Iterator[AuditReport]:
-    from quietgrad.audit.attacks import ATTACKS
-
     for name in names:
         if name not in ATTACKS and not Path(name).is_dir():
-            from quietgrad.sanitize import did_you_mean
-
-            near = did_you_mean(name, list(ATTACKS))
+            known, near = ", ".join(ATTACKS), did_you_mean(name, list(ATTACKS))
             raise typer.BadParameter(
-                f"{name!r}: must be a folder of a run, or one of {', '.join(ATTACKS)}.{near}", param_hint="WHAT"
+                f"{name!r}: must be a folder of a run, or one of {known}.{near}", param_hint="WHAT"
             )
-
+    count = runs if runs is not None else _QUICK if quick else None
+    reports: list[AuditReport] = []
     for name in names:
-        if name in ATTACKS:
-            try:
-                yield from ATTACKS[name].reports(runs or _FULL)
-            except ValueError as error:
-                raise typer.BadParameter(str(error)) from None
-            continue
-        report = audit_folder(Path(name), runs)
-        _keep(report, Path(name))
-        yield report
+        for report in _audits(name, count):
+            reports.append(report)
+            if not as_json:
+                say(_line(report))
+    if as_json:
+        show_json({"reports": [report.to_json() for report in reports]})
+    for report in reports:
+        if not as_json and (not report.passed or len(reports) == 1):
+            say(str(report))
+    raise typer.Exit(1 if "violation" in [report.verdict for report in reports] else 0)
 
 
-def _keep(report: AuditReport, folder: Path) -> None:
-    """Leave what was found beside the run, where its page shows it."""
-    from quietgrad.files import write_atomically
-    from quietgrad.report.certificate import AUDIT_FILE
-    from quietgrad.training.result import digest_of
+def _audits(name: str, runs: int | None) -> Iterator[AuditReport]:
+    from quietgrad.audit.attacks import ATTACKS
 
-    said = {"result": digest_of(folder), **report.to_json()}
-    write_atomically(folder / AUDIT_FILE, (json.dumps(said, indent=2, default=str) + "\n").encode())
+    if name in ATTACKS:
+        try:
+            yield from ATTACKS[name].reports(runs or _FULL)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return
+    folder = Path(name)
+    report = audit_folder(folder, runs)
+    found = {"result": digest_of(folder), **report.to_json()}  # beside the run, where its page shows it
+    write_atomically(folder / AUDIT_FILE, (json.dumps(found, indent=2, default=str) + "\n").encode())
+    yield report
 
 
 def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
@@ -103,18 +105,10 @@ def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
 
     Without ``runs``, as many as show half the noise missing, within limits, fixed before anything is seen.
     """
-    from dataclasses import replace
-
-    from quietgrad.algorithms.additive_gd import AdditiveGD
-    from quietgrad.algorithms.registry import entry
     from quietgrad.audit.attacks import with_people
     from quietgrad.audit.confidence_bounds import runs_for
     from quietgrad.audit.distinguishers import PrivacyClaim
     from quietgrad.audit.running import run
-    from quietgrad.errors import DataError
-    from quietgrad.privacy.budget import Budget, PrivacyUnit
-    from quietgrad.training import plan
-    from quietgrad.training.result import SEEDED, load, problems_of
 
     result = load(folder)
     privacy = result.privacy
@@ -164,9 +158,6 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     >>> rebuild("dp-gd", {"steps": 5, "learning_rate": {"schedule": "Linear", "start": 1.0, "end": 0.1}})
     DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last')
     """
-    from quietgrad.algorithms.additive_gd import AdditiveGD
-    from quietgrad.algorithms.registry import entry
-
     return AdditiveGD.from_config(config) if name == AdditiveGD.name else entry(name).make(config)
 
 

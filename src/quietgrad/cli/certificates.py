@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import Explain, Json, answer, say_meaning
+from quietgrad.certificates import SigningKey, check, issue, read
+from quietgrad.certificates import public_key as read_key
+from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, say_meaning
 from quietgrad.sanitize import sanitize
 
 certificate_app = typer.Typer(add_completion=False)
@@ -18,21 +21,14 @@ certificate_app = typer.Typer(add_completion=False)
     "quietgrad certificate runs/a9a -o a9a.certificate.json --key signer.key"
 )
 def certificate(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.", show_default=False)],
+    folder: RunFolder,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; else certificate.json in the folder.")
+        Path | None, Option("--output", "-o", help="The file; else certificate.json in the folder.")
     ] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="Sign with this key, which `quietgrad keys generate` made.")
-    ] = None,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="Ledger that was charged for the run, if its folder does not name it.", show_default=False
-        ),
-    ] = None,
+    key: Annotated[Path | None, Option(help="Sign with this key, which `quietgrad keys generate` made.")] = None,
+    ledger: LedgerOfRun = None,
     run_only: Annotated[
-        bool, typer.Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
+        bool, Option("--run-only", help="Leave out the ledger's lines of other runs and accounts.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -40,8 +36,6 @@ def certificate(
 
     The run's ε is proved again first; what its options or ledger refute is not certified. No record is in the file.
     """
-    from quietgrad.certificates import SigningKey, issue
-
     signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is told at once
     document = issue(folder, whole_ledger=not run_only, ledger=ledger)
     if signer is not None:
@@ -60,20 +54,12 @@ _MARKS = {True: "yes", False: "NO", None: "–"}
 
 @verify_app.command(epilog="Example: quietgrad verify a9a.certificate.json --public-key signer.key.pub")
 def verify(
-    file: Annotated[Path, typer.Argument(help="The certificate.", show_default=False)],
+    file: Annotated[Path, Argument(help="The certificate.", show_default=False)],
     public_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Whose signature is demanded: a .pub file, its text, or 64 hexadecimal digits.",
-            show_default=False,
-        ),
+        str | None, Option(help="Whose signature is demanded: a .pub file, its text, or 64 hexadecimal digits.")
     ] = None,
-    ledger: Annotated[
-        Path | None, typer.Option(help="The ledger itself, if it is at hand.", show_default=False)
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="The model file, if it is at hand.", show_default=False)
-    ] = None,
+    ledger: Annotated[Path | None, Option(help="The ledger itself, if it is at hand.")] = None,
+    model: Annotated[Path | None, Option(help="The model file, if it is at hand.")] = None,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -82,9 +68,6 @@ def verify(
     Exit code 0 only if ε is proved and nothing was altered; whether by two accountants or by one is said. Unsigned,
     a file shows only that it is consistent.
     """
-    from quietgrad.certificates import check, read
-    from quietgrad.certificates import public_key as read_key
-
     demanded = None if public_key is None else read_key(public_key)
     document = read(file)
     verdict = check(document, public_key=demanded, ledger=ledger, model=model)

@@ -6,6 +6,8 @@ import os
 from typing import Annotated
 
 import typer
+from typer import Argument
+from typer._completion_shared import get_completion_script
 
 from quietgrad.cli.options import say
 
@@ -18,12 +20,8 @@ _SHELLS = {
 
 
 @app.command(epilog='Example: eval "$(quietgrad completion bash)"')
-def completion(
-    shell: Annotated[str, typer.Argument(help="bash, zsh or fish; else the shell you are in.")] = "",
-) -> None:
+def completion(shell: Annotated[str, Argument(help="bash, zsh or fish; else the shell you are in.")] = "") -> None:
     """Print the script that makes a shell complete commands, options, algorithms and data sets."""
-    from typer._completion_shared import get_completion_script
-
     name = shell or os.path.basename(os.environ.get("SHELL", ""))
     if name not in _SHELLS:
         raise typer.BadParameter(f"{name or 'no shell'!r}: must be bash, zsh or fish.", param_hint="SHELL")

@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import Delimiter, Drop, Encoding, Json, Keep, Label, say, show_json, writable
+from quietgrad.cli.options import Json, answer, say, show_json, writable
+from quietgrad.cli.run_spec import RunSpec, with_options
+from quietgrad.data.drafting import draft_schema
+from quietgrad.data.registry import REGISTRY, locate
+from quietgrad.data.registry import fetch as fetch_files
+from quietgrad.errors import DataError
 from quietgrad.sanitize import sanitize
 
 app = typer.Typer(
@@ -16,14 +22,12 @@ app = typer.Typer(
     add_completion=False,
 )
 
-Name = Annotated[str, typer.Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]
+Name = Annotated[str, Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]
 
 
 @app.command("list", epilog="Example: quietgrad data list --json")
 def list_sets(as_json: Json = False) -> None:
     """List the registered data sets and say which are on this machine."""
-    from quietgrad.data.registry import REGISTRY, locate
-
     rows = []
     for entry in REGISTRY.values():
         found = locate(entry.name)
@@ -52,31 +56,24 @@ def list_sets(as_json: Json = False) -> None:
 
 
 @app.command(epilog="Example: quietgrad data schema people.csv --label ill --keep patient_id -o schema.toml")
+@with_options("label", "drop", "keep", "delimiter", "encoding")
 def schema(
-    file: Annotated[Path, typer.Argument(help="A delimited file with a header line.", show_default=False)],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The schema file; else it is printed.")
-    ] = None,
-    label: Label = None,
-    drop: Drop = None,
-    keep: Keep = None,
-    delimiter: Delimiter = None,
-    encoding: Encoding = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing schema file.")] = False,
+    spec: RunSpec,
+    file: Annotated[Path, Argument(help="A delimited file with a header line.", show_default=False)],
+    output: Annotated[Path | None, Option("--output", "-o", help="The schema file; else it is printed.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing schema file.")] = False,
     as_json: Json = False,
 ) -> None:
     """Draft a schema from the header and the form of the cells: names, kinds, delimiter, encoding; no values.
 
     This looks at the file for its owner, without noise. Bounds and categories are left for you to fill in.
     """
-    from quietgrad.data.drafting import draft_schema
-    from quietgrad.errors import DataError
-
     if output is not None and output.exists() and not overwrite:
         raise DataError(f"{output}: exists already; choose another -o, or pass --overwrite.")
     draft = draft_schema(
-        file, label=label, drop=tuple(drop or ()), keep=keep, delimiter=delimiter, encoding=encoding
-    )
+        file, label=spec.label, drop=tuple(spec.drop or ()), keep=spec.keep, delimiter=spec.delimiter,
+        encoding=spec.encoding,
+    )  # fmt: skip
     if output is not None:
         writable(output).write_text(draft.to_toml(), encoding="utf-8")
     kinds = {column.name: column.kind for column in draft.columns}
@@ -104,17 +101,12 @@ def schema(
 @app.command(epilog="Example: quietgrad data fetch a9a")
 def fetch(name: Name, as_json: Json = False) -> None:
     """Fetch a data set into the cache unless it is here already; its checksums are verified either way."""
-    from quietgrad.data.registry import fetch as fetch_files
-
     _show(name, {file: str(path) for file, path in fetch_files(name).items()}, as_json)
 
 
 @app.command(epilog="Example: quietgrad data path adult")
 def path(name: Name, as_json: Json = False) -> None:
     """Say where a data set's files are, without downloading anything."""
-    from quietgrad.data.registry import locate
-    from quietgrad.errors import DataError
-
     found = locate(name)
     if found is None:
         raise DataError(f"{name} is not on this machine. Run `quietgrad data fetch {name}` or set QUIETGRAD_DATA.")
@@ -122,10 +114,5 @@ def path(name: Name, as_json: Json = False) -> None:
 
 
 def _show(name: str, paths: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        show_json({"name": name, "files": paths})
-    elif paths:
-        for where in paths.values():
-            say(where)
-    else:
-        say(f"{name} comes with scikit-learn; no file is needed.")
+    lines = paths.values() or [f"{name} comes with scikit-learn; no file is needed."]
+    answer(as_json, {"name": name, "files": paths}, *lines)

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from typer import Option
 
 from quietgrad.cli.options import Json, say, show_json
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.run_spec import RunSpec
-
-if TYPE_CHECKING:
-    from quietgrad.data import Dataset
+from quietgrad.cli.train import run
+from quietgrad.data.loading import demo_dataset
+from quietgrad.plans.schedule import plan
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.training.runs import forget
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(epilog="Example: quietgrad demo --out runs/demo")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for models, ledger and report.")] = Path("runs/demo"),
-    epsilon: Annotated[float, typer.Option(help="ε of each of the two runs.")] = 1.0,
-    delta: Annotated[float, typer.Option(help="δ of each of the two runs.")] = 1e-5,
+    out: Annotated[Path, Option(help="Folder for models, ledger and report.")] = Path("runs/demo"),
+    epsilon: Annotated[float, Option(help="ε of each of the two runs.")] = 1.0,
+    delta: Annotated[float, Option(help="δ of each of the two runs.")] = 1e-5,
     as_json: Json = False,
 ) -> None:
     """Plan, explain and train two private models on a real data set, and leave a report that compares them."""
-    from quietgrad.cli.train import run
-    from quietgrad.data import demo_dataset
-    from quietgrad.privacy.ledger import Ledger
-    from quietgrad.training import plan
 
     def tell(text: str) -> None:
         if not as_json:
@@ -38,7 +37,11 @@ def demo(
     data = demo_dataset()
     tell(f"Data: {data.name}, {data.n} records of {data.d} features. {'; '.join(data.notes)}.")
     ledger = out / "ledger.jsonl"
-    specs = _specs(data, epsilon, delta, ledger)
+    shared = RunSpec(
+        data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo", n_public=data.n
+    )
+    small = max(1, min(256, data.n // 8))
+    specs = {"dp-srm": replace(shared, algorithm="dp-srm", batch_size=small), "default": shared}
     method = specs["dp-srm"].make_algorithm(data, data.n)
     budget = specs["dp-srm"].budget()
     tell("\nBefore anything is released, the plan:\n")
@@ -47,7 +50,8 @@ def demo(
     results = {}
     for name, spec in specs.items():
         folder = out / name
-        _abandon(folder)
+        if not forget(folder):  # an interrupted demo: its reservation stays charged, its key goes
+            say(f"{folder}: what an interrupted run left there cannot be read; it is replaced.", err=True)
         tell(f"Training {name} …")
         results[name] = run(spec, folder, quiet=as_json)
     page = report_if_possible([out / name for name in specs], out / "report.html")
@@ -70,19 +74,3 @@ def demo(
     if page is not None:
         tell(f"Report: {page.resolve()}")
     tell(f"Next: quietgrad ledger show {ledger}  ·  quietgrad train --help")
-
-
-def _specs(data: Dataset, epsilon: float, delta: float, ledger: Path) -> dict[str, RunSpec]:
-    shared = RunSpec(
-        data=data.name, epsilon=epsilon, delta=delta, ledger=str(ledger.resolve()), account="demo", n_public=data.n
-    )  # fmt: skip
-    small = max(1, min(256, data.n // 8))
-    return {"dp-srm": replace(shared, algorithm="dp-srm", batch_size=small), "default": shared}
-
-
-def _abandon(folder: Path) -> None:
-    """Forget an interrupted demo in ``folder``: its reservation stays charged, its key goes."""
-    from quietgrad.training.runs import forget
-
-    if not forget(folder):
-        say(f"{folder}: what an interrupted run left there cannot be read; it is replaced.", err=True)

@@ -6,93 +6,62 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import (
-    DataAccount,
-    Delta,
-    Explain,
-    Json,
-    RelationName,
-    say,
-    say_meaning,
-    show_json,
-    usage,
-    working,
-    writable,
-)
-from quietgrad.cli.run_spec import account_of
-from quietgrad.privacy.budget import DEFAULT_RELATION
+from quietgrad import __version__, estimators
+from quietgrad.charts import Intervals
+from quietgrad.cli.options import Explain, Json, answer, say_meaning, usage, writable
+from quietgrad.cli.run_spec import RunSpec, account_of, with_options
+from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_numbers, yes_or_no
+from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.tables import read_cells
+from quietgrad.files import write_atomically
+from quietgrad.report.page import page_environment
 from quietgrad.sanitize import sanitize
-
-if TYPE_CHECKING:
-    from quietgrad.data.schema import Schema
-    from quietgrad.estimators.describing import Description
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(epilog="Example: quietgrad describe people.csv --schema schema.toml --epsilon 0.5 -o people.html")
+@with_options("relation", "ledger", "account", "cap_epsilon", "n_public", "person", epsilon=0.5, delta=1e-6)
 def describe(
-    file: Annotated[Path, typer.Argument(help="A delimited or parquet file.", show_default=False)],
-    schema: Annotated[
-        Path, typer.Option(help="Its public schema; see `quietgrad data schema`.", show_default=False)
-    ],
-    epsilon: Annotated[float, typer.Option(help="ε of the whole description.")] = 0.5,
-    delta: Delta = 1e-6,
-    relation: RelationName = DEFAULT_RELATION,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page; JSON goes beside it.")] = Path(
+    spec: RunSpec,
+    file: Annotated[Path, Argument(help="A delimited or parquet file.", show_default=False)],
+    schema: Annotated[Path, Option(help="Its public schema; see `quietgrad data schema`.", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="The page; JSON goes beside it.")] = Path(
         "description.html"
     ),
-    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    account: DataAccount = None,
-    cap_epsilon: Annotated[float | None, typer.Option(help="Refuse if the account would exceed this ε.")] = None,
-    n_public: Annotated[int | None, typer.Option(help="Public number of records; else counted privately.")] = None,
-    person: Annotated[str | None, typer.Option(help="Column of person ids: ε then holds per person.")] = None,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error."""
-    from quietgrad.data.schema import read_schema
-    from quietgrad.data.tables import read_cells
-    from quietgrad.estimators import describe as describe_frame
-    from quietgrad.files import write_atomically
-    from quietgrad.privacy.budget import Budget, Relation
-
-    with usage():
-        promise = Budget(epsilon, delta, Relation.parse(relation))
-        cap = None if cap_epsilon is None else Budget(cap_epsilon, delta, promise.relation)
+    spec.budget()
     public = read_schema(schema)
-    cells = read_cells(file, public, () if person is None else (person,))
+    cells = read_cells(file, public, () if spec.person is None else (spec.person,))
     frame, declared = _columns(cells, public)
-    with usage(), working("describing", quiet=as_json):
-        found = describe_frame(
-            frame, schema=declared, epsilon=epsilon, delta=delta, relation=relation,
-            account=account_of(file, account, ledger, cap), n_public=n_public,
-            person=None if person is None else cells[person],
+    ledger = None if spec.ledger is None else Path(spec.ledger)
+    assert spec.epsilon is not None
+    with usage():
+        found = estimators.describe(
+            frame, schema=declared, epsilon=spec.epsilon, delta=spec.delta, relation=spec.relation,
+            account=account_of(file, spec.account, ledger, spec.cap()), n_public=spec.n_public,
+            person=None if spec.person is None else cells[spec.person],
         )  # fmt: skip
-    told = found.to_json()
+    told, beside = found.to_json(), output.with_suffix(".json")
     write_atomically(writable(output), _page(file.name, found).encode())
-    write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1, default=str) + "\n").encode())
-    say_meaning(explain, found.privacy.epsilon, delta, found.privacy.unit)
-    if as_json:
-        show_json(told)
-        return
+    write_atomically(beside, (json.dumps(told, indent=1, default=str) + "\n").encode())
+    say_meaning(explain, found.privacy.epsilon, spec.delta, found.privacy.unit)
     width = max(len(str(row["column"])) for row in found.rows) + 2
-    for row in found.rows:
-        say(f"{sanitize(row['column']):<{width}}{_in_words(row)}")
-    say(f"privacy: {found.privacy}")
-    say(f"written: {output}, {output.with_suffix('.json')}")
+    lines = [f"{sanitize(row['column']):<{width}}{_in_words(row)}" for row in found.rows]
+    answer(as_json, told, *lines, f"privacy: {found.privacy}", f"written: {output}, {beside}")
 
 
 def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns as numbers, words and dates, and what is public of each."""
-    import numpy as np
-
-    from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_numbers, yes_or_no
-
     frame: dict[str, Any] = {}
     said: dict[str, Any] = {}
     gaps = {*schema.missing, "None", "NaT"}
@@ -132,12 +101,8 @@ def _in_words(row: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _page(name: str, found: Description) -> str:
+def _page(name: str, found: estimators.Description) -> str:
     """One self-contained page: the statement, and for each column its numbers and its histogram."""
-    from quietgrad import __version__
-    from quietgrad.charts import Intervals
-    from quietgrad.report.page import page_environment
-
     columns = []
     for row in found.rows:
         bars = []

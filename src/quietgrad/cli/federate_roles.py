@@ -8,22 +8,35 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
+from quietgrad import federation as federations
+from quietgrad.cli.ledger import reminder
 from quietgrad.cli.options import usage
+from quietgrad.cli.run_spec import RunSpec
+from quietgrad.cli.scanned_data import ScannedData
+from quietgrad.cli.settings import objective_from
+from quietgrad.cli.train import check_folder, finish
 from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.federation import approved, matching
+from quietgrad.federation.approved import Approved, readable_digest
+from quietgrad.federation.coordinator import AGGREGATES
+from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.plan_file import PlanFile, parse_plan, read_text
+from quietgrad.federation.planning import adversary, multiplicity
+from quietgrad.federation.rounds import largest_reply
+from quietgrad.federation.transport.local_socket import serve
+from quietgrad.federation.transport.tls import TlsParty, TlsServer
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.sanitize import sanitize
 from quietgrad.secure.identity import DropoutError
-
-if TYPE_CHECKING:
-    from quietgrad.cli.run_spec import RunSpec
-    from quietgrad.federation.approved import Approved
-    from quietgrad.federation.plan import FederatedPlan
-    from quietgrad.federation.plan_file import PlanFile
-    from quietgrad.training.callbacks import Callback, Progress
-    from quietgrad.training.result import Result
+from quietgrad.secure.terms import threat_model
+from quietgrad.training.callbacks import Progress
+from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
 NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases is exact"
@@ -48,9 +61,6 @@ def approval(
     cap_epsilon: float | None = None, people_key: Path | None = None, people_lists: Path | None = None,
 ) -> Approved:  # fmt: skip
     """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
-    from quietgrad.federation.approved import Approved
-    from quietgrad.federation.plan_file import parse_plan, read_text
-
     text = read_text(plan)
     digest = parse_plan(text, str(plan)).digest
     pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
@@ -74,8 +84,6 @@ def approval(
 
 def tell_state(out: Path, name: str, tell: Tell) -> None:
     """Say where the run's only secret waits, and remind of keys that other runs left."""
-    from quietgrad.cli.ledger import reminder
-
     tell(
         f"what was answered is in {out / f'{name}.journal'}, the key of the samples beside it, until the run is "
         "over: neither copy nor restore them"
@@ -99,18 +107,11 @@ def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
-    from quietgrad.federation.planning import multiplicity
-    from quietgrad.privacy.budget import PrivacyUnit
-
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
     people = [("people", multiplicity(plan))] if plan.unit is PrivacyUnit.PERSON else []
     if plan.trust == "secure":
-        from quietgrad.secure.terms import threat_model
-
         return [*threat_model(plan.terms(max(plan.dims.values()))).rows, *people]
-    from quietgrad.federation.planning import adversary
-
     return [
         ("trust", plan.trust),
         ("protects against", adversary(plan)),
@@ -123,9 +124,6 @@ def matched(
     file: PlanFile, name: str, data: Path, key: Path, lists: Path, *, new_key: bool
 ) -> list[tuple[str, str]]:
     """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
-    from quietgrad.federation import approved, matching
-    from quietgrad.objectives.person_ids import factorize_ids
-
     if name not in file.parties:
         raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
     table = approved.records(file, data)
@@ -158,17 +156,14 @@ def simulated(
     spec: RunSpec, out: Path, m: int, split: Mapping[str, Any], federation: Mapping[str, Any], *, quiet: bool
 ) -> Result:
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
-    from quietgrad.cli.run_spec import objective_from
-    from quietgrad.cli.train import _check_folder, finish
-    from quietgrad.federation import deal
-    from quietgrad.federation.simulation import simulate
-
     data = spec.load_data()
+    if isinstance(data, ScannedData):
+        raise DataError(f"{spec.data}: parties are dealt the records of one file, which is read whole.")
     method = spec.make_algorithm(data, data.n)
-    _check_folder(out, overwrite=False)
+    check_folder(out, overwrite=False)
     with usage():
         loss = objective_from(spec.describe_objective(data))
-        people = deal(data.X, data.y, m, **split)
+        people = federations.deal(data.X, data.y, m, **split)
     homes = [out / "parties" / f"party-{i + 1}" for i in range(m)]
     if not spec.non_private:
         people = [
@@ -177,18 +172,7 @@ def simulated(
         for home in homes:
             home.mkdir(parents=True, exist_ok=True)
     spec.save(out)  # tells `predict` how the data were read
-    progress = _rounds_told(member_logger("simulation", quiet))
-    saved: list[Result] = []
-    simulate(
-        method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=progress,
-        keep=lambda result: saved.append(finish(spec, out, data, result)), **federation,
-    )  # fmt: skip
-    return saved[0]
-
-
-def _rounds_told(tell: Tell) -> Callback:
-    """A callback that tells now and then how many rounds are complete."""
-    next_line = time.monotonic()
+    tell, next_line = member_logger("simulation", quiet), time.monotonic()
 
     def callback(progress: Progress) -> None:
         nonlocal next_line
@@ -196,16 +180,16 @@ def _rounds_told(tell: Tell) -> Callback:
             next_line = time.monotonic() + _EVERY
             tell(f"round {progress.releases} of {progress.planned}")
 
-    return callback
+    saved: list[Result] = []
+    federations.simulate(
+        method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=callback,
+        keep=lambda result: saved.append(finish(spec, out, data, result)), **federation,
+    )  # fmt: skip
+    return saved[0]
 
 
 def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> Result:
     """Listen, train, hand out the model; say goodbye with the reason if it fails."""
-    from quietgrad.federation import approved
-    from quietgrad.federation.coordinator import AGGREGATES
-    from quietgrad.federation.rounds import largest_reply
-    from quietgrad.federation.transport.tls import TlsServer
-
     file, credentials, out = mine.file, mine.credentials, mine.folder
     mine.check_coordinator()
     over = mine.finished() is not None
@@ -219,7 +203,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
     where = f"{file.host}:{transport.port}"
-    tell(f"plan {approved.readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
+    tell(f"plan {readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
     if over:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and no party is asked again")
     elif (out / AGGREGATES).exists():
@@ -230,7 +214,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
         result = mine.coordinate(transport, tell, wait=wait, patience=patience)
     finally:
         transport.close()
-    tell(f"digest of the model, the same at all members: {approved.readable_digest(approved.model_digest(out))}")
+    tell(f"digest of the model, the same at all members: {readable_digest(approved.model_digest(out))}")
     for row in transport.attendance():
         tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
@@ -250,11 +234,6 @@ def cannot_listen(host: str, port: int, error: OSError) -> str:
 
 def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | None = None) -> dict[str, Any]:
     """Be a party, or a server of a secure sum, until the run is over; a party saves the model that comes out."""
-    from quietgrad.federation import approved
-    from quietgrad.federation.rounds import largest_reply
-    from quietgrad.federation.transport.local_socket import serve
-    from quietgrad.federation.transport.tls import TlsParty
-
     file, credentials, out = mine.file, mine.credentials, mine.folder
     if file.budget is None:
         tell(NOT_PRIVATE)
@@ -274,9 +253,8 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         if site.error is not None:
             raise site.error
     except QuietgradError as error:
-        if not isinstance(error, DropoutError) or not getattr(member, "withdraw", bool)():
-            raise
-        tell("nothing was asked, so nothing is charged")
+        if isinstance(error, DropoutError) and isinstance(member, PartyCurator) and member.withdraw():
+            tell("nothing was asked, so nothing is charged")
         raise
     finally:
         member.close()
@@ -285,8 +263,8 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         return facts
     facts |= {
         "model": str(out / "model.safetensors"),
-        "model digest": approved.readable_digest(approved.model_digest(out)),
-        "plan digest": approved.readable_digest(file.digest),
+        "model digest": readable_digest(approved.model_digest(out)),
+        "plan digest": readable_digest(file.digest),
     }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
@@ -295,9 +273,7 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
 
 def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str:
     """Whether this is a new run, or one that goes on, in words."""
-    from quietgrad.federation import approved
-
-    plan = f"plan {approved.readable_digest(file.digest)}"
+    plan = f"plan {readable_digest(file.digest)}"
     if member.name in file.plan.servers:
         return f"adding up for {plan}"
     tell_state(out, member.name, tell)
@@ -309,8 +285,6 @@ def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str
 
 def remember_reading(file: PlanFile, out: Path) -> None:
     """Leave what `quietgrad predict` needs to read other files like the parties'."""
-    from quietgrad.cli.run_spec import RunSpec
-
     budget = file.budget
     promise: dict[str, Any] = {"non_private": True}
     if budget is not None:

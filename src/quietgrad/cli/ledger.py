@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import Json, RelationName, answer, say, say_table, show_json, table_row
-from quietgrad.privacy.budget import DEFAULT_RELATION
+from quietgrad.cli.options import Json, RelationName, answer, budget, say, show_json, show_table, usage
+from quietgrad.errors import QuietgradError, UnprovableError
+from quietgrad.privacy.budget import DEFAULT_RELATION, check_delta
+from quietgrad.privacy.events import Event
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger_state import LedgerState, canonical_account_name
 from quietgrad.sanitize import sanitize
-
-if TYPE_CHECKING:
-    from quietgrad.privacy.events import Event
-    from quietgrad.privacy.ledger import Ledger, VerifyReport
-    from quietgrad.privacy.ledger_state import LedgerState
-    from quietgrad.training.result import Result
+from quietgrad.training.result import Result, ledger_of
 
 app = typer.Typer(
     help="The record of what privacy was spent: show it, check it, cap it.",
@@ -24,30 +25,22 @@ app = typer.Typer(
     add_completion=False,
 )
 
-File = Annotated[Path, typer.Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
+File = Annotated[Path, Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
 _COUNTS = 60  # characters of what a run counts as
 
 
 @app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
 def show(
     file: File,
-    account: Annotated[str | None, typer.Option(help="Only this account.")] = None,
-    delta: Annotated[float | None, typer.Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw what is spent and left to this .svg, .png or .pdf.", show_default=False),
-    ] = None,
+    account: Annotated[str | None, Option(help="Only this account.")] = None,
+    delta: Annotated[float | None, Option(help="State ε at this δ; else the cap's or newest run's.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what every account has spent and on which runs; open reservations count in full."""
-    from quietgrad.privacy.budget import check_delta
-
     ledger = _existing(file)
     if delta is not None:
-        try:
+        with usage():
             check_delta(delta)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--delta") from None
     book = ledger.book()
     if account is not None and book.name(account) not in book.accounts():
         known = ", ".join(book.accounts()) or "none"
@@ -56,12 +49,6 @@ def show(
         )
     names = book.accounts() if account is None else (book.name(account),)
     rows = [_account_row(ledger, book, name, delta) for name in names]
-    if plot is not None:
-        from quietgrad.charts import Bars
-        from quietgrad.report.figures import save_chart
-
-        spent = [(r["account"], r["epsilon"], r["cap"] and r["cap"]["epsilon"]) for r in rows if r["epsilon"]]
-        save_chart(plot, Bars("Budget by account", spent, "ε"))
     if as_json:
         show_json({"file": str(file), "accounts": rows})
     elif rows:
@@ -74,19 +61,23 @@ def show(
 def verify(
     file: File,
     head: Annotated[
-        str | None, typer.Option(help="What `ledger head` printed earlier, kept elsewhere.", show_default=False)
+        str | None, Option(help="What `ledger head` printed earlier, kept elsewhere.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Check every line, the hash chain and the head; exit code 1 if the file was cut, altered or restored."""
-    try:
+    with usage():
         report = _existing(file).verify(head)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--head") from None
+    if report.ok:
+        torn = "; an append that never finished ends it, and paid for nothing" if report.torn_tail else ""
+        words = f"whole; {report.entries} entries, accounts: {', '.join(report.accounts) or 'none'}{torn}."
+    else:
+        more = len(report.problems) - 1
+        words = report.problems[0] + (f" ({more} more with --json.)" if more else "")
     if as_json:
         show_json({"file": str(file), **vars(report)})
     else:
-        say(f"{file}: {_in_one_sentence(report)}", err=not report.ok)
+        say(f"{file}: {words}", err=not report.ok)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -100,29 +91,20 @@ def head(file: File, as_json: Json = False) -> None:
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
 def cap(
     file: File,
-    account: Annotated[str, typer.Argument(help="The account to cap.", show_default=False)],
-    epsilon: Annotated[
-        float, typer.Option(help="The most that all its runs together may spend.", show_default=False)
-    ],
-    delta: Annotated[float, typer.Option(help="The δ at which ε is stated.", show_default=False)],
+    account: Annotated[str, Argument(help="The account to cap.", show_default=False)],
+    epsilon: Annotated[float, Option(help="The most that all its runs together may spend.", show_default=False)],
+    delta: Annotated[float, Option(help="The δ at which ε is stated.", show_default=False)],
     relation: RelationName = DEFAULT_RELATION,
 ) -> None:
     """Cap what an account may spend from now on; the ledger is made if it does not exist."""
-    from quietgrad.privacy.budget import Budget, Relation
-    from quietgrad.privacy.ledger import Ledger
-
-    try:
-        budget = Budget(epsilon, delta, Relation.parse(relation))
-        Ledger(file).set_cap(account, budget)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    say(f"{account}: at most ε={budget.epsilon:g} at δ={budget.delta:g} ({budget.relation}) from now on.")
+    with usage():
+        Ledger(file).set_cap(account, budget(epsilon, delta, relation))
+    say(f"{account}: at most ε={epsilon:g} at δ={delta:g} ({relation}) from now on.")
 
 
 @app.command(epilog='Example: quietgrad ledger adopt ledger.jsonl --reason "copied to a new machine"')
 def adopt(
-    file: File,
-    reason: Annotated[str, typer.Option(help="Why; it is written into the ledger.", show_default=False)],
+    file: File, reason: Annotated[str, Option(help="Why; it is written into the ledger.", show_default=False)]
 ) -> None:
     """Accept a ledger that lost its .head file, on your word that its end is not cut."""
     ledger = _existing(file)
@@ -130,18 +112,7 @@ def adopt(
     say(f"{file}: adopted with {len(ledger.entries())} entries.")
 
 
-def _in_one_sentence(report: VerifyReport) -> str:
-    if not report.ok:
-        more = len(report.problems) - 1
-        return report.problems[0] + (f" ({more} more with --json.)" if more else "")
-    accounts = ", ".join(report.accounts) or "none"
-    torn = "; an append that never finished ends it, and paid for nothing" if report.torn_tail else ""
-    return f"whole; {report.entries} entries, accounts: {accounts}{torn}."
-
-
 def _existing(file: Path) -> Ledger:
-    from quietgrad.privacy.ledger import Ledger
-
     # A head without its ledger is a finding of the check, not a mistyped name.
     if not file.exists() and not file.with_name(file.name + ".head").exists():
         raise typer.BadParameter(f"{file} does not exist.", param_hint="FILE")
@@ -150,8 +121,6 @@ def _existing(file: Path) -> Ledger:
 
 def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> dict[str, Any]:
     """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
-    from quietgrad.errors import UnprovableError
-
     held = book.of(name)
     cap = book.cap(name)
     promise = cap or held[-1].reservation  # an account exists by a cap or by a reservation
@@ -178,31 +147,28 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
 
 
 def _print_tables(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
-    accounts = Table("account", "spent ε", "δ", "relation", "per", "cap ε", "proved by", title="Accounts")
-    runs = Table("account", "run", "reserved at (UTC)", "state", "counts as", title="Runs")
-    for row in rows:
-        spent = "not provable" if row["epsilon"] is None else f"{row['epsilon']:.4g}"
-        cap = row["cap"] and f"{row['cap']['epsilon']:g}"
-        table_row(
-            accounts,
+    accounts = [
+        (
             row["account"],
-            spent,
+            "not provable" if row["epsilon"] is None else f"{row['epsilon']:.4g}",
             f"{row['delta']:g}",
             row["relation"],
             row["unit"] or "none yet",
-            cap or "none",
+            f"{row['cap']['epsilon']:g}" if row["cap"] else "none",
             row["accountant"] or "none",
         )
-        for run in row["reservations"]:
-            when = run["time"][:19].replace("T", " ")
-            counts = sanitize(run["counts_in_words"], most=_COUNTS)  # --json has all of it
-            table_row(runs, row["account"], run["run"], when, run["state"], counts)
-    say_table(accounts)
-    if runs.row_count:
-        say_table(runs)
-    for run in (run for row in rows for run in row["reservations"]):
+        for row in rows
+    ]
+    runs = [(row["account"], run) for row in rows for run in row["reservations"]]
+    show_table(("account", "spent ε", "δ", "relation", "per", "cap ε", "proved by"), accounts, "Accounts")
+    if runs:
+        cells = [
+            (name, run["run"], run["time"][:19].replace("T", " "), run["state"],
+             sanitize(run["counts_in_words"], most=_COUNTS))  # --json has all of it
+            for name, run in runs
+        ]  # fmt: skip
+        show_table(("account", "run", "reserved at (UTC)", "state", "counts as"), cells, "Runs")
+    for _, run in runs:
         if counts := str(run["note"]).partition("; ")[2]:  # numbers that were declared public
             say(sanitize(f"run {run['run'][:16]}: {counts}"))
     for row in rows:
@@ -214,11 +180,6 @@ def _print_tables(rows: list[dict[str, Any]]) -> None:
 
 def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     """What the account that paid for a run has spent by now, as a row; none if its ledger does not know the run."""
-    from quietgrad.errors import QuietgradError
-    from quietgrad.privacy.ledger import Ledger
-    from quietgrad.privacy.ledger_state import canonical_account_name
-    from quietgrad.training.result import ledger_of
-
     privacy, path = result.privacy, ledger_of(folder)
     if privacy.delta is None or privacy.relation is None or not path.exists():
         return []
@@ -233,11 +194,8 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
-    whom = (
-        repr(account)
-        if canonical_account_name(account) == canonical_account_name(privacy.account or "")
-        else "this table"
-    )
+    named = canonical_account_name(account) == canonical_account_name(privacy.account or "")
+    whom = repr(account) if named else "this table"
     return [("spent so far", f"ε = {spent:.4g} by {many} on {whom}")]
 
 
@@ -254,7 +212,7 @@ def in_words(event: Event) -> str:
     return _in_words(event.to_json())
 
 
-def _in_words(value: Any) -> str:
+def _in_words(value: object) -> str:
     if isinstance(value, dict):
         fields = {name: item for name, item in value.items() if name != "event"}
         if value["event"] == "repeated":
@@ -284,8 +242,6 @@ _OLD = 7.0  # days
 @keys_app.command("list", epilog="Example: quietgrad keys list")
 def list_keys(as_json: Json = False) -> None:
     """List the keys that wait, since when, and whether the folder of their run is still there."""
-    from quietgrad.privacy.keys import KeyFile
-
     keys = KeyFile.waiting()
     told = [{**vars(key), "orphaned": key.orphaned} for key in keys]
     if not keys:
@@ -303,16 +259,12 @@ def list_keys(as_json: Json = False) -> None:
     epilog="Example: quietgrad keys destroy --orphaned   ·   quietgrad keys destroy 3f2a… --older-than 30"
 )
 def destroy(
-    runs: Annotated[
-        list[str] | None, typer.Argument(help="Runs, as `list` names them.", show_default=False)
-    ] = None,
-    orphaned: Annotated[bool, typer.Option("--orphaned", help="All whose folder is gone.")] = False,
-    older_than: Annotated[float | None, typer.Option(help="All that have waited for so many days.")] = None,
+    runs: Annotated[list[str] | None, Argument(help="Runs, as `list` names them.", show_default=False)] = None,
+    orphaned: Annotated[bool, Option("--orphaned", help="All whose folder is gone.")] = False,
+    older_than: Annotated[float | None, Option(help="All that have waited for so many days.")] = None,
     as_json: Json = False,
 ) -> None:
     """Overwrite and remove keys. Their runs cannot be resumed; what they spent stays in the ledger."""
-    from quietgrad.privacy.keys import KeyFile
-
     waiting = {key.run: key for key in KeyFile.waiting()}
     if unknown := [run for run in runs or () if run not in waiting]:
         raise typer.BadParameter(f"{unknown[0]!r}: there is no such key; see `quietgrad keys list`.")
@@ -331,11 +283,11 @@ def destroy(
 
 @keys_app.command(epilog="Example: quietgrad keys generate signer.key")
 def generate(
-    file: Annotated[Path, typer.Argument(help="Where the key goes; its public half goes beside it, as .pub.")],
+    file: Annotated[Path, Argument(help="Where the key goes; its public half goes beside it, as .pub.")],
     as_json: Json = False,
 ) -> None:
     """Make an Ed25519 key that signs certificates, readable by you alone; it never replaces a file."""
-    from quietgrad.certificates import new_key
+    from quietgrad.certificates import new_key  # slow to load, and `train` needs this module
 
     public = new_key(file)
     told = {"key": str(file), "public": f"{file}.pub", "public_key": public}
@@ -344,8 +296,6 @@ def generate(
 
 def reminder() -> str | None:
     """A line for the start of a run if keys have outlived their use."""
-    from quietgrad.privacy.keys import KeyFile
-
     stale = [key for key in KeyFile.waiting() if key.orphaned or _age(key.since) > _OLD]
     if not stale:
         return None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from quietgrad import estimators
+from quietgrad.cli.run_spec import RunSpec
+from quietgrad.curators.account import Account
+from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.sanitize import did_you_mean
-
-if TYPE_CHECKING:
-    from quietgrad.cli.run_spec import RunSpec
-    from quietgrad.curators.account import Account
-    from quietgrad.data import Dataset
-    from quietgrad.training.result import Result
+from quietgrad.training.result import Result, load
 
 MODELS: dict[str, tuple[str | None, str | None]] = {
     "linear": ("PrivateLogisticRegression", "PrivateHuberRegressor"),
@@ -32,8 +31,6 @@ MODELS: dict[str, tuple[str | None, str | None]] = {
 
 def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     """The estimator that ``--model`` names, with the run's guarantee, account and public facts."""
-    from quietgrad import estimators
-
     name, _, knob = (spec.model or "linear").partition(":")
     if name not in MODELS:
         raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
@@ -66,7 +63,7 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     factory = getattr(estimators, kind)
     known = inspect.signature(factory).parameters
     for option in ("inference", "class_weight", "fit_intercept"):
-        if option in given and option not in known and given[option] is not True:
+        if option in given and option not in known and not (option == "fit_intercept" and spec.intercept):
             raise DataError(f"--{option.replace('_', '-')}: {name} models do not have it.")
     return factory(**{key: value for key, value in given.items() if key in known})
 
@@ -88,9 +85,6 @@ def _weights(text: str) -> Any:
 
 def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
     """Fit the model and keep it as a run in ``out``."""
-    from quietgrad.estimators.runs import to_run
-    from quietgrad.training.result import load
-
     model = estimator_of(spec, data, spec.payer(out))
     y = data.y if data.classes is None else np.array(data.class_names)[data.y]
     people: dict[str, Any] = {}
@@ -99,48 +93,16 @@ def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
             "person": data.person, "combine": spec.combine, "records_per_person": spec.records_per_person,
             "records_public": spec.records_public,
         }  # fmt: skip
-    model.fit(_named(data), y, **people)
-    to_run(model, out)
+    X: Any = data.X
+    if data.feature_names is not None and isinstance(X, np.ndarray):
+        with suppress(ImportError):  # without pandas, columns have no names
+            import pandas as pd
+
+            X = pd.DataFrame(X, columns=list(data.feature_names))
+    model.fit(X, y, **people)
+    estimators.to_run(model, out)
     result = load(out)
-    details = dict(result.details)
-    if "model" not in details:
-        details["model"] = facts_of(spec, data)
-    if (names := data.feature_names) is not None and hasattr(model, "coef_") and not hasattr(model, "shapes_"):
-        details["coefficients"] = _coefficients(model, names)
-    return replace(result, details=details)
-
-
-def facts_of(spec: RunSpec, data: Dataset) -> dict[str, Any]:
-    """The public facts of an additive model that reading a file for it needs."""
-    return {**spec.describe_objective(data), "objective": "additive"}
-
-
-def _coefficients(model: Any, names: tuple[str, ...]) -> dict[str, Any]:
-    """Coefficients by feature, with intervals where the fit bought standard errors."""
-    weights = np.atleast_2d(model.coef_)
-    told: dict[str, Any] = {
-        "features": list(names), "coef": weights.tolist(),
-        "intercept": np.atleast_1d(model.intercept_).astype(float).tolist(),
-    }  # fmt: skip
-    if model.inference:
-        from quietgrad.errors import TooNoisyError
-
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                table = model.summary()
-            told["summary"] = table.to_dict("list") if hasattr(table, "to_dict") else str(table)
-        except TooNoisyError as error:
-            told["no_intervals"] = str(error)
-    return told
-
-
-def _named(data: Dataset) -> Any:
-    """The features with their names, where a library for that is installed."""
-    if data.feature_names is None or not isinstance(data.X, np.ndarray):
-        return data.X
-    try:
-        import pandas as pd
-    except ImportError:
-        return data.X
-    return pd.DataFrame(data.X, columns=list(data.feature_names))
+    if "model" in result.details:
+        return result
+    facts = {**spec.describe_objective(data), "objective": "additive"}
+    return replace(result, details={**result.details, "model": facts})

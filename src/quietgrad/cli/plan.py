@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import dataclasses
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import (
-    Explain,
-    Json,
-    budget,
-    say,
-    say_meaning,
-    say_table,
-    show_json,
-    show_rows,
-    table_row,
-    usage,
-    with_options,
-)
-from quietgrad.cli.run_spec import RunSpec
-
-if TYPE_CHECKING:
-    from quietgrad.plans.explain import ScanCostEstimate
-    from quietgrad.plans.schedule import Plan
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.algorithms.whitened_design import for_table
+from quietgrad.cli.options import Explain, Json, budget, say, say_meaning, show_json, show_rows, show_table, usage
+from quietgrad.cli.run_spec import RunSpec, with_options
+from quietgrad.cli.settings import algorithm_from
+from quietgrad.plans.explain import ScanCostEstimate, expected_cost
+from quietgrad.plans.schedule import Plan
+from quietgrad.plans.schedule import plan as make_plan
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.report.certificate import sampling_words
 
 app = typer.Typer(add_completion=False)
 
@@ -32,32 +27,26 @@ app = typer.Typer(add_completion=False)
     epilog="Example: quietgrad plan dp-srm --n 32561 --steps 1500 --batch-size 100 --epsilon 1 --delta 1e-5"
 )
 @with_options(
-    RunSpec, "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
-    "settings",
-)  # fmt: skip
+    "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling", "settings"
+)
 def plan(
     spec: RunSpec,
     algorithm: Annotated[
         str | None,
-        typer.Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; of a scan, the estimators' own."),
+        Argument(help="Such as dp-srm, dp-sgd, dp-gd (the default), dp-agd; of a scan, the estimators' own."),
     ] = None,
-    n: Annotated[int | None, typer.Option("--n", help="Number of records (public).", show_default=False)] = None,
-    people: Annotated[
-        bool, typer.Option("--people", help="n counts people, each with any number of records.")
-    ] = False,
+    n: Annotated[int | None, Option("--n", help="Number of records (public).")] = None,
+    people: Annotated[bool, Option("--people", help="n counts people, each with any number of records.")] = False,
     records_public: Annotated[
-        int | None, typer.Option(help="With --people: how many records they have together, if that is public.")
+        int | None, Option(help="With --people: how many records they have together, if that is public.")
     ] = None,
     rows: Annotated[
-        float | None,
-        typer.Option(help="Rows of a table to scan, such as 1e9: adds passes, bytes and time.", show_default=False),
+        float | None, Option(help="Rows of a table to scan, such as 1e9: adds passes, bytes and time.")
     ] = None,
-    columns: Annotated[int | None, typer.Option(help="Its feature columns.", show_default=False)] = None,
-    cluster: Annotated[str, typer.Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
-    noise_multiplier: Annotated[
-        float | None, typer.Option(help="Fix the noise; ε is then what it proves to be.", show_default=False)
-    ] = None,
-    show_list: Annotated[bool, typer.Option("--list", help="List the algorithms and their settings.")] = False,
+    columns: Annotated[int | None, Option(help="Its feature columns.")] = None,
+    cluster: Annotated[str, Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
+    noise_multiplier: Annotated[float | None, Option(help="Fix the noise; ε is then what it proves to be.")] = None,
+    show_list: Annotated[bool, Option("--list", help="List the algorithms and their settings.")] = False,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -71,30 +60,27 @@ def plan(
             raise typer.BadParameter("it is missing: how many feature columns are there?", param_hint="--columns")
     if n is None:
         raise typer.BadParameter("it is missing: how many records are there?", param_hint="--n")
-    from quietgrad.cli.settings import algorithm_from
-    from quietgrad.training import plan as make_plan
-
     epsilon = spec.epsilon
     if algorithm is None and columns is not None and not (spec.flags or spec.settings):
-        from quietgrad.algorithms.whitened_design import for_table
-
         epsilon = 1.0 if epsilon is None else epsilon
-        method = for_table(n, columns, budget=budget(epsilon, spec.delta, spec.relation), inference=False)
+        method: Algorithm = for_table(
+            n, columns, budget=budget(epsilon, spec.delta, spec.relation), inference=False
+        )
     else:
         method = algorithm_from(algorithm or "dp-gd", spec.flags, spec.settings)
     if noise_multiplier is not None and epsilon is None:
         epsilon = 1.0  # not used: the noise is fixed, and the ε printed is what it proves
-    promise = budget(epsilon, spec.delta, spec.relation) if method.private else None
+    asked = budget(epsilon, spec.delta, spec.relation) if method.private else None
     with usage():
         unit = "person" if people else "record"
-        the_plan = make_plan(method, n=n, budget=promise, noise_multiplier=noise_multiplier, unit=unit,
+        the_plan = make_plan(method, n=n, budget=asked, noise_multiplier=noise_multiplier, unit=unit,
                              records_public=records_public)  # fmt: skip
     say_meaning(explain, the_plan.proof.epsilon if the_plan.is_private else None, spec.delta, unit)
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
-        proof = None if promise is None else the_plan.proof.to_json()
+        proof = None if asked is None else the_plan.proof.to_json()
         more: dict[str, Any] = {} if reading is None else {"scan": reading.to_json()}
-        if promise is not None:
+        if asked is not None:
             more["generalization"] = the_plan.generalization
         show_json({**the_plan.to_json(), "proof": proof, **more})
         return
@@ -118,8 +104,6 @@ def whole(number: float, option: str) -> int:
 
 def expected(the_plan: Plan, columns: int, cluster: str) -> ScanCostEstimate:
     """What scanning the plan's table takes on ``MACHINESxCORES``."""
-    from quietgrad.plans.explain import expected_cost
-
     machines, _, cores = cluster.partition("x")
     if not (machines.isdigit() and cores.isdigit() and int(machines) and int(cores)):
         raise typer.BadParameter(f"{cluster!r}: must be MACHINESxCORES, such as 64x8.", param_hint="--cluster")
@@ -128,43 +112,18 @@ def expected(the_plan: Plan, columns: int, cluster: str) -> ScanCostEstimate:
 
 def show_slots(the_plan: Plan) -> None:
     """Print the plan's releases as a table."""
-    from rich.table import Table
-
-    from quietgrad.privacy.accounting import sensitivity_factor
-
     assert the_plan.budget is not None
-    factor = sensitivity_factor(the_plan.budget.relation)
-    table = Table("release", "at most", "sampling", "sensitivity", "noise σ")
+    sensitivity = f"{sensitivity_factor(the_plan.budget.relation):g}·C"
+    filtered = the_plan.schedule.composition == "filter"
+    rows = []
     for slot in the_plan.schedule.slots:
         scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
-        noise = "within the filter" if the_plan.schedule.composition == "filter" else f"{scale:.4g}·C"
-        table_row(table, slot.name, str(slot.count), brief(slot.sampling.to_json()), f"{factor:g}·C", noise)
-    say_table(table)
-
-
-def brief(sampling: dict[str, Any]) -> str:
-    """A sampling scheme in a few words.
-
-    >>> brief({"sampling": "poisson", "rate": 0.01})
-    'poisson, rate 0.01'
-    """
-    kind = str(sampling["sampling"])
-    if kind == "poisson":
-        return f"poisson, rate {sampling['rate']:.4g}"
-    if kind == "random-allocation":
-        return f"once an epoch of {sampling['steps_per_epoch']} steps"
-    if kind == "fixed-size":
-        return f"{sampling['batch_size']} of {sampling['n']}"
-    if kind == "turns":
-        return f"one of {sampling['cohorts']} cohorts, in turn"
-    return "all records" if kind == "full" else kind
+        noise = "within the filter" if filtered else f"{scale:.4g}·C"
+        rows.append((slot.name, slot.count, sampling_words(slot.sampling.to_json()), sensitivity, noise))
+    show_table(("release", "at most", "sampling", "sensitivity", "noise σ"), rows)
 
 
 def _list(as_json: bool) -> None:
-    import dataclasses
-
-    from quietgrad.algorithms.registry import ALGORITHMS
-
     rows = []
     for entry in ALGORITHMS.values():
         kind = entry.kind

@@ -1,108 +1,67 @@
-"""`quietgrad report`: one self-contained page about one or more finished runs.
+"""`quietgrad report`, `quietgrad card`: pages about finished runs. `quietgrad frontier`: accuracy against ε.
 
-`quietgrad frontier`: accuracy against ε on a table, with what the search itself costs.
-
-Drawing the curve looks at the people once for every ε, and at held-out people to score: both are charged to a
+Drawing that curve looks at the people once for every ε, and at held-out people to score: both are charged to a
 ledger like any other use. Only where the data are declared public (``--public``) is nothing charged, and only there
 can the line without privacy be drawn: it is a model without noise.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import secrets
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from quietgrad.cli.options import (
-    Classes,
-    DataAccount,
-    Delta,
-    Explain,
-    Json,
-    Label,
-    RelationName,
-    TaskName,
-    class_labels,
-    say,
-    say_meaning,
-    show_json,
-    usage,
-)
-from quietgrad.cli.run_spec import account_of
-from quietgrad.privacy.budget import DEFAULT_RELATION
-
-if TYPE_CHECKING:
-    from quietgrad.charts import Lines
-    from quietgrad.curators.account import Account
-    from quietgrad.data import Dataset
-    from quietgrad.report.page import ReportedRun
+from quietgrad import estimators
+from quietgrad.charts import Lines, Series, in_a_file
+from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, budget, say, say_meaning, usage
+from quietgrad.cli.run_spec import RunSpec, account_of, with_options
+from quietgrad.cli.scanned_data import ScannedData
+from quietgrad.cli.scoring import expected_error, hold_out_records
+from quietgrad.curators.account import Account
+from quietgrad.data.dataset import SPLIT_SEED, Dataset
+from quietgrad.errors import BudgetError, DataError, QuietgradError, UnprovableError
+from quietgrad.files import write_atomically
+from quietgrad.report.card import FILL_IN, write_cards
+from quietgrad.report.page import read_runs, write_report
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(epilog="Example: quietgrad report runs/a9a runs/a9a-sgd -o comparison.html")
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", show_default=False)],
+    folders: Annotated[list[Path], Argument(help="Folders of finished runs.", show_default=False)],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page; else report.html in the first folder.")
+        Path | None, Option("--output", "-o", help="The page; else report.html in the first folder.")
     ] = None,
-    figures: Annotated[
-        Path | None, typer.Option(help="Also write each chart as a picture into this folder.", show_default=False)
-    ] = None,
-    ledger: Annotated[
-        Path | None,
-        typer.Option(
-            help="Ledger that was charged for the runs, if their folders do not name it.", show_default=False
-        ),
-    ] = None,
-    picture: Annotated[str, typer.Option(help="Of what kind: svg, png or pdf.")] = "svg",
+    ledger: LedgerOfRun = None,
     as_json: Json = False,
 ) -> None:
     """Write curves, a comparison of the runs and their privacy certificates as one HTML file.
 
     Every ε is proved again and held against the run's options and ledger; exit code 1 if one is refuted.
     """
-    from quietgrad.report.page import read_runs, write_report
-
-    if picture not in ("svg", "png", "pdf"):
-        raise typer.BadParameter(f"{picture!r}: must be svg, png or pdf.", param_hint="--picture")
     runs = read_runs(folders, ledger)
     target = write_report(folders, output or folders[0] / "report.html", runs)
-    drawn = [] if figures is None else _pictures(runs, figures, picture)
-    refuted = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
-    if as_json:
-        said = {folder: list(why) for folder, why in refuted.items() if why}
-        told = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": said}
-        show_json({**told, "figures": [str(file) for file in drawn]})
-    else:
-        say(f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
-        for file in drawn:
-            say(f"picture: {file}")
-        for folder, reasons in refuted.items():
-            for why in reasons:
-                say(f"{folder}: {why}", err=True)
-    raise typer.Exit(1 if any(refuted.values()) else 0)
-
-
-def _pictures(runs: Sequence[ReportedRun], folder: Path, kind: str) -> list[Path]:
-    from quietgrad.report.figures import save_chart
-    from quietgrad.report.page import charts_of
-
-    return [
-        save_chart(folder / f"{chart.title.lower().replace(' ', '-')}.{kind}", chart)
-        for chart, _ in charts_of(runs)
-    ]
+    reasons = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
+    refuted = {folder: list(why) for folder, why in reasons.items() if why}
+    told = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": refuted}
+    answer(as_json, told, f"report of {len(folders)} run{'s' if len(folders) > 1 else ''}: {target}")
+    if not as_json:
+        for folder, why in refuted.items():
+            say("\n".join(f"{folder}: {each}" for each in why), err=True)
+    raise typer.Exit(1 if refuted else 0)
 
 
 def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
     """Write the page after a training; a model that is trained and saved is not undone by a page that cannot be."""
-    from quietgrad.errors import QuietgradError
-    from quietgrad.report.page import write_report
-
     try:
         return write_report(folders, target)
     except QuietgradError as error:
@@ -110,9 +69,30 @@ def report_if_possible(folders: Sequence[Path], target: Path) -> Path | None:
         return None
 
 
+card_app = typer.Typer(add_completion=False)
+
+
+@card_app.command(epilog="Example: quietgrad card runs/a9a   ·   quietgrad card runs/a9a -o README.md")
+def card(
+    folder: RunFolder,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="A .md or .html file; else both, in the folder.")
+    ] = None,
+    ledger: LedgerOfRun = None,
+    as_json: Json = False,
+) -> None:
+    """Write a model card: data as declared, guarantee, private scores, and intended use to fill in.
+
+    The run's ε is proved again first. Scores that were computed without noise are left out.
+    """
+    written = write_cards(folder, output, ledger)
+    yours = f"Lines that begin with “{FILL_IN.strip()}” are yours to write."
+    answer(as_json, {"card": [str(file) for file in written]}, *(f"model card: {file}" for file in written), yours)
+
+
 frontier_app = typer.Typer(add_completion=False)
 
-_USUAL = "0.1,0.2,0.5,1,2,5"
+_HELD_OUT = 0.2  # of the rows, where no test file is given
 _WIDEST = 0.05  # the error of a point above which a curve tells too little for its cost
 _DRAWN = (
     "; unless --test names them, who is held out is drawn anew by each call, so over several calls both accounts "
@@ -121,129 +101,93 @@ _DRAWN = (
 
 
 @frontier_app.command(
-    epilog="Example: quietgrad frontier a9a --public --plot a9a.svg   ·   "
+    epilog="Example: quietgrad frontier a9a --public --out runs/a9a-frontier   ·   "
     "quietgrad frontier people.csv --schema schema.json --epsilons 0.1,0.3 --account patients --out runs/frontier"
 )
+@with_options(
+    "data", "delta", "relation", "test", "schema", "label", "classes", "task", "row_bound", "n_public", "ledger",
+    "account", "cap_epsilon",
+)  # fmt: skip
 def frontier(
-    data: Annotated[str, typer.Argument(help="A file, or a registered name.", show_default=False)],
-    epsilons: Annotated[str, typer.Option(help="Where to fit, such as 0.1,0.5,1.")] = _USUAL,
-    delta: Delta = 1e-5,
-    relation: RelationName = DEFAULT_RELATION,
+    spec: RunSpec,
+    epsilons: Annotated[str, Option(help="Where to fit, such as 0.1,0.5,1.")] = "0.1,0.2,0.5,1,2,5",
     public: Annotated[
-        bool, typer.Option("--public", help="The data are public: charge nothing, and draw the non-private line.")
+        bool, Option("--public", help="The data are public: charge nothing, and draw the non-private line.")
     ] = False,
-    repeats: Annotated[int, typer.Option(help="Fits at each ε (public data only: each one costs).")] = 3,
-    score_epsilon: Annotated[float, typer.Option(help="ε of each private score of the held-out people.")] = 0.3,
-    out: Annotated[Path, typer.Option(help="Folder for the picture, the numbers and the ledger.")] = Path(
-        "runs/frontier"
-    ),
-    ledger: Annotated[Path | None, typer.Option(help="Ledger file; else the project's own.")] = None,
-    account: DataAccount = None,
-    held_out: Annotated[
-        str | None, typer.Option(help="Ledger account charged for the scores; else the same.", show_default=False)
-    ] = None,
-    cap_epsilon: Annotated[
-        float | None, typer.Option(help="Refuse if the fits together could exceed this ε.", show_default=False)
-    ] = None,
-    test: Annotated[Path | None, typer.Option(help="Held-out records; else a fifth of the rows.")] = None,
-    schema: Annotated[Path | None, typer.Option(help="Public schema of a CSV or parquet file.")] = None,
-    label: Label = None,
-    classes: Classes = None,
-    task: TaskName = None,
-    row_bound: Annotated[float | None, typer.Option(help="Public bound on the norm of a row.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw it to this .svg, .png or .pdf.")] = None,
-    n_public: Annotated[
-        int | None,
-        typer.Option(
-            help="Public number of records, rough is enough: says beforehand how uncertain points will be."
-        ),
-    ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask before privacy budget is spent.")] = False,
+    repeats: Annotated[int, Option(help="Fits at each ε (public data only: each one costs).")] = 3,
+    score_epsilon: Annotated[float, Option(help="ε of each private score of the held-out people.")] = 0.3,
+    out: Annotated[Path, Option(help="Folder for the picture and the numbers.")] = Path("runs/frontier"),
+    held_out: Annotated[str | None, Option(help="Ledger account charged for the scores; else the same.")] = None,
+    yes: Annotated[bool, Option("--yes", help="Do not ask before privacy budget is spent.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help=f"Go on even if every point would be more uncertain than ± {_WIDEST:g}.")
+        bool, Option("--force", help=f"Go on even if every point would be more uncertain than ± {_WIDEST:g}.")
     ] = False,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
     """Fit the default model at each ε, score it on held-out records, and draw accuracy against ε."""
-    from quietgrad.charts import in_a_file
-    from quietgrad.files import write_atomically
-    from quietgrad.privacy.budget import Budget, Relation
-
+    if spec.data is None:
+        raise typer.BadParameter("it is missing: a file, or a registered name.", param_hint="DATA")
     with usage():
-        levels = _levels(epsilons)
-        for level in levels:
-            Budget(level, delta, Relation.parse(relation))
+        try:
+            levels = sorted({float(word) for word in epsilons.split(",")})
+        except ValueError:
+            raise ValueError(f"epsilons={epsilons!r}: must be numbers such as 0.1,0.5,1.") from None
         if repeats < 1:
             raise ValueError(f"repeats={repeats}: must be ≥ 1.")
-    given = {"test": test, "schema": schema, "label": label, "task": task, "classes": class_labels(classes)}
-    table = _load(data, given)
-    if not public:
-        table.refuse_uncounted(Budget(levels[0], delta, Relation.parse(relation)))
-    table = _with_held_out(table, relation)
-    if row_bound is not None:
-        table = replace(table, row_bound=row_bound)
+    for level in levels:
+        budget(level, spec.delta, spec.relation)
+    spec = replace(spec, epsilon=levels[0], non_private=public)
+    table = spec.load_data()
+    if isinstance(table, ScannedData):
+        raise DataError(f"{spec.data}: a frontier is drawn of one file, which is read whole.")
+    if table.X_test is None:
+        fixed = public or spec.relation == "replace-one"
+        table = hold_out_records(
+            table, _HELD_OUT, f"{SPLIT_SEED:x}" if fixed else secrets.token_hex(16), fixed=fixed
+        )
+    if spec.row_bound is not None:
+        table = replace(table, row_bound=spec.row_bound)
     if public:
-        found = _public(table, levels, delta, relation, repeats)
+        found = _public(table, spec, levels, repeats)
     else:
-        _ask(table, levels, delta, relation, score_epsilon, n_public, yes=yes, force=force)
-        cap = None if cap_epsilon is None else Budget(cap_epsilon, delta, Relation.parse(relation))
-        payer = account_of(data, account, ledger, cap)
-        scored = payer if held_out is None else account_of(test, held_out, ledger, None)
-        found = _private(table, levels, delta, relation, score_epsilon, (payer, scored), quiet=as_json)
-    import json
-
-    chart = _chart(data, found, relation)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "frontier.json", (json.dumps({"data": table.name, **found}, indent=1) + "\n").encode())
-    write_atomically(out / "frontier.svg", in_a_file(chart).encode())
-    if plot is not None:
-        from quietgrad.report.figures import save_chart
-
-        save_chart(plot, chart)
-    say_meaning(explain, max(levels), delta)
-    if as_json:
-        show_json({"data": table.name, **found})
-        return
-    say(f"{found['score']:<10}{'±':>8}   ε (δ = {delta:g}, {relation})")
-    for row in found["points"]:
-        say(f"{row['value']:<10.4f}{row['error']:>8.4f}   {row['epsilon']:g}")
+        _ask(table, spec, levels, score_epsilon, yes=yes, force=force)
+        payer = spec.payer(out)
+        scored = payer if held_out is None else account_of(spec.test, held_out, spec.ledger_in(out), None)
+        found = _private(table, spec, levels, score_epsilon, (payer, scored))
+    score = "R²" if table.task == "regression" else "accuracy"
+    told = {"data": table.name, "score": score, "delta": spec.delta, "relation": spec.relation, "public": public}
+    told |= found
+    points = [(row["epsilon"], row["value"]) for row in found["points"]]
+    lines = [Series("private", points, tuple(row["error"] for row in found["points"]))]
     if found["non_private"] is not None:
-        say(f"{found['non_private']:<10.4f}{'':>8}   without privacy")
-    say(found["cost"])
-    say(f"written: {out / 'frontier.svg'}, {out / 'frontier.json'}{f', {plot}' if plot else ''}")
+        lines.append(Series("without privacy", [(points[-1][0], found["non_private"])], level=True))
+    label = f"ε (δ = {spec.delta:g}, {spec.relation})"
+    chart = Lines(f"{table.name}: {score} against ε", lines, label, score, log_x=True)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "frontier.json", (json.dumps(told, indent=1) + "\n").encode())
+    write_atomically(out / "frontier.svg", in_a_file(chart).encode())
+    say_meaning(explain, max(levels), spec.delta)
+    text = [f"{score:<10}{'±':>8}   {label}"]
+    text += [f"{row['value']:<10.4f}{row['error']:>8.4f}   {row['epsilon']:g}" for row in found["points"]]
+    if found["non_private"] is not None:
+        text.append(f"{found['non_private']:<10.4f}{'':>8}   without privacy")
+    answer(as_json, told, *text, found["cost"], f"written: {out / 'frontier.svg'}, {out / 'frontier.json'}")
 
 
 def _ask(
-    table: Dataset,
-    levels: list[float],
-    delta: float,
-    relation: str,
-    score_epsilon: float,
-    n_public: int | None,
-    *,
-    yes: bool,
-    force: bool,
+    table: Dataset, spec: RunSpec, levels: list[float], score_epsilon: float, *, yes: bool, force: bool
 ) -> None:
     """Say what the curve costs and how uncertain it is, by n and ε alone; refuse, or ask, before a charge."""
-    import sys
-
-    from quietgrad.cli.scoring import expected_error
-    from quietgrad.errors import BudgetError
-    from quietgrad.privacy.budget import Budget, Relation
-
     assert table.X_test is not None
-    if n_public is not None:
-        held: float | None = n_public / 5
-    else:  # under add-remove the number of records is a secret, of which nothing may be told unpaid
-        held = float(table.X_test.shape[0]) if Relation.parse(relation) is Relation.REPLACE_ONE else None
-    promise = Budget(score_epsilon, delta, Relation.parse(relation))
+    promise = budget(score_epsilon, spec.delta, spec.relation)
     classes = 0 if table.classes is None else len(table.classes)
     cost = (
         f"{len(levels)} fits of together at most ε = {math.fsum(levels):g}, and {len(levels)} scores of "
         f"ε = {score_epsilon:g} each"
     )
-    if held is None:
+    if spec.n_public is None and spec.relation != "replace-one":
+        # The number of records is a secret, of which nothing may be told unpaid.
         few, many = (expected_error(n, promise, classes=classes) for n in (1_000, 10_000))
         cost += f"; a point will be uncertain by about ± {few:.1g} if 1 000 are held out, ± {many:.1g} if 10 000"
         if not force:
@@ -252,6 +196,7 @@ def _ask(
                 "many there are with --n-public, or pass --force. Nothing was spent."
             )
     else:
+        held = table.X_test.shape[0] if spec.n_public is None else _HELD_OUT * spec.n_public
         error = expected_error(held, promise, classes=classes)
         cost += f"; every point will be uncertain by about ± {error:.1g}"
         if error > _WIDEST and not force:
@@ -266,153 +211,70 @@ def _ask(
     typer.confirm(f"This costs {cost}. Go on?", abort=True, err=True)
 
 
-def _levels(text: str) -> list[float]:
-    """
-    >>> _levels("1, 0.5")
-    [0.5, 1.0]
-    """
-    try:
-        return sorted({float(word) for word in text.split(",")})
-    except ValueError:
-        raise ValueError(f"epsilons={text!r}: must be numbers such as 0.1,0.5,1.") from None
-
-
-def _load(data: str, given: dict[str, Any]) -> Dataset:
-    from quietgrad.data import load
-
-    return load(data, **{key: value for key, value in given.items() if value is not None})
-
-
-def _with_held_out(table: Dataset, relation: str) -> Dataset:
-    """The table with held-out rows of its own, a fifth where it brings none.
-
-    Under add-remove each row is held out by a draw of its own: in a split of fixed sizes one record more would move
-    others to the other side, and tables that are neighbours would not have parts that are.
-    """
-    import numpy as np
-
-    from quietgrad.data.dataset import SPLIT_SEED
-    from quietgrad.errors import DataError
-    from quietgrad.privacy.budget import Relation
-    from quietgrad.privacy.rng import SecureStream, fresh_key
-
-    if table.X_test is not None and table.y_test is not None:
-        return table
-    if Relation.parse(relation) is Relation.ADD_REMOVE:
-        aside = SecureStream(fresh_key(), "split").uint64(0, table.n) < np.uint64(2**64 // 5)
-    elif table.n < 20:
-        raise DataError(f"{table.name}: has too few rows to hold some out; give --test.")
-    else:
-        aside = np.random.default_rng(SPLIT_SEED).permutation(table.n) < table.n // 5
-    return replace(table, X=table.X[~aside], y=table.y[~aside], X_test=table.X[aside], y_test=table.y[aside])
-
-
-def _model(table: Dataset, epsilon: float, delta: float, relation: str, **kept: Any) -> Any:
-    from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression
-
-    shared = {"epsilon": epsilon, "delta": delta, "relation": relation, "row_bound": table.row_bound, **kept}
+def _model(table: Dataset, spec: RunSpec, epsilon: float, **kept: Any) -> Any:
+    kept |= {"epsilon": epsilon, "delta": spec.delta, "relation": spec.relation, "row_bound": table.row_bound}
     if table.task == "regression":
-        return PrivateHuberRegressor(**shared)
-    return PrivateLogisticRegression(classes=table.classes, **shared)
+        return estimators.PrivateHuberRegressor(**kept)
+    return estimators.PrivateLogisticRegression(classes=table.classes, **kept)
 
 
-def _public(table: Dataset, levels: list[float], delta: float, relation: str, repeats: int) -> dict[str, Any]:
+def _public(table: Dataset, spec: RunSpec, levels: list[float], repeats: int) -> dict[str, Any]:
     from sklearn.linear_model import HuberRegressor, LogisticRegression
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import MaxAbsScaler
 
     points = []
     for level in levels:
-        scores = [
-            float(_model(table, level, delta, relation).fit(table.X, table.y).score(table.X_test, table.y_test))
-            for _ in range(repeats)
-        ]
+        fits = [_model(table, spec, level).fit(table.X, table.y) for _ in range(repeats)]
+        scores = [float(fit.score(table.X_test, table.y_test)) for fit in fits]
         mean = math.fsum(scores) / repeats
         spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, repeats - 1) / repeats)
         points.append({"epsilon": level, "value": mean, "error": spread})
     plain = HuberRegressor() if table.task == "regression" else LogisticRegression(max_iter=2000)
     line = make_pipeline(MaxAbsScaler(), plain).fit(table.X, table.y).score(table.X_test, table.y_test)
-    return {
-        "score": "R²" if table.task == "regression" else "accuracy",
-        "points": points,
-        "non_private": float(line),
-        "delta": delta,
-        "relation": relation,
-        "public": True,
-        "cost": f"cost: nothing is charged, the data were declared public; {repeats} fits at each ε",
-    }
+    cost = f"cost: nothing is charged, the data were declared public; {repeats} fits at each ε"
+    return {"points": points, "non_private": float(line), "cost": cost}
 
 
 def _private(
-    table: Dataset,
-    levels: list[float],
-    delta: float,
-    relation: str,
-    score_epsilon: float,
-    payers: tuple[Account, Account],  # of the fits, of the scores
-    *,
-    quiet: bool,
+    table: Dataset, spec: RunSpec, levels: list[float], score_epsilon: float, payers: tuple[Account, Account]
 ) -> dict[str, Any]:
-    from quietgrad.errors import BudgetError
-    from quietgrad.estimators import private_score
-    from quietgrad.privacy.budget import Relation
-
+    """Fit and score at every level; ``payers`` are the accounts of the fits and of the scores."""
     most, cap = math.fsum(levels), payers[0].cap  # basic composition: the ledger's own is smaller
     if cap is not None and most > cap.epsilon:
         raise BudgetError(
             f"the fits could cost ε = {most:g} together, more than --cap-epsilon {cap.epsilon:g}; ask for fewer or "
             "smaller ε. Nothing was spent."
         )
-    if not quiet:
-        say(
-            f"Charged before it is drawn: at most ε = {most:g} to {str(payers[0])!r}, and {len(levels)} scores of "
-            f"ε = {score_epsilon:g} to {str(payers[1])!r}. Public data cost nothing with --public.",
-            err=True,
-        )
+    say(
+        f"Charged before it is drawn: at most ε = {most:g} to {str(payers[0])!r}, and {len(levels)} scores of "
+        f"ε = {score_epsilon:g} to {str(payers[1])!r}. Public data cost nothing with --public.",
+        err=True,
+    )
     points = []
     for level in levels:
-        model = _model(table, level, delta, relation, account=payers[0])
-        model.fit(table.X, table.y)
-        score = private_score(
-            model, table.X_test, table.y_test, epsilon=score_epsilon, delta=delta, relation=relation,
+        model = _model(table, spec, level, account=payers[0]).fit(table.X, table.y)
+        score = estimators.private_score(
+            model, table.X_test, table.y_test, epsilon=score_epsilon, delta=spec.delta, relation=spec.relation,
             account=payers[1],
         )  # fmt: skip
         value, error = (score.r2 if table.task == "regression" else score.accuracy) or (math.nan, math.nan)
         points.append({"epsilon": level, "value": float(value), "error": float(error)})
-    spent = {str(payer): _spent(payer, delta, relation) for payer in payers}
+    spent = {str(payer): _spent(payer, spec) for payer in payers}
     told = ", ".join(
         f"ε = {epsilon:.4g} by {name!r}" if epsilon is not None else f"no common ε by {name!r}"
         for name, epsilon in spent.items()
     )
-    return {
-        "score": "R²" if table.task == "regression" else "accuracy",
-        "points": points,
-        "non_private": None,
-        "delta": delta,
-        "relation": relation,
-        "public": False,
-        "spent": spent,
-        "cost": f"cost: {told} in all at δ = {delta:g}; no line without privacy, which would cost without end"
-        + (_DRAWN if len(spent) > 1 and Relation.parse(relation) is Relation.ADD_REMOVE else ""),
-    }
+    drawn = _DRAWN if len(spent) > 1 and spec.relation == "add-remove" else ""
+    cost = f"cost: {told} in all at δ = {spec.delta:g}; no line without privacy, which would cost without end"
+    return {"points": points, "non_private": None, "spent": spent, "cost": cost + drawn}
 
 
-def _spent(payer: Account, delta: float, relation: str) -> float | None:
-    from quietgrad.errors import UnprovableError
-
+def _spent(payer: Account, spec: RunSpec) -> float | None:
     ledger = payer.open()
     try:
-        return None if ledger is None else ledger.spent(payer.name, delta=delta, relation=relation).epsilon
+        return (
+            None if ledger is None else ledger.spent(payer.name, delta=spec.delta, relation=spec.relation).epsilon
+        )
     except UnprovableError:  # earlier runs of the account were planned under another relation
         return None
-
-
-def _chart(name: str, found: dict[str, Any], relation: str) -> Lines:
-    from quietgrad.charts import Lines, Series
-
-    points = [(row["epsilon"], row["value"]) for row in found["points"]]
-    lines = [Series("private", points, tuple(row["error"] for row in found["points"]))]
-    if found["non_private"] is not None:
-        lines.append(Series("without privacy", [(points[-1][0], found["non_private"])], level=True))
-    label = f"ε (δ = {found['delta']:g}, {relation})"
-    return Lines(f"{Path(name).name}: {found['score']} against ε", lines, label, found["score"], log_x=True)

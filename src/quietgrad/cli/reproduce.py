@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+import quietgrad
 from quietgrad.cli.options import Json, say, show_json
 from quietgrad.errors import QuietgradError
 
@@ -30,16 +32,16 @@ _WIDEST = 120  # characters of a cell; --json has all of it
 def reproduce(
     name: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="`list` for all of them, one name of that list, or `page` for all in one HTML file with pictures.",
             show_default=False,
         ),
     ],
     quick: Annotated[
-        bool, typer.Option("--quick", help="Run the small form, which takes seconds and keeps nothing.")
+        bool, Option("--quick", help="Run the small form, which takes seconds and keeps nothing.")
     ] = False,
     run: Annotated[
-        bool, typer.Option("--run", help="Run it all; a script may keep fits that its results already hold.")
+        bool, Option("--run", help="Run it all; a script may keep fits that its results already hold.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -55,7 +57,12 @@ def reproduce(
     if name == "list":
         if quick or run:
             raise typer.BadParameter("`list` runs nothing; leave --quick and --run out.")
-        _list(list(known.values()), as_json)
+        rows = [each.about() for each in known.values()]
+        if as_json:
+            show_json(rows)
+        else:
+            columns = ("name", "paper", "takes", "results", "what")
+            _print([[row[column] for column in columns] for row in rows], columns)
         return
     chosen = known.get(name.replace("_", "-"))
     if chosen is None:
@@ -116,8 +123,6 @@ class Reproduction:
 
 def clone() -> Path:
     """The clone with the scripts: the one this package is installed from, or the current folder."""
-    import quietgrad
-
     for root in (Path(quietgrad.__file__).parents[2], Path.cwd()):
         if (root / "reproduce" / "results").is_dir():
             return root
@@ -155,15 +160,6 @@ def tables_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         body = [[row.get(column) for column in columns] for row in rows]
         found.append({"title": title, "columns": columns, "rows": body})
     return found
-
-
-def _list(known: Sequence[Reproduction], as_json: bool) -> None:
-    rows = [each.about() for each in known]
-    if as_json:
-        show_json(rows)
-        return
-    columns = ("name", "paper", "takes", "results", "what")
-    _print([[row[column] for column in columns] for row in rows], columns)
 
 
 def _show(chosen: Reproduction, as_json: bool) -> None:

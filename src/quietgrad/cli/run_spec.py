@@ -1,77 +1,67 @@
-"""A training run as its options describe it, written to ``run.json`` first so that it can be resumed.
+"""A training run as its options describe it: the command line, TOML files, ``run.json`` and the repeat command.
 
 A :class:`RunSpec` is plain values; from them come the data (loaded or scanned), the objective, the algorithm and
-the budget, the same in ``train``, ``resume`` and ``demo``.
+the budget, the same in ``train``, ``resume``, ``demo``, ``frontier`` and ``federate simulate``. It is written to
+``run.json`` before anything is released, so that a run can be resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
-import math
 import secrets
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, BadParameter, Option
 
-from quietgrad.cli.options import (
-    BatchSize,
-    CapEpsilon,
-    Classes,
-    Clip,
-    DataAccount,
-    Delimiter,
-    Delta,
-    Drop,
-    Encoding,
-    Epsilon,
-    Gamma,
-    Holdout,
-    Keep,
-    Label,
-    LearningRate,
-    RelationName,
-    RowBound,
-    Sampling,
-    SchemaFile,
-    Settings,
-    Steps,
-    TaskName,
-    algorithm_names,
-    budget,
-    class_labels,
-    dataset_names,
-    usage,
-)
+from quietgrad import data as datasets
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.algorithms.whitened_design import for_table
+from quietgrad.cli.options import Delta, RelationName, budget, class_labels
+from quietgrad.cli.scanned_data import ScannedData, open_scan
+from quietgrad.cli.scoring import hold_out_records
+from quietgrad.cli.settings import algorithm_from, key_values
+from quietgrad.curators.account import Account
+from quietgrad.data.dataset import Dataset, check_task
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, read_json, write_atomically
-from quietgrad.privacy.budget import DEFAULT_RELATION
-
-if TYPE_CHECKING:
-    from quietgrad.curators.account import Account
-    from quietgrad.data import Dataset
-    from quietgrad.objectives.privacy_units import UnitGrouping
-    from quietgrad.objectives.tables.scanned import ScannedPeople
-    from quietgrad.privacy.budget import Budget
+from quietgrad.objectives.privacy_units import UnitGrouping, check_combination
+from quietgrad.objectives.registry import usual_loss
+from quietgrad.objectives.tables.scanned import ScannedPeople
+from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
+from quietgrad.privacy.ledger import project_path
+from quietgrad.privacy.ledger_state import LONGEST, check_account_name, fingerprint
 
 RUN_FILE = "run.json"
-_GROUPS = {
-    "reading": (
-        "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding",
-    ),
-    "scanning": ("cluster", "memory", "threads"),
-    "flags": ("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling"),
-}  # fmt: skip
-"""Options that are used together and kept together in ``run.json``."""
 _PATHS = ("schema", "test", "ledger")
 _LISTS = ("settings", "drop", "classes")
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
+
+
+def _algorithm_names() -> list[str]:
+    return list(ALGORITHMS)
+
+
+def _dataset_names() -> list[str]:
+    return sorted(datasets.REGISTRY)
+
+
+def _known_task(text: str | None) -> str | None:
+    """``text``, if there is such a task; anything else is a mistake on the command line."""
+    try:
+        check_task(text)
+    except DataError as error:
+        raise BadParameter(str(error)) from error
+    return text
 
 
 @dataclass(frozen=True)
@@ -83,10 +73,10 @@ class RunSpec:
         Argument(
             help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
             "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
-            autocompletion=dataset_names,
+            autocompletion=_dataset_names,
         ),
     ] = None
-    epsilon: Epsilon = None
+    epsilon: Annotated[float | None, Option(help="Privacy budget ε; smaller is more private.")] = None
     delta: Delta = 1e-5
     relation: RelationName = DEFAULT_RELATION
     model: Annotated[
@@ -100,7 +90,9 @@ class RunSpec:
         bool, Option("--inference", help="Also release standard errors of the coefficients (linear models).")
     ] = False
     class_weight: Annotated[str | None, Option(help="Weights of the classes, such as no=1,yes=5.")] = None
-    holdout: Holdout = None
+    holdout: Annotated[
+        float | None, Option(help="Share of the records to hold out for a private score, such as 0.2.")
+    ] = None
     score_share: Annotated[
         float, Option(help="Share of ε and δ for the private score of the held-out records.")
     ] = 0.2
@@ -108,46 +100,51 @@ class RunSpec:
         bool,
         Option("--exact-score", help="Score held-out records without noise. NOT private: keep it to yourself."),
     ] = False
-    drop: Drop = None
-    keep: Keep = None
-    delimiter: Delimiter = None
-    encoding: Encoding = None
+    drop: Annotated[list[str] | None, Option(help="Leave this column out; may be repeated.")] = None
+    keep: Annotated[str | None, Option(help="Column of ids: no feature, kept beside predictions.")] = None
+    delimiter: Annotated[str | None, Option(help="Of delimited text: , ; or a tab.")] = None
+    encoding: Annotated[str | None, Option(help="Of delimited text, such as cp1252.")] = None
     algorithm: Annotated[
         str | None,
         Option(
             help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models.",
-            autocompletion=algorithm_names,
+            autocompletion=_algorithm_names,
         ),
     ] = None
-    oracle: Annotated[str | None, Option(help="Of perturbed-sgd: adaptive-spider, spider or mini-batch.")] = None
-    landscape: Annotated[
-        str | None, Option(help="Instead of data, a risk with known saddles: strict-saddle, matrix-sensing, …")
+    steps: Annotated[int | None, Option(help="Number of steps.")] = None
+    batch_size: Annotated[int | None, Option(help="(Expected) records per step.")] = None
+    learning_rate: Annotated[str | None, Option(help="A number or a schedule such as cosine:0.5.")] = None
+    clip: Annotated[float | None, Option(help="L2 bound on one record's gradient.")] = None
+    gamma: Annotated[float | None, Option(help="DP-SRM: weight of the fresh gradient.")] = None
+    sampling: Annotated[
+        str | None,
+        Option(help="poisson, random-allocation, fixed-size, full, single-pass or turns."),
     ] = None
-    steps: Steps = None
-    batch_size: BatchSize = None
-    learning_rate: LearningRate = None
-    clip: Clip = None
-    gamma: Gamma = None
-    sampling: Sampling = None
-    settings: Settings = None
+    settings: Annotated[
+        list[str] | None, Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated.")
+    ] = None
     objective: Annotated[
         str | None,
         Option(help="logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."),
     ] = None
     regularizer: Annotated[str | None, Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None
     intercept: Annotated[bool, Option(help="Whether to fit a constant term.")] = True
-    features: Annotated[
-        str | None, Option(help="scattering: fixed features of square pictures in place of their pixels.")
-    ] = None
-    row_bound: RowBound = None
+    row_bound: Annotated[float | None, Option(help="Public bound on the norm of a row.")] = None
     rows: Annotated[str, Option(help="Rows above the bound: clip them; or normalize all.")] = "clip"
     test: Annotated[
         str | None, Option(help="Held-out records in a file of the same kind; their score is private, too.")
     ] = None
-    schema: SchemaFile = None
-    label: Label = None
-    classes: Classes = None
-    task: TaskName = None
+    schema: Annotated[str | None, Option(help="Public schema of a CSV or parquet file.")] = None
+    label: Annotated[str | None, Option("--label", "--target", help="Label column; else the last.")] = None
+    classes: Annotated[str | None, Option(help="Public class labels, such as no,yes.")] = None
+    task: Annotated[
+        str | None,
+        Option(
+            help="binary, multiclass or regression.",
+            callback=_known_task,
+            autocompletion=lambda: ["binary", "multiclass", "regression"],
+        ),
+    ] = None
     n_features: Annotated[int | None, Option(help="Public number of features (LIBSVM).")] = None
     n_public: Annotated[
         int | None,
@@ -156,8 +153,7 @@ class RunSpec:
         ),
     ] = None
     person: Annotated[
-        str | None,
-        Option(help="Column of person ids: ε then holds per person, and n counts people."),
+        str | None, Option(help="Column of person ids: ε then holds per person, and n counts people.")
     ] = None
     combine: Annotated[str, Option(help="A person counts with the mean or the sum of their rows.")] = "mean"
     records_per_person: Annotated[
@@ -167,8 +163,11 @@ class RunSpec:
     records_public: Annotated[
         int | None, Option(help="Number of rows of all people together, if that is public.")
     ] = None
-    account: DataAccount = None
-    cap_epsilon: CapEpsilon = None
+    account: Annotated[
+        str | None,
+        Option(help="Ledger account to charge: a name for the people in the data; else the file's name."),
+    ] = None
+    cap_epsilon: Annotated[float | None, Option(help="Refuse if the account would exceed this ε.")] = None
     evaluate_train: Annotated[
         bool, Option("--evaluate-train", help="Score the private training records too, without noise.")
     ] = False
@@ -203,29 +202,53 @@ class RunSpec:
     def read(cls, path: Path) -> RunSpec:
         """The run that a TOML file or the ``run.json`` of another run describes."""
         values = tomllib.loads(path.read_text("utf-8")) if path.suffix == ".toml" else read_json(path)
-        options = {key.replace("-", "_"): value for key, value in _flat(values).items()}
+        options = _flat(path, values)
         options.pop("split_key", None)  # a run of its own splits anew
-        if unknown := sorted(options.keys() - {field.name for field in dataclasses.fields(cls)}):
-            raise DataError(f"{path}: {', '.join(unknown)}: no options of a run; see `quietgrad train --help`.")
         return cls.from_options(options)
 
-    def _group(self, name: str) -> dict[str, Any]:
-        return {key: value for key in _GROUPS[name] if (value := getattr(self, key)) is not None}
+    @classmethod
+    def load(cls, folder: Path) -> RunSpec:
+        """Read the options that a run was started with."""
+        try:
+            return cls(**_flat(folder / RUN_FILE, read_json(folder / RUN_FILE)))
+        except FileNotFoundError:
+            raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
+
+    def save(self, folder: Path) -> None:
+        """Write ``run.json`` into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.schema is not None:  # a run keeps what its model's features mean
+            path = Path(self.schema)
+            write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
+        values = dataclasses.asdict(self)
+        model, score = self.budget(), self.score_budget()
+        if model is not None and score is not None:  # checks of the run compare its own part with what was asked
+            values |= {"epsilon": model.epsilon, "delta": model.delta, "whole": [self.epsilon, self.delta]}
+        write_atomically(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @property
     def reading(self) -> dict[str, Any]:
         """How the file is read."""
-        return self._group("reading")
+        return self._given(
+            "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding"
+        )
 
     @property
     def scanning(self) -> dict[str, Any]:
         """How the file is scanned, if it is."""
-        return self._group("scanning")
+        return self._given("cluster", "memory", "threads")
 
     @property
     def flags(self) -> dict[str, Any]:
         """Settings of the algorithm that have options of their own."""
-        return self._group("flags")
+        return self._given("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling")
 
     def to_toml(self) -> str:
         """The run as a file that :meth:`read` takes; what is usual is left out."""
@@ -244,8 +267,10 @@ class RunSpec:
                 words.append(flag)
             elif name in _PATHS:
                 words += [flag, Path(value).name]
+            elif isinstance(value, list):
+                words += [flag, ",".join(map(str, value))]
             else:
-                words += [flag, ",".join(map(str, value)) if isinstance(value, list) else _text(value)]
+                words += [flag, f"{value:g}" if isinstance(value, float) else str(value)]
         return " ".join(shlex.quote(word) for word in words)
 
     def _said(self) -> dict[str, Any]:
@@ -257,30 +282,6 @@ class RunSpec:
             if one.name != "split_key" and ((value := getattr(self, one.name)) != one.default or one.name in always)
         }
 
-    def save(self, folder: Path) -> None:
-        """Write ``run.json`` into ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.schema is not None:  # a run keeps what its model's features mean
-            path = Path(self.schema)
-            write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
-        values = dataclasses.asdict(self) | {name: self._group(name) for name in _GROUPS}
-        for name in (name for names in _GROUPS.values() for name in names):
-            del values[name]
-        model, score = self.budget(), self.score_budget()
-        if model is not None and score is not None:  # checks of the run compare its own part with what was asked
-            values |= {"epsilon": model.epsilon, "delta": model.delta, "whole": [self.epsilon, self.delta]}
-        write_atomically(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
-
-    @classmethod
-    def load(cls, folder: Path) -> RunSpec:
-        """Read the options that a run was started with."""
-        try:
-            return cls(**_flat(read_json(folder / RUN_FILE)))
-        except FileNotFoundError:
-            raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
-
     @property
     def uses_estimator(self) -> bool:
         """Whether an estimator is fitted, and not a loss minimised by an algorithm."""
@@ -290,22 +291,15 @@ class RunSpec:
         """Refuse what cannot be before any data is read."""
         if self.rows not in ("clip", "normalize"):
             raise BadParameter(f"{self.rows!r}: must be clip or normalize.", param_hint="--rows")
-        if self.features is not None and (self.features not in FEATURES or self.landscape is not None):
-            raise BadParameter(f"must be {' or '.join(FEATURES)}, of pictures.", param_hint="--features")
-        if self.landscape is not None and (self.data is not None or self.person is not None):
-            raise BadParameter("a landscape samples its own records; give no DATA and no --person.",
-                               param_hint="--landscape")  # fmt: skip
         self.budget()
-        by_hand = {
-            "algorithm": self.algorithm, "objective": self.objective, "regularizer": self.regularizer,
-            "oracle": self.oracle, "landscape": self.landscape, "features": self.features, "test": self.test,
-            "set": self.settings, **self.flags,
-        }  # fmt: skip
-        if self.uses_estimator and (extra := [name for name, value in by_hand.items() if value is not None]):
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in extra)
+        by_hand = self._given("algorithm", "objective", "regularizer", "test") | self.flags
+        if self.settings is not None:
+            by_hand["set"] = self.settings
+        if self.uses_estimator and by_hand:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in by_hand)
             raise ValueError(f"a --model chooses its own method; leave {flags} out, or --model.")
-        if self.holdout is not None and (self.test is not None or self.landscape is not None):
-            raise ValueError("--holdout splits the records of one file; leave --test and --landscape out.")
+        if self.holdout is not None and self.test is not None:
+            raise ValueError("--holdout splits the records of one file; leave --test out.")
 
     @property
     def scores_privately(self) -> bool:
@@ -337,49 +331,35 @@ class RunSpec:
         """The account that the run is charged to; all commands on one file have the same."""
         return account_of(self.data, self.account, self.ledger_in(folder), self.cap())
 
-    def people_in(self, data: Any) -> UnitGrouping | ScannedPeople | None:
+    def people_in(self, data: Dataset | ScannedData) -> UnitGrouping | ScannedPeople | None:
         """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
-        from quietgrad.objectives.privacy_units import UnitGrouping, check_combination
-        from quietgrad.objectives.tables.scanned import ScannedPeople
-
         check_combination(self.combine, self.records_per_person)
-        if data.person is None and "person" in self.reading:
+        if data.person is None and self.person is not None:
             raise DataError("--person: names a column of a file; these data have none.")
         if data.person is None:
             if self.combine != "mean" or self.records_per_person is not None:
                 raise ValueError("combine, records_per_person: say how a person's records count; give --person.")
             return None
-        combine: Any = self.combine
-        if getattr(data.person, "is_source", False):
-            return ScannedPeople(data.person, combine, self.records_per_person)
-        if data.person_test is not None:  # refused before anything is charged
+        combine: Any = self.combine  # checked above
+        if isinstance(data, ScannedData):
+            return ScannedPeople(data.X, combine, self.records_per_person)
+        if data.person_test is not None and data.y_test is not None:  # refused before anything is charged
             UnitGrouping.of(data.person_test, records=len(data.y_test))
         return UnitGrouping.of(
             data.person, combine=combine, records_per_person=self.records_per_person, records=data.n
         )
 
-    def make_algorithm(self, data: Dataset, n: int) -> Any:
+    def make_algorithm(self, data: Dataset | ScannedData, n: int) -> Algorithm:
         """The method asked for, or the default for linear models, chosen for ``n``, a public number of records."""
-        from quietgrad.cli.settings import algorithm_from, key_values
-
         if self.algorithm is not None:
-            return algorithm_from(self.algorithm, self.flags, self.settings, self.oracle)
+            return algorithm_from(self.algorithm, self.flags, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
         promise = self.budget()
-        usual: dict[str, Any] | None = None
-        if self.features is not None:  # thousands of features are too many to whiten
-            name, usual = "dp-sgd", pictures_settings(n, None if promise is None else promise.epsilon)
-        elif promise is None:
-            name, usual = "dp-gd", _FULL_BATCH
-        elif self.flags or self.settings:  # settings by hand replace the default design
-            name, usual = "whitened-gd", {"row_bound": bound}
-        if usual is not None:
-            said = key_values(self.settings)  # what is set by hand comes before what is usual
-            flags = {key: value for key, value in usual.items() if key not in said} | self.flags
+        if promise is None or self.flags or self.settings:  # settings by hand replace the default design
+            name, usual = ("dp-gd", _FULL_BATCH) if promise is None else ("whitened-gd", {"row_bound": bound})
+            by_hand = key_values(self.settings)  # comes before what is usual
+            flags = {key: value for key, value in usual.items() if key not in by_hand} | self.flags
             return algorithm_from(name, flags, self.settings)
-        assert promise is not None
-        from quietgrad.algorithms.whitened_design import for_table
-
         return for_table(
             n,
             data.d,
@@ -392,29 +372,22 @@ class RunSpec:
             inference=False,
         )
 
-    def load_data(self) -> Any:
+    def load_data(self) -> Dataset | ScannedData:
         """Read and check the data, or open what is scanned; nothing is reserved yet."""
-        from quietgrad.cli.scanned_data import open_scan, scans
-        from quietgrad.data import demo_dataset, load
-
         if self.data is None:
-            data: Any = demo_dataset()
-        elif scans(self.data, self.scanning):
-            for name in ("features", "model", "holdout"):
-                if getattr(self, name) is not None:
-                    raise DataError(
-                        f"{self.data}: --{name} is not known to scans; give one file, which is read whole."
-                    )
+            data = datasets.demo_dataset()
+        elif self.scanning or is_multi_file(self.data):
+            if self.uses_estimator or self.holdout is not None:
+                name = "--model" if self.uses_estimator else "--holdout"
+                raise DataError(f"{self.data}: {name} is not known to scans; give one file, which is read whole.")
             return open_scan(self.data, self.reading, self.scanning, self.test)
         else:
-            data = load(self.data, test=self.test, **self.reading)
+            data = datasets.load(self.data, test=self.test, **self.reading)
             data.refuse_uncounted(self.budget())
-        if self.holdout is not None:
-            from quietgrad.cli.scoring import hold_out_records
-
-            fixed = self.non_private or self.relation == "replace-one"
-            data = hold_out_records(data, self.holdout, self.split_key or "", fixed=fixed)
-        return data if self.features is None else _featured(data)
+        if self.holdout is None:
+            return data
+        fixed = self.non_private or self.relation == "replace-one"
+        return hold_out_records(data, self.holdout, self.split_key or "", fixed=fixed)
 
     def ledger_in(self, folder: Path) -> Path | None:
         """The ledger file: the one asked for, or one that the folder had of its own; ``None`` for the project's."""
@@ -425,8 +398,6 @@ class RunSpec:
 
     def link_ledger(self, folder: Path) -> None:
         """Let ``ledger.jsonl`` in the folder lead to the project's ledger, if that is what pays."""
-        from quietgrad.privacy.ledger import project_path
-
         own = folder / "ledger.jsonl"
         if self.non_private or self.ledger_in(folder) is not None:
             return
@@ -434,10 +405,8 @@ class RunSpec:
             own.unlink(missing_ok=True)
             own.symlink_to(project_path().resolve())
 
-    def describe_objective(self, data: Dataset) -> dict[str, Any]:
-        """What :func:`objective_from` needs, and the class names: public facts that are kept with the model."""
-        from quietgrad.objectives.registry import usual_loss
-
+    def describe_objective(self, data: Dataset | ScannedData) -> dict[str, Any]:
+        """What ``objective_from`` needs, and the class names: public facts that are kept with the model."""
         return {
             "objective": self.objective or usual_loss(data.task),
             "regularizer": self.regularizer,
@@ -449,67 +418,54 @@ class RunSpec:
             "task": data.task,
             "classes": None if data.classes is None else len(data.classes),
             "class_names": None if data.class_names is None else list(data.class_names),
-            "pictures": data.pictures,
         }
 
 
-FEATURES = ("scattering",)
+def with_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make fields of :class:`RunSpec` (all, or those named) options of a command, which gets them as ``spec``.
+
+    ``defaults`` are names with another default than a run has.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(RunSpec, include_extras=True)
+        wanted = {*names, *defaults} or {one.name for one in dataclasses.fields(RunSpec)} - {"split_key"}
+        shared = [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(one.name, one.default),
+                annotation=hints[one.name],
+            )
+            for one in dataclasses.fields(RunSpec)
+            if one.name in wanted
+        ]
+
+        @functools.wraps(command)
+        def takes(**given: Any) -> None:
+            options = {one.name: given.pop(one.name) for one in shared}
+            command(spec=RunSpec.from_options(options), **given)
+
+        own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "spec"]
+        parameters = [*shared, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
+        takes.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        takes.__annotations__ = {one.name: one.annotation for one in parameters}
+        return takes
+
+    return decorate
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of ``run.json``, by name, with all of ε and δ, the score's share included."""
-    found = dict(values)
-    found |= {key: value for name in _GROUPS for key, value in dict(found.pop(name, {})).items()}
+def _flat(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a file holds, by name, with all of ε and δ, the score's share included."""
+    found = {key.replace("-", "_"): value for key, value in values.items()}
+    for group in ("reading", "scanning", "flags"):  # run.json of 0.2 keeps these options together
+        found |= dict(found.pop(group, {}))
     epsilon, delta = found.pop("whole", (found.get("epsilon"), found.get("delta", 1e-5)))
+    known = {field.name for field in dataclasses.fields(RunSpec)}
+    if unknown := sorted(key for key in found.keys() - known if found[key] is not None):
+        raise DataError(f"{path}: {', '.join(unknown)}: no options of this version; see `quietgrad train --help`.")
+    found = {key: value for key, value in found.items() if key in known}
     return {**found, "settings": found.get("settings") or None, "epsilon": epsilon, "delta": delta}
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _featured(data: Dataset) -> Dataset:
-    """Scattering features in place of pixels, and what says how they were made."""
-    from quietgrad.features.scattering import Pictures
-
-    pictures = Pictures.of(data.d)
-    words = {**pictures.to_json(), "columns": None if data.feature_names is None else list(data.feature_names)}
-    return dataclasses.replace(
-        data,
-        X=pictures.rows(data.X),
-        X_test=None if data.X_test is None else pictures.rows(data.X_test),
-        row_bound=pictures.row_bound,
-        feature_names=None,
-        notes=(*data.notes, f"{pictures.width} scattering features of {pictures.pixels} pixels"),
-        pictures=words,
-    )
-
-
-def pictures_settings(n: int, epsilon: float | None) -> dict[str, Any]:
-    """DP-SGD for a linear model on scattering features, from public numbers: those of ``benchmarks/pictures.py``.
-
-    >>> pictures_settings(60_000, 1.2)["learning_rate"]
-    'linear:1'
-    """
-    weight = math.inf if epsilon is None else n * epsilon  # the more people and the larger ε, the longer the steps
-    reach, clip = (0.3, 0.3) if weight < 1e5 else (0.5, 1.0) if weight < 3e5 else (1.0, 2.0)
-    rate, batch = f"linear:{reach / clip:g}", max(1, min(4096, n // 2))
-    return {"steps": 700, "batch_size": batch, "learning_rate": rate, "clip": clip, "momentum": 0.9}
-
-
-def objective_from(facts: dict[str, Any]) -> Any:
-    """The objective that :meth:`RunSpec.describe_objective` describes.
-
-    >>> facts = {"objective": "huber:0.5", "regularizer": "l2:0.1", "intercept": True, "row_bound": None,
-    ...          "rows": "clip", "task": "regression", "classes": None}
-    >>> objective_from(facts)
-    Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
-    """
-    from quietgrad.objectives.registry import make_objective
-
-    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
-    with usage():
-        return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
 
 
 def account_of(data: str | Path | None, name: str | None, ledger: Path | None, cap: Budget | None) -> Account:
@@ -517,9 +473,6 @@ def account_of(data: str | Path | None, name: str | None, ledger: Path | None, c
 
     Its table is the whole file, so that runs on different columns or parts of it are known as the same people's.
     """
-    from quietgrad.curators.account import Account
-    from quietgrad.privacy.ledger_state import LONGEST, check_account_name, fingerprint
-
     if name is None:
         parts = Path(data or "demo").parts[-2 if is_multi_file(str(data)) else -1 :]
         try:

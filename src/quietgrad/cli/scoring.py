@@ -11,7 +11,8 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +20,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.cli.scanned_data import scan_scores
+from quietgrad import estimators
+from quietgrad.cli.scanned_data import ScannedData
+from quietgrad.data.dataset import Dataset, public_order
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import read_bytes, read_json, write_atomically
+from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.privacy.accounting import sensitivity_factor
+from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.closed_form_accountants import gaussian_mu
+from quietgrad.privacy.keys import KeyFile
+from quietgrad.privacy.ledger_state import fingerprint
 
 if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
-    from quietgrad.data import Dataset
     from quietgrad.estimators.scoring import PrivateScore
-    from quietgrad.objectives.tables.range_queries import Frame
-    from quietgrad.privacy.budget import Budget
 
 _TRAINED = ".trained"
 """In a run's folder: the name under which its owner keeps digests of the records that were trained on."""
@@ -56,36 +63,18 @@ def _digests(X: Any, y: Any, ids: Any, key: bytes) -> npt.NDArray[np.uint64]:
     return np.frombuffer(words, np.uint64)
 
 
-def _coins(marks: npt.NDArray[np.uint64], person: Any, key: str) -> npt.NDArray[np.uint64]:
-    """A coin for each record, or person: records that are equal have one each, by how many such came before."""
-    if person is not None:
+def _coins(marks: npt.NDArray[np.uint64], key: bytes) -> npt.NDArray[np.uint64]:
+    """A coin for each record: records that are equal have one each, by how many such came before."""
+    if len(np.unique(marks)) == len(marks):
         return marks
-    _, first, inverse = np.unique(marks, return_index=True, return_inverse=True)
-    if len(first) == len(marks):
-        return marks
-    order = np.argsort(inverse, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(inverse))[:-1]])
-    before = np.empty(len(marks), np.int64)
-    before[order] = np.arange(len(marks)) - starts[inverse[order]]
-    again = np.flatnonzero(before)
-    fresh = marks.copy()
-    for row in again:
-        said = marks[row].tobytes() + int(before[row]).to_bytes(8, "little")
-        word = hashlib.blake2b(said, digest_size=_DIGEST, key=bytes.fromhex(key)).digest()
-        fresh[row] = np.frombuffer(word, np.uint64)[0]
+    fresh, seen = marks.copy(), Counter[int]()
+    for row, mark in enumerate(marks.tolist()):
+        if before := seen[mark]:
+            said = marks[row].tobytes() + before.to_bytes(8, "little")
+            word = hashlib.blake2b(said, digest_size=_DIGEST, key=key).digest()
+            fresh[row] = np.frombuffer(word, np.uint64)[0]
+        seen[mark] += 1
     return fresh
-
-
-def _by_position(data: Dataset, share: float, seed: int) -> npt.NDArray[np.bool_]:
-    """A fixed number of records by a seed: where n is public, and a record that replaces another has its place."""
-    from quietgrad.data.dataset import public_order
-
-    if data.person is not None:
-        raise DataError(
-            "--holdout: under replace-one it splits records only, because replacing one person could move others "
-            "to the other side. Use --relation add-remove, or give held-out people with --test."
-        )
-    return np.isin(np.arange(data.n), public_order(data.n, seed)[: int(share * data.n)])
 
 
 def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> Dataset:
@@ -97,10 +86,17 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
         raise ValueError(f"holdout={share:g}: must be between 0 and 1, such as 0.2.")
     if data.X_test is not None:
         raise DataError(f"{data.name}: has held-out records of its own; leave --holdout out.")
-    if fixed:
-        aside = _by_position(data, share, int(key, 16))
+    if fixed and data.person is not None:
+        raise DataError(
+            "--holdout: under replace-one it splits records only, because replacing one person could move others "
+            "to the other side. Use --relation add-remove, or give held-out people with --test."
+        )
+    if fixed:  # n is public, and a record that replaces another has its place
+        aside = np.isin(np.arange(data.n), public_order(data.n, int(key, 16))[: int(share * data.n)])
     else:
-        coins = _coins(_digests(data.X, data.y, data.person, bytes.fromhex(key)), data.person, key)
+        secret = bytes.fromhex(key)
+        marks = _digests(data.X, data.y, data.person, secret)
+        coins = marks if data.person is not None else _coins(marks, secret)
         aside = coins < np.uint64(int(share * 2**64))
     person = None if data.person is None else data.person[~aside]
     return replace(
@@ -124,14 +120,10 @@ def remember_trained(folder: Path, data: Dataset) -> None:
 
 
 def _kept_marks(salt: bytes) -> Path:
-    from quietgrad.privacy.keys import KeyFile
-
     return KeyFile.directory().parent / "trained" / salt[:16].hex()
 
 
 def _own_key(salt: bytes) -> bytes:
-    from quietgrad.privacy.ledger_state import fingerprint
-
     return bytes.fromhex(fingerprint([b"trained", salt]))
 
 
@@ -169,9 +161,6 @@ def expected_error(n: float, budget: Budget, *, classes: int) -> float:
     >>> round(expected_error(10_000, Budget(0.3, 1e-6), classes=2), 3)
     0.008
     """
-    from quietgrad.privacy.accounting import sensitivity_factor
-    from quietgrad.privacy.closed_form_accountants import gaussian_mu
-
     n = max(n, 1.0)
     noise = sensitivity_factor(budget.relation) / gaussian_mu(budget.epsilon, budget.delta)
     if classes == 0:
@@ -181,10 +170,10 @@ def expected_error(n: float, budget: Budget, *, classes: int) -> float:
     return math.hypot(groups * noise * math.sqrt(bins) / n, 0.5 / math.sqrt(n))
 
 
-def held_out_score(spec: RunSpec, out: Path, data: Any, model: Any, n: float) -> PrivateScore | str:
+def held_out_score(
+    spec: RunSpec, out: Path, data: Dataset | ScannedData, model: Any, n: float
+) -> PrivateScore | str:
     """A private score of the run's held-out records, paid by its account; or why none was released."""
-    from quietgrad.estimators.scoring import private_score
-
     promise = spec.score_budget()
     assert promise is not None
     classes = 0 if data.classes is None else len(data.classes)
@@ -198,12 +187,12 @@ def held_out_score(spec: RunSpec, out: Path, data: Any, model: Any, n: float) ->
     if not classes and data.label_bounds is None and not np.isfinite(model.target_range_).all():
         return "not released: its error needs public bounds of the target; declare them in a schema"
     labels = data.y_test
-    if classes and labels is None:  # a scan codes its own
-        model.classes_ = np.asarray(data.X_test.classes)
+    if classes and isinstance(data, ScannedData):  # a scan codes its own
+        model.classes_ = np.asarray(None if data.X_test is None else data.X_test.classes)
     elif classes:
-        labels = np.asarray(model.classes_)[labels.astype(int)]
+        labels = np.asarray(model.classes_)[np.asarray(labels).astype(int)]
     try:
-        return private_score(
+        return estimators.private_score(
             model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
             account=spec.payer(out), person=data.person_test, target_bounds=data.label_bounds,
         )  # fmt: skip
@@ -255,14 +244,9 @@ TRAINING = "private training records, without noise"
 
 
 def plain_scores(
-    objective: Any,
-    params: npt.NDArray[np.float64],
-    data: Dataset,
-    *,
-    test: bool,
-    train: bool,
-    frame: Frame | None = None,
-) -> dict[str, Any]:
+    objective: LinearObjective, params: npt.NDArray[np.float64], data: Dataset | ScannedData, frame: Frame | None,
+    *, test: bool, train: bool,
+) -> dict[str, Any]:  # fmt: skip
     """Scores without noise on the held-out part, if there is one and ``test`` says so, and likewise for ``train``.
 
     ``frame`` is the box that the model keeps rows and predictions in. ``"private": false`` marks all scores;
@@ -271,31 +255,36 @@ def plain_scores(
     metrics: dict[str, Any] = {}
     where: dict[str, str] = {}
     if test and data.X_test is not None:
-        scores = _scores_on(objective, params, (data.X_test, data.y_test), data.task, frame)
+        scores = _scores_on(objective, params, _blocks(data.X_test, data.y_test), data.task, frame)
         metrics |= {f"test_{name}": value for name, value in scores.items()}
         where |= {f"test_{name}": HELD_OUT for name in scores}
     if train:
-        scores = _scores_on(objective, params, (data.X, data.y), data.task, frame)
-        records = objective.prepare(getattr(data, "table", None) or (data.X, data.y))
+        scores = _scores_on(objective, params, _blocks(data.X, data.y), data.task, frame)
+        records = objective.prepare(data.X if isinstance(data, ScannedData) else (data.X, data.y))
         gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
         metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
         where |= {name: TRAINING for name in metrics if not name.startswith("test_")}
     return {**metrics, "private": False, "computed_on": where} if metrics else {}
 
 
+def _blocks(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
+    return X.by_row().blocks() if y is None else [(X, y)]
+
+
 def _scores_on(
-    objective: Any, params: npt.NDArray[np.float64], part: tuple[Any, Any], task: str, frame: Frame | None
-) -> dict[str, float]:
-    if part[1] is None:
-        return scan_scores(objective, params, part[0], task, frame)
-    X = part[0] if frame is None else frame.clipped(part[0])
-    records = objective.prepare((X, part[1]))
-    answers = objective.predict(records, params)
-    if frame is not None and frame.target is not None:
-        answers = np.clip(answers, *frame.target)
-    scores = {"loss": float(objective.risk(records, params) - objective.regularizer.value(params))}
+    objective: LinearObjective, params: npt.NDArray[np.float64], blocks: Iterable[tuple[Any, Any]], task: str,
+    frame: Frame | None,
+) -> dict[str, float]:  # fmt: skip
+    loss, good, seen = 0.0, 0.0, 0
+    for rows, y in blocks:
+        X = rows if frame is None else frame.clipped(rows)
+        records = objective.prepare((X, y))
+        loss += len(y) * (objective.risk(records, params) - objective.regularizer.value(params))
+        answers = objective.predict(records, params)
+        if frame is not None and frame.target is not None:
+            answers = np.clip(answers, *frame.target)
+        good += float(np.sum((answers - y) ** 2 if task == "regression" else answers == y))
+        seen += len(y)
     if task == "regression":
-        scores["rmse"] = float(np.sqrt(np.mean((answers - part[1]) ** 2)))
-    else:
-        scores["accuracy"] = float(np.mean(answers == part[1]))
-    return scores
+        return {"loss": loss / seen, "rmse": math.sqrt(good / seen)}
+    return {"loss": loss / seen, "accuracy": good / seen}

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
+from quietgrad import estimators
+from quietgrad.algorithms.base import Algorithm
+from quietgrad.cli import models
 from quietgrad.cli.ledger import reminder, so_far
-from quietgrad.cli.options import (
-    Explain,
-    Json,
-    Quiet,
-    say,
-    say_meaning,
-    show_json,
-    show_rows,
-    usage,
-    with_options,
-    working,
-)
+from quietgrad.cli.options import Explain, Json, Quiet, say, say_meaning, show_json, show_rows, usage
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.run_spec import RunSpec, objective_from
+from quietgrad.cli.run_spec import RunSpec, with_options
+from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.scoring import (
     clipped_features,
     held_out_score,
@@ -32,11 +25,13 @@ from quietgrad.cli.scoring import (
     remember_trained,
     save_score,
 )
-
-if TYPE_CHECKING:
-    from quietgrad.data import Dataset
-    from quietgrad.training.minimizing import Watched
-    from quietgrad.training.result import Result
+from quietgrad.cli.settings import objective_from
+from quietgrad.data.dataset import Dataset
+from quietgrad.errors import DataError
+from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.plans.counting import NOMINAL
+from quietgrad.training.minimizing import Watched, minimize, progress_bar, resume
+from quietgrad.training.result import Result, load
 
 app = typer.Typer(add_completion=False)
 
@@ -45,166 +40,133 @@ app = typer.Typer(add_completion=False)
     epilog="Example: quietgrad train a9a --algorithm dp-srm --epsilon 1 --delta 1e-5 --out runs/a9a   ·   "
     "quietgrad train people.csv --schema schema.json --epsilon 0.5 --account patients --out runs/people"
 )
-@with_options(RunSpec)
+@with_options()
 def train(
     spec: RunSpec,
     context: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
+    out: Annotated[Path, Option(help="Folder for the model, result, ledger and report.")] = Path("runs/last"),
     from_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--from", help="Take all options from a TOML file or the run.json of a run.", show_default=False
-        ),
+        Path | None, Option("--from", help="Take all options from a TOML file or the run.json of a run.")
     ] = None,
     explain: Explain = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a finished result in the folder.")
-    ] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace a finished result in the folder.")] = False,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Train a model privately; an interrupted run continues with `quietgrad resume DIR`."""
     if from_file is not None:
-        if (changed := _given(context)) - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
+        given = {name for name in context.params if _on_the_line(context, name)}
+        if changed := given - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
             raise typer.BadParameter(f"the file says the whole run; leave {', '.join(sorted(changed))} out.")
         spec = RunSpec.read(from_file)
     with usage():
         spec.check()
-    _check_folder(out, overwrite=overwrite)
+    check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:
         say(words, err=True)
     result = run(spec, out, quiet=quiet or as_json)
     show(result, out, as_json=as_json, explain=explain)
 
 
+def _on_the_line(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def check_folder(out: Path, *, overwrite: bool) -> None:
+    """Refuse a folder that holds another run."""
+    if (out / "checkpoint.safetensors").exists():
+        raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
+    if (out / "result.json").exists() and not overwrite:
+        raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
+
+
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
-    from quietgrad.plans.counting import NOMINAL
-
-    if spec.landscape is not None:
-        return run_on_landscape(spec, out, quiet=quiet, resumed=resumed)
     data = spec.load_data()
     with usage():
         people = spec.people_in(data)
-    if spec.uses_estimator:
-        return _fit_model(spec, out, data, quiet=quiet)
-    facts = spec.describe_objective(data)
-    with usage():
-        loss = objective_from(facts)
+    if spec.uses_estimator and isinstance(data, Dataset):
+        with usage():
+            models.estimator_of(spec, data, "default")  # a mistake is told before anything is written
+        _begin(spec, out, data)
+        with usage():
+            return _conclude(spec, out, data, models.fit(spec, data, out))
 
-    def method(n: int) -> Any:
+    def method(n: int) -> Algorithm:
         return spec.make_algorithm(data, n)
 
-    with usage():
-        method(NOMINAL if spec.n_public is None else spec.n_public)  # a mistake is told before anything is written
-    table = getattr(data, "table", None) or (data.X, data.y)
+    with usage():  # a mistake is told before anything is written
+        loss = objective_from(spec.describe_objective(data))
+        method(NOMINAL if spec.n_public is None else spec.n_public)
+    table = data.X if isinstance(data, ScannedData) else (data.X, data.y)
+    kept: dict[str, Any] = {
+        "folder": out, "checkpoint_seconds": spec.checkpoint_seconds, "person": people, "combine": spec.combine,
+        "records_per_person": spec.records_per_person,
+    }  # fmt: skip
     if not resumed:
         _begin(spec, out, data)
-    whose = {"person": people, "combine": spec.combine, "records_per_person": spec.records_per_person}
-    result, watched = _descend(spec, out, (loss, table, method), whose, quiet=quiet, resumed=resumed)
-    return finish(spec, out, data, result, watched, loss)
-
-
-def _descend(
-    spec: RunSpec, out: Path, problem: tuple[Any, Any, Any], whose: Mapping[str, Any], *, quiet: bool, resumed: bool
-) -> tuple[Result, Watched]:
-    """Minimise the problem (objective, data, method), or continue; an interruption says how to go on."""
-    from quietgrad.training import minimize, resume
-    from quietgrad.training.minimizing import progress_bar
-
-    kept: dict[str, Any] = {"folder": out, "checkpoint_seconds": spec.checkpoint_seconds, **whose}
     try:
         with usage(), progress_bar(quiet=quiet) as watched:
             if resumed:
-                return resume(*problem, callback=watched, **kept), watched
-            result = minimize(
-                *problem, budget=spec.budget(), n_public=spec.n_public, records_public=spec.records_public,
-                callback=watched, account=spec.payer(out), **kept,
-            )  # fmt: skip
-            return result, watched
+                result = resume(loss, table, method, callback=watched, **kept)
+            else:
+                result = minimize(
+                    loss, table, method, budget=spec.budget(), n_public=spec.n_public,
+                    records_public=spec.records_public, callback=watched, account=spec.payer(out), **kept,
+                )  # fmt: skip
     except KeyboardInterrupt:
         say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
         raise
+    return finish(spec, out, data, result, watched)
 
 
-def _begin(spec: RunSpec, out: Path, data: Any) -> None:
+def _begin(spec: RunSpec, out: Path, data: Dataset | ScannedData) -> None:
     """Write what a run is before it releases anything: its options, and keyed digests of who is trained on."""
     spec.save(out)
-    if not hasattr(data, "table"):
+    if isinstance(data, Dataset):
         remember_trained(out, data)
 
 
-def _fit_model(spec: RunSpec, out: Path, data: Dataset, *, quiet: bool) -> Result:
-    from quietgrad.cli import models
-
-    with usage():
-        models.estimator_of(spec, data, "default")  # a mistake is told before anything is written
-    _begin(spec, out, data)
-    with usage(), working(f"fitting {spec.model or 'linear'}", quiet=quiet):
-        result = models.fit(spec, data, out)
-    result = replace(result, data={"name": data.name, "notes": list(data.notes)})
-    return _conclude(spec, out, data, result)
-
-
-def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result:
-    """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
-    from quietgrad.estimators.runs import from_run
-
-    details = {**result.details, "repeat": spec.command(), "bounded": list(data.bounded_names)}
-    result = replace(result, details=details)
-    result.save(out)
-    score = None
-    if spec.scores_privately:
-        model = from_run(out)
-        model.__dict__.pop("feature_names_in_", None)
-        score = held_out_score(spec, out, data, model, result.n_public)
-        if isinstance(score, str):
-            result = replace(result, details={**result.details, "score": score})
-        else:
-            costs = {"model": result.privacy, "score": score.privacy}
-            cost = {name: [paid.epsilon, paid.delta] for name, paid in costs.items()}
-            details = {**result.details, "cost": cost}
-            result = replace(result, metrics={**result.metrics, **metrics_of(score)}, details=details)
-        result.save(out)
-        if not isinstance(score, str):
-            save_score(score, out, "held-out")
-    spec.link_ledger(out)
-    report_if_possible([out], out / "report.html")
-    return result
-
-
 def finish(
-    spec: RunSpec,
-    out: Path,
-    data: Dataset,
-    result: Result,
-    watched: Watched | None = None,
-    objective: Any = None,
+    spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Result, watched: Watched | None = None
 ) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
-
     facts = spec.describe_objective(data)
-    from quietgrad.objectives.tables.range_queries import Frame
-
     details = {**result.details, "model": facts}
     curve = None if watched is None else watched.curve_of(result.privacy.epsilon)
     if curve and watched is not None and watched.plan is not None:  # a run that was charged again has neither
         details["epsilon_curve"] = [list(point) for point in curve]
         details["generalization"] = watched.plan.generalization
-    result = replace(
-        result,
-        data={"name": data.name, "notes": list(data.notes)},
-        details=details,
-        metrics=plain_scores(
-            objective or objective_from(facts),
-            result.params,
-            data,
-            test=not spec.scores_privately,
-            train=spec.evaluate_train,
-            frame=Frame.told(details),
-        ),
-    )
-    return _conclude(spec, out, data, result)
+    metrics = plain_scores(
+        objective_from(facts), result.params, data, Frame.told(details), test=not spec.scores_privately,
+        train=spec.evaluate_train,
+    )  # fmt: skip
+    return _conclude(spec, out, data, replace(result, details=details, metrics=metrics))
+
+
+def _conclude(spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Result) -> Result:
+    """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
+    details = {**result.details, "repeat": spec.command(), "bounded": list(data.bounded_names)}
+    result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
+    result.save(out)
+    if spec.scores_privately:
+        model = estimators.from_run(out)
+        model.__dict__.pop("feature_names_in_", None)
+        score = held_out_score(spec, out, data, model, result.n_public)
+        if isinstance(score, str):
+            result = replace(result, details={**details, "score": score})
+            result.save(out)
+        else:
+            costs = {"model": result.privacy, "score": score.privacy}
+            cost = {name: [paid.epsilon, paid.delta] for name, paid in costs.items()}
+            metrics = {**result.metrics, **metrics_of(score)}
+            result = replace(result, metrics=metrics, details={**details, "cost": cost})
+            result.save(out)
+            save_score(score, out, "held-out")  # names the result that it is of
+    spec.link_ledger(out)
+    report_if_possible([out], out / "report.html")
+    return result
 
 
 def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> None:
@@ -214,21 +176,15 @@ def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> 
     if as_json:
         show_json({"folder": str(out), **{k: v for k, v in result.to_json().items() if k != "history"}})
         return
+    rows = [("privacy", str(privacy))]
+    if cost := result.details.get("cost"):  # by basic composition
+        epsilon, delta = (cost["model"][k] + cost["score"][k] for k in (0, 1))
+        parts = f"model {cost['model'][0]:.3g} + score {cost['score'][0]:.3g}"
+        rows.append(("privacy in all", f"ε ≤ {epsilon:.4g} at δ = {delta:.3g} ({parts})"))
+    rows += [*so_far(result, out), *_score_rows(result), *_cautions(result)]
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
-    rows = [("privacy", str(result.privacy)), *_in_all(result), *so_far(result, out)]
-    rows += [*_score_rows(result), *_cautions(result)]
     rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
-
-
-def _in_all(result: Result) -> list[tuple[str, str]]:
-    """What model and score cost together, by basic composition."""
-    cost = result.details.get("cost")
-    if cost is None:
-        return []
-    parts = f"model {cost['model'][0]:.3g} + score {cost['score'][0]:.3g}"
-    epsilon, delta = cost["model"][0] + cost["score"][0], cost["model"][1] + cost["score"][1]
-    return [("privacy in all", f"ε ≤ {epsilon:.4g} at δ = {delta:.3g} ({parts})")]
 
 
 def _score_rows(result: Result) -> list[tuple[str, str]]:
@@ -265,61 +221,12 @@ def _cautions(result: Result) -> list[tuple[str, str]]:
     return rows
 
 
-def _given(context: typer.Context) -> set[str]:
-    """The parameters that were given on the command line."""
-    return {
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-
-
-def _check_folder(out: Path, *, overwrite: bool) -> None:
-    from quietgrad.errors import DataError
-
-    if (out / "checkpoint.safetensors").exists():
-        raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
-    if (out / "result.json").exists() and not overwrite:
-        raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
-
-
-_RECORDS = 1_000_000
-
-
-def run_on_landscape(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
-    """Train, or continue, on the landscape that ``spec`` names; write the result and the report."""
-    from quietgrad.cli.settings import algorithm_from, key_values
-    from quietgrad.objectives.registry import make_landscape
-    from quietgrad.training.stationarity import certify
-
-    spec = replace(spec, n_public=spec.n_public or _RECORDS)
-    settings = spec.settings or ()
-    its = [text.partition(".")[2] for text in settings if text.startswith("landscape.")]
-    others = [text for text in settings if not text.startswith("landscape.")]
-    with usage():
-        land = make_landscape(spec.landscape or "", key_values(its))
-    method = algorithm_from(spec.algorithm or "perturbed-sgd", spec.flags, others, spec.oracle)
-    if not resumed:
-        spec.save(out)
-    result, watched = _descend(spec, out, (land, spec.n_public, method), {}, quiet=quiet, resumed=resumed)
-    found = certify(land, result.params, alpha=float(result.details.get("alpha", 0.01)))
-    curve = watched.curve_of(result.privacy.epsilon) or []
-    details = {**result.details, "certificate": str(found), "epsilon_curve": [list(point) for point in curve]}
-    details["repeat"] = spec.command()
-    result = replace(result, data={"name": land.name, "notes": ["synthetic records"]}, details=details)
-    result.save(out)
-    spec.link_ledger(out)
-    report_if_possible([out], out / "report.html")
-    if not quiet:
-        rests = result.details.get("claim")
-        say(f"{result.stopped_by}: {found}" + (f"; the stop rests on: {rests}" if rests else ""))
-    return result
-
-
 resume_app = typer.Typer(add_completion=False)
 
 
 @resume_app.command("resume", epilog="Example: quietgrad resume runs/a9a")
 def resume_command(
-    folder: Annotated[Path, typer.Argument(help="The --out folder of the interrupted run.", show_default=False)],
+    folder: Annotated[Path, Argument(help="The --out folder of the interrupted run.", show_default=False)],
     quiet: Quiet = False,
     explain: Explain = False,
     as_json: Json = False,
@@ -328,23 +235,20 @@ def resume_command(
 
     If versions, threads or kernels changed since, fresh noise is drawn and the plan is charged again.
     """
-    from quietgrad.errors import DataError
-    from quietgrad.training.result import load
-
     spec = RunSpec.load(folder)
     if (folder / "checkpoint.safetensors").exists():
         result = run(spec, folder, quiet=quiet or as_json, resumed=True)
-    elif not (folder / "result.json").exists() and spec.uses_estimator:
-        raise DataError(
-            f"{folder}: a fit of --model {spec.model or 'linear'} is not kept halfway; train again. What was "
-            "charged stays charged."
-        )
-    elif not (folder / "result.json").exists():
-        raise DataError(f"{folder}: the run released nothing before it stopped; train again with --out {folder}.")
-    else:
+    elif (folder / "result.json").exists():
         result = load(folder)
         if "model" not in result.details:  # stopped after training, before scores and report were written
             result = finish(spec, folder, spec.load_data(), result)
         elif not as_json:
             say(f"{folder}: the run was finished already.")
+    elif spec.uses_estimator:
+        raise DataError(
+            f"{folder}: a fit of --model {spec.model or 'linear'} is not kept halfway; train again. What was "
+            "charged stays charged."
+        )
+    else:
+        raise DataError(f"{folder}: the run released nothing before it stopped; train again with --out {folder}.")
     show(result, folder, as_json=as_json, explain=explain)

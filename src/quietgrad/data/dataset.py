@@ -60,8 +60,6 @@ class Dataset:
     label_bounds: tuple[float, float] | None = None
     feature_names: tuple[str, ...] | None = None
     person: npt.NDArray[Any] | None = field(default=None, repr=False)
-    pictures: dict[str, Any] | None = None
-    """What says how the rows were made of pictures, if they were."""
     person_test: npt.NDArray[Any] | None = field(default=None, repr=False)
     """The id of the person each held-out row is about."""
     ids: tuple[str, ...] | None = field(default=None, repr=False)

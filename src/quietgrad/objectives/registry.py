@@ -173,19 +173,6 @@ def make_regularizer(text: Any, unpenalized: int) -> Any:
     return getattr(regularizers, _PENALTIES[name])(strength, unpenalized=unpenalized)
 
 
-def make_landscape(name: str, given: Mapping[str, Any]) -> Any:
-    """The landscape called ``name``.
-
-    >>> make_landscape("strict-saddle", {"d": "5"}).d
-    5
-    """
-    from quietgrad.objectives.landscapes.base import landscape, landscape_names
-
-    if name not in landscape_names():
-        raise ValueError(f"landscape {name!r}: must be one of {', '.join(landscape_names())}.")
-    return settings.build_dataclass(name, type(landscape(name)), given)
-
-
 def _name_and_number(what: str, text: Any) -> tuple[str, float | None]:
     if not isinstance(text, str):
         raise ValueError(f"{what}={text!r}: must be a text.")

@@ -1,4 +1,4 @@
 """Reports: one self-contained page with curves, a comparison of runs, and a privacy certificate.
 
-:func:`quietgrad.report.page.write_report` writes it; :mod:`quietgrad.report.figures` draws plots for files.
+:func:`quietgrad.report.page.write_report` writes it.
 """

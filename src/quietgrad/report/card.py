@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,6 @@ _TASKS = {
     "multiclass": "tabular-classification",
     "regression": "tabular-regression",
 }
-_HUB_METRICS = {"accuracy": "accuracy", "AUC": "roc_auc", "log loss": "log_loss", "R²": "r_squared", "RMSE": "rmse",
-                "mean error": "mae"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,12 +50,14 @@ class Card:
 
     def markdown(self) -> str:
         """The card as Markdown, with its metadata block first."""
-        parts = [f"---\n{_yaml(self.metadata)}---", f"# {_plain(self.name)}"]
+        metadata = [f"{key}: {json.dumps(value)}" for key, value in self.metadata.items()]  # JSON is YAML
+        parts = ["\n".join(["---", *metadata, "---"]), f"# {_plain(self.name)}"]
         for section in self.sections:
             parts.append(f"## {section.title}")
             parts += [_plain(text) for text in section.text]
             if section.facts:
-                rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in section.facts]
+                cells = [[_plain(text).replace("|", "\\|") for text in row] for row in section.facts]
+                rows = [f"| {name} | {value} |" for name, value in cells]
                 parts.append("\n".join(["| | |", "|---|---|", *rows]))
             if section.code:
                 parts.append("\n".join(["```", *map(sanitize, section.code), "```"]))
@@ -94,7 +93,7 @@ def card_of(folder: Path, ledger: Path | None = None) -> Card:
         )),
         Section("Contact and licence", (f"{FILL_IN}who answers questions, and under which licence.",)),
     )  # fmt: skip
-    return Card(run.name, _metadata(run, scores), sections)
+    return Card(run.name, _metadata(run), sections)
 
 
 def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = None) -> list[Path]:
@@ -124,14 +123,15 @@ def _data(run: ReportedRun) -> Section:
     unit = result.privacy.unit.in_words("records")
     counted = "counted privately, within ε" if "counted" in result.details else "a public number"
     rows = [("data set", str(result.data.get("name", "not named"))), (unit, f"{result.n_public} ({counted})")]
-    if facts.get("features") is not None:
-        rows.append(("features", str(facts["features"])))
-    if names := facts.get("feature_names"):
-        rows.append(("feature names", _listed(names)))
-    if classes := facts.get("class_names"):
-        rows.append(("classes", _listed(classes)))
-    if facts.get("row_bound") is not None:
-        rows.append(("declared bound on a row's norm", f"{float(facts['row_bound']):.6g}"))
+    bound = "declared bound on a row's norm"
+    said = {"features": "features", "feature_names": "feature names", "class_names": "classes", "row_bound": bound}
+    for key, label in said.items():
+        value = facts.get(key)
+        if isinstance(value, list):
+            more = f", … ({len(value)} in all)" if len(value) > _MOST_NAMES else ""
+            rows.append((label, ", ".join(map(str, value[:_MOST_NAMES])) + more))
+        elif value is not None:
+            rows.append((label, f"{value:.6g}"))
     text = (
         "Declared facts only. Nothing here was computed from the records without noise.",
         f"{FILL_IN}where the records come from, when they were collected, and on which legal basis.",
@@ -162,16 +162,10 @@ def _guarantee(run: ReportedRun) -> Section:
     if account := certificate.account:
         spent = "no common ε" if account.epsilon is None else f"ε = {account.epsilon:.4g} at δ = {privacy.delta:g}"
         cap = f", capped at {account.cap:g}" if account.cap else ""
-        rows.append(
-            (
-                f"all runs of account “{account.account}”",
-                f"{spent}, {account.runs} run{'' if account.runs == 1 else 's'}{cap}",
-            )
-        )
-    if run.audit:
-        rows.append(
-            ("audit", f"{run.audit.verdict}: ε ≥ {run.audit.epsilon_lower:.3g} seen in {run.audit.runs} runs")
-        )
+        runs = f"{account.runs} run{'' if account.runs == 1 else 's'}"
+        rows.append((f"all runs of account “{account.account}”", f"{spent}, {runs}{cap}"))
+    if audit := run.audit:
+        rows.append(("audit", f"{audit.verdict}: ε ≥ {audit.epsilon_lower:.3g} seen in {audit.runs} runs"))
     rows += [("not covered", line) for line in NOT_COVERED if line is not SCORES]
     return Section("Privacy guarantee", tuple(words), tuple(rows))
 
@@ -186,8 +180,8 @@ def _scores(run: ReportedRun, found: Evaluation | None) -> Section:
     return Section(title, (text,), tuple(found.numbers))
 
 
-def _metadata(run: ReportedRun, found: Evaluation | None) -> dict[str, Any]:
-    """The block that model hubs read: library, task, tags and, where they were released, scores."""
+def _metadata(run: ReportedRun) -> dict[str, Any]:
+    """The block that model hubs read: library, task, tags and the guarantee."""
     privacy = run.result.privacy
     task = _TASKS.get(str(run.result.details.get("model", {}).get("task")), "other")
     private = ["differential-privacy"] if privacy.is_private else []
@@ -197,38 +191,7 @@ def _metadata(run: ReportedRun, found: Evaluation | None) -> dict[str, Any]:
         meta["privacy"] = {"epsilon": privacy.epsilon, "delta": privacy.delta, "relation": str(privacy.relation),
                            "unit": str(privacy.unit), "accountant": privacy.accountant,
                            "condition": privacy.condition}  # fmt: skip
-    if found is not None and not found.refuted and found.privacy.is_private and found.numbers:
-        data = str(run.result.data.get("name", "not named"))
-        metrics = [
-            {
-                "type": _HUB_METRICS[name],
-                "value": float(value.partition(" ±")[0]),
-                "name": f"{name}, private" + (", training people" if found.people == "training" else ""),
-            }
-            for name, value in found.numbers
-            if name in _HUB_METRICS
-        ]
-        result = {"task": {"type": task}, "dataset": {"type": "private", "name": data}, "metrics": metrics}
-        meta["model-index"] = [{"name": run.name, "results": [result]}]
     return meta
-
-
-def _yaml(meta: dict[str, Any]) -> str:
-    """One key a line; values are JSON, which is YAML."""
-    return "".join(f"{key}: {json.dumps(_shown(value), ensure_ascii=False)}\n" for key, value in meta.items())
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, str):
-        return sanitize(value)
-    if isinstance(value, dict):
-        return {key: _shown(item) for key, item in value.items()}
-    return [_shown(item) for item in value] if isinstance(value, list) else value
-
-
-def _listed(values: Sequence[Any]) -> str:
-    more = f", … ({len(values)} in all)" if len(values) > _MOST_NAMES else ""
-    return ", ".join(str(value) for value in values[:_MOST_NAMES]) + more
 
 
 def _plain(text: str) -> str:
@@ -238,7 +201,3 @@ def _plain(text: str) -> str:
     '\\\\<b\\\\>a|b\\\\</b\\\\> \\\\[x\\\\](y)'
     """
     return re.sub(r"([\[\]<>*_#\\])", r"\\\1", sanitize(text))
-
-
-def _cell(text: str) -> str:
-    return _plain(text).replace("|", "\\|")

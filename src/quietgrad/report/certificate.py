@@ -6,15 +6,17 @@ Everything here comes from a saved result and its ledger; nothing is computed fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quietgrad.errors import LedgerError, UnprovableError
 from quietgrad.files import read_json
 from quietgrad.plans.schedule import DECLARED, Slot
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import PrivacyUnit, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.training.result import Privacy, Result, digest_of
 
@@ -110,60 +112,18 @@ class AccountTotal:
 class RunCertificate:
     """A result's privacy statement, ready to be printed."""
 
-    privacy: Privacy
     releases: tuple[Release, ...]
     composition: str
     account: AccountTotal | None
-
-    @property
-    def relation_words(self) -> str:
-        """The neighbouring relation in words."""
-        if self.privacy.relation is None:
-            return ""
-        words = self.privacy.unit.in_words(RELATION_WORDS[self.privacy.relation])
-        if self.privacy.unit is PrivacyUnit.RECORD:
-            return words
-        if any(str(note).endswith(DECLARED) for note in self.privacy.notes):
-            return f"{words} A person includes all the records about them, however many."
-        return f"{words} A person includes all the records about them, however many; how many is not public."
-
-    @property
-    def whom(self) -> str:
-        """What an attacker learns little about."""
-        return (
-            "one person's record"
-            if self.privacy.unit is PrivacyUnit.RECORD
-            else "one person, with all their records"
-        )
-
-    @property
-    def unit_words(self) -> str:
-        """What C means, which is not the same under the two relations."""
-        relation = self.privacy.relation
-        return "" if relation is None else self.privacy.unit.in_words(UNIT_WORDS[relation])
-
-    @property
-    def multipliers(self) -> str:
-        """σ/C of each kind of release, as the table below lists them."""
-        return " · ".join(dict.fromkeys(row.multiplier for row in self.releases))
-
-    @property
-    def accountant_words(self) -> str:
-        """How ε was proved."""
-        name = self.privacy.accountant or ""
-        return _ACCOUNTANTS.get(name, name)
-
-    @property
-    def odds(self) -> str:
-        """e^ε: the most that anyone's odds can change."""
-        return "" if self.privacy.epsilon is None else f"{math.exp(min(self.privacy.epsilon, 700.0)):.3g}"
-
-    @property
-    def best_guess(self) -> float | None:
-        """The most often that an attacker with 5 % false alarms can detect one record."""
-        if self.privacy.epsilon is None or self.privacy.delta is None:
-            return None
-        return detection(self.privacy.epsilon, self.privacy.delta, 0.05)
+    whom: str
+    """What an attacker learns little about."""
+    relation_words: str
+    """The neighbouring relation in words."""
+    unit_words: str
+    """What C means, which is not the same under the two relations."""
+    accountant_words: str
+    best_guess: float | None
+    """The most often that an attacker with 5 % false alarms can detect one record."""
 
 
 def assumptions(privacy: Iterable[Privacy]) -> tuple[str, ...]:
@@ -187,6 +147,7 @@ def detection(epsilon: float, delta: float, false_alarms: float) -> float:
 
 def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
     """The certificate of a saved result; ``ledger`` is the file its cost was reserved in, if any."""
+    privacy, unit = result.privacy, result.privacy.unit
     composition = {
         "sequential": "All releases are about the same people and compose adaptively.",
         "parallel": "Each record takes part in one release only, so the worst release counts.",
@@ -195,8 +156,23 @@ def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
     for slot in result.details.get("slots", ()):
         together = mechanism_from(slot.get("mechanism", "gaussian")).together
         composition = f"{together[0].upper()}{together[1:]}." if together else composition
-    composition = result.privacy.unit.in_words(composition)
-    return RunCertificate(result.privacy, _releases(result), composition, _account(result, ledger))
+    relation_words = unit_words = ""
+    if privacy.relation is not None:
+        unit_words = unit.in_words(UNIT_WORDS[privacy.relation])
+        relation_words = unit.in_words(RELATION_WORDS[privacy.relation])
+    if relation_words and unit is PrivacyUnit.PERSON:
+        declared = any(str(note).endswith(DECLARED) for note in privacy.notes)
+        secret = "" if declared else "; how many is not public"
+        relation_words += f" A person includes all the records about them, however many{secret}."
+    whom = "one person's record" if unit is PrivacyUnit.RECORD else "one person, with all their records"
+    best_guess = None
+    if privacy.epsilon is not None and privacy.delta is not None:
+        best_guess = detection(privacy.epsilon, privacy.delta, 0.05)
+    accountant = privacy.accountant or ""
+    return RunCertificate(
+        _releases(result), unit.in_words(composition), _account(result, ledger), whom, relation_words, unit_words,
+        _ACCOUNTANTS.get(accountant, accountant), best_guess,
+    )  # fmt: skip
 
 
 def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
@@ -205,13 +181,8 @@ def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
         found = read_json(folder / AUDIT_FILE)
         if found["result"] != digest_of(folder):
             return None  # of a run that was here before
-        audit = AuditResult(
-            float(found["epsilon_lower"]),
-            float(found["epsilon_claimed"]),
-            float(found["confidence"]),
-            int(found["runs"]),
-            str(found["verdict"]),
-        )
+        lower, claimed, sure = (float(found[key]) for key in ("epsilon_lower", "epsilon_claimed", "confidence"))
+        audit = AuditResult(lower, claimed, sure, int(found["runs"]), str(found["verdict"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     same = privacy.epsilon is not None and math.isclose(audit.epsilon_claimed, privacy.epsilon, rel_tol=1e-3)
@@ -239,22 +210,17 @@ def _releases(result: Result) -> tuple[Release, ...]:
             sampling, scale = {"sampling": "full"}, float(counted["noise_multiplier"])
             noise = f"Gaussian, σ = {scale:.4g} C" if counted["gaussian"] else f"Laplace, scale {scale:.4g} C"
             multiplier = f"{scale:.4g}"
-        rows.append(
-            Release(
-                name=name,
-                made=made,
-                allowed=slot.get("count", made),
-                sampling=privacy.unit.in_words(_sampling(sampling)),
-                amplification=privacy.unit.in_words(_amplification(slot)),
-                sensitivity=sensitivity,
-                noise=noise,
-                multiplier=multiplier,
-            )
-        )
+        how = privacy.unit.in_words(sampling_words(sampling)), privacy.unit.in_words(_amplification(slot))
+        rows.append(Release(name, made, slot.get("count", made), *how, sensitivity, noise, multiplier))
     return tuple(rows)
 
 
-def _sampling(sampling: dict[str, Any]) -> str:
+def sampling_words(sampling: Mapping[str, Any]) -> str:
+    """A sampling scheme in a few words.
+
+    >>> sampling_words({"sampling": "poisson", "rate": 0.01})
+    'Poisson, rate 0.01'
+    """
     match sampling.get("sampling"):
         case "full":
             return "every record"
@@ -268,28 +234,24 @@ def _sampling(sampling: dict[str, Any]) -> str:
             return f"{sampling['batch_size']} fresh records"
         case "turns":
             return f"one of {sampling['cohorts']} cohorts, in turn"
-    return "as stated above"
+    return str(sampling.get("sampling", "as stated above"))
 
 
-def _amplification(slot: dict[str, Any]) -> str:
+def _amplification(slot: Mapping[str, Any]) -> str:
     sampling = slot.get("sampling", {})
+    kind = sampling.get("sampling")
+    if kind == "single-pass":
+        return "no record is used twice"
     if mechanism_from(slot.get("mechanism", "gaussian")).together or sampling.get("rate") == 1.0:
-        return "no record is used twice" if sampling.get("sampling") == "single-pass" else "none"
-    match sampling.get("sampling"):
-        case "poisson" | "random-allocation" | "fixed-size":
-            return "by secret sampling"
-        case "single-pass":
-            return "no record is used twice"
-    return "none"
+        return "none"
+    secret = kind in ("poisson", "random-allocation", "fixed-size")
+    return "by secret sampling" if secret else "none"
 
 
 def _account(result: Result, file: Path | None) -> AccountTotal | None:
     privacy = result.privacy
     if file is None or not file.exists() or privacy.account is None or privacy.delta is None:
         return None
-    from quietgrad.errors import LedgerError, UnprovableError
-    from quietgrad.privacy.ledger import Ledger
-
     ledger = Ledger(file)
     try:
         whole = ledger.verify().ok

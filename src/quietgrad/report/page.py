@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
 from quietgrad.charts import Bars, Chart, Intervals, Lines, Series
@@ -28,9 +30,6 @@ from quietgrad.report.tables import Evaluation, table_section
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 _METRICS = {
     "test_accuracy": "test accuracy",
     "test_loss": "test loss",
@@ -44,12 +43,7 @@ WITH_NOISE = "with noise"
 _MOST_COEFFICIENTS = 20
 _MOST_ITEMS = 8  # of a setting that is a list
 
-_SECOND_ORDER = {
-    "escapes": "saddles left",
-    "samples_used": "fresh records used",
-    "alpha": "second-order level α",
-    "certificate": "on the population risk",
-}
+_SECOND_ORDER = {"escapes": "saddles left", "samples_used": "fresh records used", "alpha": "second-order level α"}
 
 
 @dataclass(frozen=True)
@@ -94,8 +88,7 @@ class ReportedRun:
         said = ("objective", "regularizer", "intercept", "row_bound")
         rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
         found = self.result.details
-        said = ("escapes", "samples_used", "alpha", "certificate")
-        rows += [(_SECOND_ORDER[key], _plain(found[key])) for key in said if key in found]
+        rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
         if "generalization" in found:
             rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
         rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
@@ -149,45 +142,37 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Reporte
 
 def page_environment() -> Environment:
     """Templates of pages: everything is escaped, and marks that turn a line around are spelt out."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader("quietgrad.report", "."),
         autoescape=True,
-        finalize=_fit_for_a_page,
+        finalize=lambda value: sanitize(value) if type(value) is str else value,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    shows: dict[str, Callable[..., Any]] = {
-        "plain": _plain,
-        "power": _power,
-        "clauses": _clauses,
-        "samplers": _samplers,
-    }
-    environment.filters |= shows
+    environment.filters.update(plain=_plain, power=_power, clauses=_clauses)
+    environment.filters["odds"] = lambda epsilon: math.exp(min(epsilon, 700.0))
     return environment
 
 
 def render(folders: Sequence[Path], runs: Sequence[ReportedRun] | None = None) -> str:
     """The page about the runs in ``folders`` as text."""
     runs = read_runs(folders) if runs is None else runs
+    page = page_environment().get_template("page.html.j2")
     with _shown_or_refused(", ".join(str(folder) for folder in folders)):
-        return (
-            page_environment()
-            .get_template("page.html.j2")
-            .render(
-                runs=runs,
-                metrics=_compared(runs),
-                exact=any(how != WITH_NOISE for run in runs for _, _, how in run.metrics),
-                charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
-                promises=_promises(runs),
-                assumptions=assumptions(run.result.privacy for run in runs),
-                not_covered=NOT_COVERED,
-                tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
-                version=__version__,
-                date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
-            )
+        scores = [metric for run in runs for metric in run.metrics]
+        better = [metric for metric in scores if metric[2] != "private records"]  # worth a column, if there are any
+        return page.render(
+            runs=runs,
+            metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
+            exact=any(how != WITH_NOISE for _, _, how in scores),
+            charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
+            promises=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
+            assumptions=assumptions(run.result.privacy for run in runs),
+            not_covered=NOT_COVERED,
+            tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
+            version=__version__,
+            date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
         )
 
 
@@ -198,28 +183,6 @@ def _clauses(text: str) -> list[str]:
     ['setting: three servers, noise inside; nobody knows it', 'on restart: new keys']
     """
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
-
-
-def _samplers(text: str) -> str:
-    """Releases that are sampled alike, said once.
-
-    >>> _samplers("mean: full batch; gradient: full batch; length: Poisson samples")
-    'mean, gradient: full batch; length: Poisson samples'
-    """
-    alike: dict[str, list[str]] = {}
-    for part in text.split("; "):
-        name, colon, how = part.partition(": ")
-        if not colon:
-            return text  # a description with a semicolon of its own
-        alike.setdefault(how, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {how}" for how, names in alike.items())
-
-
-def _compared(runs: Sequence[ReportedRun]) -> list[str]:
-    """The scores worth a column: those that are not of training records, if there are any."""
-    present = [metric for run in runs for metric in run.metrics]
-    better = [metric for metric in present if metric[2] != "private records"]
-    return list(dict.fromkeys(label for label, _, _ in better or present))
 
 
 def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
@@ -252,26 +215,10 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
             Lines("Size of the gradient estimate", norms, steps, "norm of the estimate", log_y=True),
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
-        *_second_order_charts(runs),
         (_accounts_chart(runs), "ε that all runs of an account have spent, and its cap if it has one."),
         _coefficients(runs),
     ]
     return [(chart, caption) for chart, caption in candidates if chart.svg()]
-
-
-def _second_order_charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
-    """Path, escapes and drift of runs that leave saddles; public numbers, like all of the history."""
-    said = {
-        "moved": ("Path", "distance from the start", "How far the iterate is from where the run began."),
-        "escapes": ("Saddles left", "escapes", "Points of small gradient that an attempt moved away from."),
-        "drift": ("Drift", "drift", "Σ‖step‖² since the last full query; at its limit SPIDER asks in full again."),
-    }
-    charts: list[tuple[Chart, str]] = []
-    for key, (title, label, caption) in said.items():
-        lines = [Series(run.name, [(r["step"], r[key]) for r in run.result.history if key in r]) for run in runs]
-        lines, steps = _on_one_axis(lines, "steps")
-        charts.append((Lines(title, lines, steps, label, zero=True), caption))
-    return charts
 
 
 def _accounts_chart(runs: Sequence[ReportedRun]) -> Bars:
@@ -297,18 +244,16 @@ def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
     if covariance is None:
         largest = sorted(values, key=lambda row: -abs(row[1]))[:_MOST_COEFFICIENTS]
         rows = [(name, value, value, value) for name, value in largest]
-        return Intervals(
-            title, rows, label
-        ), "The largest, each per unit of its feature; no standard errors were bought."
+        caption = "The largest, each per unit of its feature; no standard errors were bought."
+        return Intervals(title, rows, label), caption
     variances = [float(row[k]) for k, row in enumerate(covariance)]
     if len(variances) != len(values) or any(not variance > 0.0 for variance in variances):
         return nothing
     errors = {name: math.sqrt(variance) for (name, _), variance in zip(values, variances, strict=True)}
     values.sort(key=lambda row: -abs(row[1]) / errors[row[0]])
     rows = [(n, v, v - 1.96 * errors[n], v + 1.96 * errors[n]) for n, v in values[:_MOST_COEFFICIENTS]]
-    return Intervals(
-        title, rows, label
-    ), "95 % intervals that cover sampling and privacy noise; the largest of them."
+    caption = "95 % intervals that cover sampling and privacy noise; the largest of them."
+    return Intervals(title, rows, label), caption
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
@@ -319,16 +264,6 @@ def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
         return series, unit
     shared = [Series(line.name, [(100.0 * x / line.points[-1][0], y) for x, y in line.points]) for line in series]
     return shared, f"% of the run's {unit}"
-
-
-def _promises(runs: Sequence[ReportedRun]) -> int:
-    """How many different promises (δ, relation) the runs were made under; their ε do not compare across them."""
-    return len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs})
-
-
-def _fit_for_a_page(value: Any) -> Any:
-    """Names and notes come from files: marks that turn a line around have no place on a page either."""
-    return sanitize(value) if type(value) is str else value
 
 
 def _power(value: float | None) -> str:
