@@ -324,7 +324,7 @@ def test_data_command(empty_machine: Path) -> None:
 
 def test_importing_data_is_light() -> None:
     code = (
-        "import sys, quietgrad.data, quietgrad.cli.data; from quietgrad.data import load, split_even;"
+        "import sys, quietgrad.data; from quietgrad.data import load, split_even;"
         "assert not {'scipy', 'sklearn', 'pandas', 'pyarrow'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
