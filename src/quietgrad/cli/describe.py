@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from typer import Argument, Option
 
-from quietgrad import __version__, estimators
+from quietgrad import __version__
 from quietgrad.charts import Intervals
 from quietgrad.cli.options import Explain, Json, answer, say_meaning, usage, writable
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
@@ -22,6 +22,9 @@ from quietgrad.data.tables import read_cells
 from quietgrad.files import write_atomically
 from quietgrad.report.page import page_environment
 from quietgrad.sanitize import sanitize
+
+if TYPE_CHECKING:
+    from quietgrad.estimators import Description
 
 app = typer.Typer(add_completion=False)
 
@@ -39,6 +42,8 @@ def describe(
     as_json: Json = False,
 ) -> None:
     """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error."""
+    from quietgrad import estimators  # loads scikit-learn
+
     spec.budget()
     public = read_schema(schema)
     cells = read_cells(file, public, () if spec.person is None else (spec.person,))
@@ -101,7 +106,7 @@ def _in_words(row: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _page(name: str, found: estimators.Description) -> str:
+def _page(name: str, found: Description) -> str:
     """One self-contained page: the statement, and for each column its numbers and its histogram."""
     columns = []
     for row in found.rows:

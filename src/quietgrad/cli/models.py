@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad import estimators
 from quietgrad.cli.run_spec import RunSpec
 from quietgrad.curators.account import Account
 from quietgrad.data.dataset import Dataset
@@ -31,6 +30,8 @@ MODELS: dict[str, tuple[str | None, str | None]] = {
 
 def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     """The estimator that ``--model`` names, with the run's guarantee, account and public facts."""
+    from quietgrad import estimators  # loads scikit-learn
+
     name, _, knob = (spec.model or "linear").partition(":")
     if name not in MODELS:
         raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
@@ -85,6 +86,8 @@ def _weights(text: str) -> Any:
 
 def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
     """Fit the model and keep it as a run in ``out``."""
+    from quietgrad import estimators  # loads scikit-learn
+
     model = estimator_of(spec, data, spec.payer(out))
     y = data.y if data.classes is None else np.array(data.class_names)[data.y]
     people: dict[str, Any] = {}

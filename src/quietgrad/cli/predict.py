@@ -16,7 +16,6 @@ from scipy import sparse
 from typer import Argument, Option
 
 from quietgrad import data as datasets
-from quietgrad import estimators
 from quietgrad.cli.options import Explain, Json, RunFolder, say, say_meaning, show_json, show_rows, usage, writable
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
@@ -51,6 +50,8 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
+    from quietgrad import estimators  # loads scikit-learn
+
     facts = _facts(folder)
     model = estimators.from_run(folder)
     names = None if facts["task"] == "regression" else [str(name) for name in np.asarray(model.classes_).tolist()]
@@ -261,6 +262,8 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
+    from quietgrad import estimators  # loads scikit-learn
+
     facts = _facts(folder)
     model = estimators.from_run(folder)
     ids, labels, trained = None, None, training_people

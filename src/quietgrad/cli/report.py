@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from quietgrad import estimators
 from quietgrad.charts import Lines, Series, in_a_file
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, budget, say, say_meaning, usage
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
@@ -212,6 +211,8 @@ def _ask(
 
 
 def _model(table: Dataset, spec: RunSpec, epsilon: float, **kept: Any) -> Any:
+    from quietgrad import estimators  # loads scikit-learn
+
     kept |= {"epsilon": epsilon, "delta": spec.delta, "relation": spec.relation, "row_bound": table.row_bound}
     if table.task == "regression":
         return estimators.PrivateHuberRegressor(**kept)
@@ -240,6 +241,8 @@ def _private(
     table: Dataset, spec: RunSpec, levels: list[float], score_epsilon: float, payers: tuple[Account, Account]
 ) -> dict[str, Any]:
     """Fit and score at every level; ``payers`` are the accounts of the fits and of the scores."""
+    from quietgrad import estimators  # loads scikit-learn
+
     most, cap = math.fsum(levels), payers[0].cap  # basic composition: the ledger's own is smaller
     if cap is not None and most > cap.epsilon:
         raise BudgetError(

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad import estimators
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.data.dataset import Dataset, public_order
 from quietgrad.errors import BudgetError, DataError
@@ -174,6 +173,8 @@ def held_out_score(
     spec: RunSpec, out: Path, data: Dataset | ScannedData, model: Any, n: float
 ) -> PrivateScore | str:
     """A private score of the run's held-out records, paid by its account; or why none was released."""
+    from quietgrad import estimators  # loads scikit-learn
+
     promise = spec.score_budget()
     assert promise is not None
     classes = 0 if data.classes is None else len(data.classes)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from quietgrad import estimators
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.cli import models
 from quietgrad.cli.ledger import reminder, so_far
@@ -151,7 +150,9 @@ def _conclude(spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Res
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
     result.save(out)
     if spec.scores_privately:
-        model = estimators.from_run(out)
+        from quietgrad.estimators import from_run  # loads scikit-learn
+
+        model = from_run(out)
         model.__dict__.pop("feature_names_in_", None)
         score = held_out_score(spec, out, data, model, result.n_public)
         if isinstance(score, str):
