@@ -377,19 +377,3 @@ def test_long_vectors_are_measured_in_float64() -> None:
     x, y = torch.full((1, 1), 1.9195979833602905), torch.zeros(1)
     out, _ = summed(engine, (torch.zeros(engine.dim),), grouped(x, y), ClippingRule.gradient(1.0))
     assert 1 - 1e-4 < float(out.norm()) <= 1.0
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_penalty_in_the_loss_has_its_gradient(way: str) -> None:
-    """In every record's own loss, where it is clipped with it."""
-    torch.manual_seed(0)
-    module, x, y = nn.Linear(12, 2).double(), torch.randn(5, 12).double(), torch.randint(2, (5,))
-
-    def penalised(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        value: Tensor = cross_entropy(model(x), y) + 0.1 * model.weight.square().sum()
-        return value
-
-    engine = WAYS[way](module, penalised, grouped(x, y))
-    found = summed(engine, (start(engine),), grouped(x, y), ClippingRule.gradient(0.4))
-    expected = ruled(ClippingRule.gradient(0.4), gradients(engine, start(engine), x, y))
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)

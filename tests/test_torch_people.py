@@ -63,19 +63,6 @@ class Patches(nn.Module):
         return result
 
 
-class Words(nn.Module):
-    """A table large enough to be measured by Gram matrices, and the last layer's weight as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(300, 24)
-        self.out = nn.Linear(24, 300)
-        self.out.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.out(torch.tanh(self.table(x)).mean(1)))
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2),
@@ -94,7 +81,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
     "tied, many words": (lambda: Sentences(400), lambda n: torch.randint(0, 400, (n, 2))),
     "raw parameters": (Patches, lambda n: torch.randn(n, 4, 6)),
-    "tied table": (Words, lambda n: torch.randint(0, 40, (n, 3))),
 }
 
 

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from quietgrad.curators.base import SessionCost
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.curators.session import PendingRelease
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Query
+from quietgrad.objectives.base import Query, check_clip
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan
@@ -150,11 +151,13 @@ class LoopTerms:
         return training.plan(method, n=count, budget=budget, noise_multiplier=self.noise_multiplier, unit=self.unit)
 
 
-def check_clip(clip: float) -> float:
-    """``max_grad_norm`` as a finite number > 0."""
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0.0 < clip < math.inf:
+def finite_clip(clip: object) -> float:
+    """``max_grad_norm`` as a finite number > 0, in the range in which arithmetic keeps a clip."""
+    value = float(clip) if isinstance(clip, Real) else 0.0
+    if not 0.0 < value < math.inf:
         raise ValueError(f"max_grad_norm={clip!r}: must be a finite number > 0, for all parameters together.")
-    return float(clip)
+    check_clip("max_grad_norm", value)
+    return value
 
 
 class Loop:

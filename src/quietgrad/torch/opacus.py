@@ -28,7 +28,7 @@ from quietgrad.torch.loop_wrappers import (
     checked_loader,
     made_private,
 )
-from quietgrad.torch.loops import LoopTerms, check_clip, epsilon_of
+from quietgrad.torch.loops import LoopTerms, epsilon_of, finite_clip
 from quietgrad.torch.recorded_loop import CustomLoop, PrivateCriterion
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def make_private(
         raise ValueError(f"clipping={clipping!r}: gradients are clipped over all parameters; use 'flat'.")
     if not poisson_sampling and sampling != "poisson":
         raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
-    clip = check_clip(max_grad_norm)
+    clip = finite_clip(max_grad_norm)
     module = unwrapped(module.module if isinstance(module, PrivateModule) else module)
     check_optimizer(optimizer, module.parameters())
     given = checked_loader(data_loader)

@@ -26,7 +26,7 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import DEFAULT
 from quietgrad.torch.distributed import is_distributed, unwrapped
 from quietgrad.torch.loop_wrappers import check_optimizer
-from quietgrad.torch.loops import Loop, LoopTerms, check_clip
+from quietgrad.torch.loops import Loop, LoopTerms, finite_clip
 from quietgrad.training import runs
 from quietgrad.training.callbacks import Callback, Progress, begin, together
 from quietgrad.training.minimizing import counting, result_of
@@ -174,7 +174,7 @@ class PrivateLoop(Loop):
         folder: str | Path | None = None,
         checkpoint_seconds: float = 10.0,
     ) -> None:
-        module, clip = unwrapped(model), check_clip(max_grad_norm)
+        module, clip = unwrapped(model), finite_clip(max_grad_norm)
         objective = ModuleObjective(
             module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
             views=views,
