@@ -19,7 +19,6 @@ from quietgrad.privacy.budget import Relation
 from tests.probes.records import SECOND_ORDER, probe_clips, probe_table_queries
 
 ROOT = Path(quietgrad.__file__).parent
-SAMPLERS = {"add_discretized_gaussian", "release_l2_laplace", "l2_laplace", "noisy_argmax", "discrete_gaussian"}
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
@@ -75,19 +74,6 @@ def test_every_mechanism_is_listened_to() -> None:
         and any(keyword.arg == "kind" for keyword in node.keywords)
     }
     assert existing == {type(mechanism).__name__ for mechanism in MECHANISMS}
-
-
-def test_noise_meets_data_in_mechanisms_and_nowhere_else() -> None:
-    for name, tree in modules():
-        if name.startswith(("privacy.", "secure.", "audit.")):
-            continue
-        imported = {
-            alias.name
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module == "quietgrad.privacy.noise"
-            for alias in node.names
-        }
-        assert not imported & SAMPLERS, f"{name} adds noise of its own: {sorted(imported & SAMPLERS)}"
 
 
 def test_every_loss_and_network_is_probed() -> None:

@@ -143,22 +143,6 @@ def test_a_level_that_lets_every_saddle_pass_gives_no_verdict() -> None:
     assert "no verdict on curvature" in str(found)
     assert qg.certify(net, net.saddle(), alpha=1e-4).kind == "saddle"
     assert qg.certify(net, net.minimum(), alpha=0.01).kind == "sosp"  # nothing curves down: so it is at every α
-    torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
-
-    class Product(torch.nn.Module):  # type: ignore[name-defined, misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = torch.nn.Parameter(torch.zeros(2))
-
-        def forward(self, x: Any) -> Any:
-            return x[:, 0] * self.first[0] * self.first[1]
-
-    from quietgrad.objectives.networks.module import ModuleObjective
-
-    objective = ModuleObjective(Product(), lambda out, target: 0.5 * (out - target) ** 2)
-    data = torch.ones(20, 1), torch.ones(20)
-    assert qg.certify(objective, torch.zeros(2), data, alpha=0.01, rho=1e4).kind == "fosp"
-    assert qg.certify(objective, torch.zeros(2), data, alpha=0.01, rho=1.0).kind == "saddle"
 
 
 def test_on_a_table_the_penalty_counts_in_rho() -> None:

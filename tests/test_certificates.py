@@ -84,12 +84,7 @@ def test_the_command_line_certifies_and_verifies(
     assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":")) + "\n"
     jsonschema.validate(json.loads(text), schema())
     assert not {"metrics", "history"} & set(text.replace('"', " ").split())
-
-
-def test_unsigned_shows_agreement_and_says_so(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = str(tmp_path / "c.json")
+    # Unsigned and of this run alone: agreement is all that is shown, and it says so.
     assert main(["certificate", str(home / "run"), "-o", file, "--run-only"]) == 0
     capsys.readouterr()
     assert main(["verify", file]) == 0
@@ -97,7 +92,7 @@ def test_unsigned_shows_agreement_and_says_so(
     assert "without a signature only agreement is shown" in out
     assert "other runs on the same people are not shown" in out
     assert "'other'" not in Path(file).read_text()
-    assert main(["verify", file, "--public-key", str(home / "signer.key.pub")]) == 1
+    assert main(["verify", file, "--public-key", f"{key}.pub"]) == 1
 
 
 def test_a_refuted_or_public_run_is_not_certified(
@@ -188,6 +183,11 @@ def test_every_field_edited_with_its_digest_is_caught(signed: PrivacyCertificate
 
 def test_signed_again_by_another_key_is_caught(signed: PrivacyCertificate, tmp_path: Path, home: Path) -> None:
     ours = public_key(str(home / "signer.key.pub"))
+    # A file that was made up as a whole agrees with itself; the verdict must not call that more than agreement.
+    made_up = PrivacyCertificate({**signed.body, "data": {**signed.body["data"], "name": "another table"}})
+    assert check(made_up).ok
+    assert "all of it could have been made up" in check(made_up).not_shown[0]
+    assert verdict(PrivacyCertificate(made_up.body, signed.signature)) == ["signature"]
     new_key(tmp_path / "thief.key")
     theirs = SigningKey.read(tmp_path / "thief.key").sign(PrivacyCertificate(signed.body))
     assert verdict(signed, public_key=ours) == []
@@ -258,15 +258,6 @@ def test_an_edit_with_its_digest_mended_is_caught_without_a_signature(
         holder = holder[key]
     holder[path[-1]] = change(holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]])
     assert where in verdict(PrivacyCertificate(body))
-
-
-def test_what_only_a_signature_catches_is_admitted(signed: PrivacyCertificate) -> None:
-    """A file that was made up as a whole agrees with itself; the verdict must not call that more than agreement."""
-    made_up = PrivacyCertificate({**signed.body, "data": {**signed.body["data"], "name": "another table"}})
-    found = check(made_up)
-    assert found.ok
-    assert "all of it could have been made up" in found.not_shown[0]
-    assert verdict(PrivacyCertificate(made_up.body, signed.signature)) == ["signature"]
 
 
 STRUCTURE: dict[str, Callable[[bytes], bytes]] = {

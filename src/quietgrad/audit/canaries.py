@@ -192,23 +192,13 @@ class CanaryGame(Game):
     background: bool = True
     all_records: bool = False
     dim: int = 2
-    gaussian: bool = True
     objective: Callable[[Pattern], Any] = CanaryObjective
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"n={self.n}: must be ≥ 1.")
-        if self.all_records and self.n < len(self._background()) + 1:
-            raise ValueError(f"n={self.n}: must be ≥ {len(self._background()) + 1} with this background.")
-
-    def _background(self) -> tuple[str, ...]:
-        return ("against",) * 3 + ("aside",) if self.background else ()
 
     def roles(self, which: int) -> tuple[str, ...]:
         """The records of one run, the attacked one first."""
         other: tuple[str, ...] = () if self.relation is Relation.ADD_REMOVE else ("mirror",)
         first: tuple[str, ...] = ("canary",) if which == 0 else other
-        rest = self._background()
+        rest = ("against",) * 3 + ("aside",) if self.background else ()
         silent = ("silent",) * (self.n - len(first) - len(rest) if self.all_records else 0)
         return first + rest + silent
 
@@ -290,7 +280,6 @@ class QueryGame(Game):
     objective: Any
     data: Any
     dim: int = 1
-    gaussian: bool = True
     only: tuple[str, ...] = ()
     every: int = 1
 
@@ -321,7 +310,6 @@ class HuberGame(Game):
 
     n: int
     dim: int = 2
-    gaussian: bool = True
 
     def world(self, which: int, runs: int) -> tuple[Any, Any]:
         rows, columns = np.arange(runs) * self.n, np.arange(runs) * self.dim

@@ -166,8 +166,6 @@ class Game(ABC):
     """One run's public number of records."""
     dim: int
     """One run's number of parameters."""
-    gaussian: bool
-    """Whether transcripts of un-sampled Gaussian releases are jointly Gaussian in both worlds."""
     pattern: Pattern | None = None
     """How the canary's gradient moves from step to step, where the auditor dictates it."""
     separable: ClassVar[bool] = True

@@ -110,7 +110,7 @@ def run(
 def _canary_games(plan: Plan, claim: PrivacyClaim, n: int, budget: Budget) -> list[Game]:
     whole = any(slot.sampling.counts_exactly or slot.sampling.fresh for slot in plan.schedule.slots)
     # Sampled background records would only blur the canary; un-sampled ones expose division by the realised batch.
-    background = claim.mu is not None and n >= 3
+    background = claim.mu is not None and n >= (5 if whole else 3)  # of which four are the background
     return [CanaryGame(n, budget.relation, p, background=background, all_records=whole) for p in _PATTERNS]
 
 
@@ -119,7 +119,7 @@ def _attack(views: tuple[Views, Views], claim: PrivacyClaim, game: Game, alpha: 
     pattern = game.pattern
     what = "neighbouring tables" if pattern is None else f"{pattern} canary"
     found = []
-    if claim.mu is not None and game.gaussian:
+    if claim.mu is not None:
         found.append(attack_dprime(views, claim, f"{what}, all releases", alpha))
     else:
         scores: list[Floats | None] = [None, None]
