@@ -211,10 +211,10 @@ def _estimators(runs: int) -> Iterator[AuditReport]:
         yield AuditReport.of(name, plan, findings, runs=runs, started=started)
 
 
-def _plan_of(estimator: Any, X: Floats, y: Any) -> Plan:
+def _plan_of(estimator: Any, X: Floats, y: npt.NDArray[np.int64]) -> Plan:
     """What a fit would release: it is stopped before its session opens, and nothing is charged."""
 
-    def stop(curator: Any, plan: Plan) -> Any:
+    def stop(curator: object, plan: Plan) -> None:
         raise _Planned(plan)
 
     estimator._open = stop

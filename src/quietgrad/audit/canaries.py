@@ -31,7 +31,16 @@ from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.replicas import Game, Pattern, RecordingSession, as_numbers
 from quietgrad.curators.base import Session
 from quietgrad.objectives import Huber, Logistic
-from quietgrad.objectives.base import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer, Query
+from quietgrad.objectives.base import (
+    BaseObjective,
+    Batch,
+    ClippingRule,
+    LossConstants,
+    NoRegularizer,
+    Objective,
+    Query,
+    Records,
+)
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -228,11 +237,11 @@ class CanaryQuery:
         """As the query's."""
         return self.query.bound
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: Records) -> int:
         """As the query's."""
         return self.query.dim(records)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """Add what the records contribute, remember it, and add the canary."""
         self.query.sum_into(objective, batch, out)
         self.rest = as_numbers(out)

@@ -227,11 +227,11 @@ class ConstantQuery:
     bound: float
     value: float = 0.0
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         """Length of the vector released."""
         return self.size
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Vector) -> None:
         """Add the constant."""
         out += self.value
 

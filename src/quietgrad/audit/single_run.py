@@ -103,7 +103,7 @@ class PlantedQuery:
         own = self.query.dim(records.inner)
         return own + records.canaries if own == records.inner.dim else own
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: _Planted, batch: Batch, out: Vector) -> None:
         """Add the ordinary records' sum, and the canaries' pulls to their coordinates."""
         records, indices = batch.records, batch.indices
         n, own = len(records.inner), self.query.dim(records.inner)

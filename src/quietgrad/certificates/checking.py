@@ -22,7 +22,7 @@ from quietgrad.algorithms.additive_gd import AdditiveGD
 from quietgrad.algorithms.base import HasSchedule
 from quietgrad.algorithms.custom_loop import LoopReleases
 from quietgrad.algorithms.registry import ALGORITHMS, entry
-from quietgrad.certificates.document import PrivacyCertificate, canonical, signature_holds
+from quietgrad.certificates.document import Json, PrivacyCertificate, canonical, signature_holds
 from quietgrad.certificates.independent_accountant import second_proof, sensitivity_again
 from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableError
 from quietgrad.federation.plan import MATCHED, of_several_parties
@@ -88,7 +88,7 @@ class Verdict:
         """By how many accountants with code of their own ε is proved: two, or ours alone."""
         return sum(finding.what in ("proof", "second proof") and finding.ok is True for finding in self.findings)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """The verdict as JSON values."""
         return {
             "ok": self.ok,
@@ -177,7 +177,7 @@ class _Claim:
     relation: Relation
 
 
-def _read_claim(body: dict[str, Any]) -> _Claim:
+def _read_claim(body: Json) -> _Claim:
     """The claim; one of ``ALTERED`` if a part of the body is not of its kind, or no ε is claimed."""
     stated, event = body["claim"], body["event"]
     laws = (len(v["law"]) for v in _values(event) if isinstance(v, dict) and isinstance(v.get("law"), list))
@@ -209,7 +209,7 @@ def _read_claim(body: dict[str, Any]) -> _Claim:
     return _Claim(privacy, privacy.events, privacy.epsilon, check_delta(privacy.delta or 0.0), privacy.relation)
 
 
-def _values(value: Any) -> Iterator[Any]:
+def _values(value: object) -> Iterator[Any]:
     """Every value of a JSON document, containers too."""
     yield value
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -219,7 +219,7 @@ def _values(value: Any) -> Iterator[Any]:
 # ---- the plan, rebuilt from its settings ---------------------------------------------------------------------
 
 
-def _rebuild(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[str]]:
+def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
     """The stated schedule, and what the parts of the file disagree about."""
     plan, federation, privacy = body["plan"], body["federation"], claim.privacy
     expected = {
@@ -279,7 +279,7 @@ def _rebuild(body: dict[str, Any], claim: _Claim) -> tuple[Schedule, list[str]]:
     return schedule, [] if derived else ["the events and its slots, noise and releases"]
 
 
-def _federation_agrees(federation: Any, n_public: Any, claim: _Claim) -> dict[str, bool]:
+def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim) -> dict[str, bool]:
     """Whether the parties' sizes add up to the records stated, and the adversary is that of the trust setting."""
     adversary, by_party = claim.privacy.adversary, isinstance(claim.event, MaxOverParties)
     if federation is None:
@@ -299,7 +299,9 @@ def _federation_agrees(federation: Any, n_public: Any, claim: _Claim) -> dict[st
     }
 
 
-def _derived(schedule: Schedule, claim: _Claim, federation: Any, count: PublicCount, *, parts_count: bool) -> bool:
+def _derived(
+    schedule: Schedule, claim: _Claim, federation: Json | None, count: PublicCount, *, parts_count: bool
+) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
     parties = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
     first, z, relation = count.event(claim.relation), claim.privacy.noise_multiplier, claim.relation
@@ -320,13 +322,13 @@ def _derived(schedule: Schedule, claim: _Claim, federation: Any, count: PublicCo
         if event in follow:
             continue
         # Resumed on other sums: charged once more for what it released then.
-        resumed = isinstance(event, Composed) and any(part in follow for part in event.parts)
-        if not (resumed and all(is_part(part, all_of_it) for part in event.parts)):  # type: ignore[attr-defined]
+        parts = event.parts if isinstance(event, Composed) else ()
+        if not (any(part in follow for part in parts) and all(is_part(part, all_of_it) for part in parts)):
             return False
     return True
 
 
-def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, parties: int) -> tuple[Schedule, int]:
+def _of_party(schedule: Schedule, federation: Json, party: int, parties: int) -> tuple[Schedule, int]:
     """The schedule with the local batches of one party, where batches are of fixed size, and how often it counts.
 
     Both as priced for a person who is known to several parties.
@@ -345,7 +347,7 @@ def _of_party(schedule: Schedule, federation: dict[str, Any], party: int, partie
     return replace(schedule, slots=tuple(slots)), known_to
 
 
-def _algorithm(plan: dict[str, Any]) -> HasSchedule | None:
+def _algorithm(plan: Json) -> HasSchedule | None:
     """The algorithm at its stated settings; ``None`` if there is no such thing."""
     name, config = plan["algorithm"], plan["config"]
     if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
@@ -432,7 +434,7 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
 # ---- what lies beside it -------------------------------------------------------------------------------------
 
 
-def _ledger_findings(body: dict[str, Any], claim: _Claim, file: str | Path | None) -> list[Finding]:
+def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list[Finding]:
     stated = body["ledger"]
     if stated is None:
         found = [Finding("ledger", None, "none: what else was spent on these people is not known")]
@@ -509,7 +511,7 @@ def _account_total(book: LedgerState, claim: _Claim) -> str:
     return f"{runs} of {account!r} in this ledger cost ε = {epsilon:.4g} together at this δ"
 
 
-def _model_finding(body: dict[str, Any], file: str | Path | None) -> Finding:
+def _model_finding(body: Json, file: str | Path | None) -> Finding:
     stated = body["model"].get("sha256") if isinstance(body["model"], dict) else None
     if file is None:
         return Finding("model", None, "not at hand; give it with --model to see whether it is the certified one")

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
+Json = dict[str, Any]
 FORMAT = "quietgrad-certificate"
 VERSION = 1
 LARGEST = 16 << 20  # bytes: a ledger of some ten thousand lines
@@ -44,7 +45,7 @@ _PARTS = {"body", "digest", "format", "signature", "version"}
 BODY = {"claim", "data", "event", "federation", "issued", "ledger", "model", "plan", "versions"}
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """The one spelling of ``value``; ``ValueError`` for numbers that JSON has no word for.
 
     >>> canonical({"b": 1e-05, "a": "ε"})
@@ -57,7 +58,7 @@ def canonical(value: Any) -> bytes:
 class PrivacyCertificate:
     """A certificate in memory: its body, and its signature if it has one."""
 
-    body: dict[str, Any]
+    body: Json
     signature: dict[str, str] | None = None
 
     @cached_property
@@ -119,7 +120,7 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
     return document
 
 
-def _is_signature(value: Any) -> bool:
+def _is_signature(value: object) -> bool:
     if not isinstance(value, dict) or set(value) != {"algorithm", "public_key", "value"}:
         return False
     sizes = {"public_key": 64, "value": 128}
@@ -129,14 +130,14 @@ def _is_signature(value: Any) -> bool:
     )
 
 
-def schema() -> dict[str, Any]:
+def schema() -> Json:
     """The JSON Schema of a certificate, as it is published.
 
     >>> schema()["title"]
     'quietgrad certificate'
     """
     text = files("quietgrad.certificates").joinpath("schema.json").read_text(encoding="utf-8")
-    value: dict[str, Any] = json.loads(text)
+    value: Json = json.loads(text)
     return value
 
 
@@ -202,7 +203,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     return document
 
 
-def plan_of(result: Result) -> dict[str, Any]:
+def plan_of(result: Result) -> Json:
     """What was planned, from which the events follow."""
     details = result.details
     return {
@@ -218,7 +219,7 @@ def plan_of(result: Result) -> dict[str, Any]:
     }
 
 
-def _federation(result: Result) -> dict[str, Any] | None:
+def _federation(result: Result) -> Json | None:
     """How parties took part; their names stay with them."""
     if "trust" not in result.details:
         return None
@@ -226,7 +227,7 @@ def _federation(result: Result) -> dict[str, Any] | None:
     return {**{key: result.details.get(key) for key in kept}, "matched": bool(result.details.get("matched"))}
 
 
-def _lines(result: Result, file: Path | None, *, whole: bool) -> dict[str, Any] | None:
+def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
     if file is None or not file.exists():
         return None
     entries = Ledger(file).entries()

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
@@ -67,6 +68,7 @@ class IndependentProof:
     reason: str = ""
 
 
+Floats = npt.NDArray[np.float64]
 Law = tuple[tuple[int, float], ...]
 Curve = Callable[[float], float]
 """δ ↦ ε."""
@@ -161,7 +163,7 @@ def _curve(core: Event, relation: Relation, delta: float) -> tuple[Curve, str]:
     return _averaged(rounds[0], others, relation, delta), "privacy-loss distributions, averaged over rounds"
 
 
-def _rawest(event: Any, factor: float) -> float:
+def _rawest(event: object, factor: float) -> float:
     """Δ/σ of the least noisy release inside an event as JSON, whatever sampling does for it."""
     if isinstance(event, list):
         return max((_rawest(part, factor) for part in event), default=0.0)
@@ -242,8 +244,8 @@ def _allocation(mu: float, steps: int, step: float, delta: float) -> Any:
     with np.errstate(divide="ignore"):
         g = np.log(x) / mu + mu / 2.0
 
-    def between(g: Any) -> Any:
-        return np.where(g[:-1] > 0.0, ndtr(-g[:-1]) - ndtr(-g[1:]), ndtr(g[1:]) - ndtr(g[:-1]))
+    def between(g: Floats) -> Floats:
+        return np.asarray(np.where(g[:-1] > 0.0, ndtr(-g[:-1]) - ndtr(-g[1:]), ndtr(g[1:]) - ndtr(g[:-1])))
 
     q, p = between(g), between(g - mu)
     right = np.clip((p - x[:-1] * q) / h, 0.0, q)
@@ -255,7 +257,7 @@ def _allocation(mu: float, steps: int, step: float, delta: float) -> Any:
     law = np.maximum(np.fft.irfft(np.exp(steps * np.log(spectrum)), _ALLOCATION_POINTS), 0.0)
     loss = np.log(h / steps * np.arange(1, law.size))
 
-    def rounded(loss: Any, mass: Any, infinite: float) -> Any:
+    def rounded(loss: Floats, mass: Floats, infinite: float) -> Any:
         left = np.floor(loss / step).astype(np.int64)
         share = np.expm1(left * step - loss) / math.expm1(-step)
         first = int(left.min())
