@@ -25,9 +25,9 @@ from scipy.special import betaincinv
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import GradientDifferenceQuery, RecursiveMomentumQuery
-from quietgrad.objectives.landscapes.base import Landscape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from reproduce.landscapes import landscape
 from reproduce.local_parties import run_on_parties
 
 from benchmarks.record import save
@@ -36,14 +36,14 @@ BUDGET = qg.Budget(2.0, 1e-6, qg.Relation.REPLACE_ONE)
 RECORDS = {10: 2_500_000, 100: 3_200_000, 1000: 5_000_000}  # enough for an error below α₀/4, see `escapes`
 
 
-def level(land: Landscape) -> float:
+def level(land: Any) -> float:
     """α₀ with √(ρα₀) = ½|λ_saddle|."""
     rho = land.constants().hessian_lipschitz
     assert rho is not None
     return land.saddle_curvature**2 / (4.0 * rho)
 
 
-def true_alpha(land: Landscape, params: Any) -> float:
+def true_alpha(land: Any, params: Any) -> float:
     """The least α at which the population risk calls the point second-order stationary."""
     found = qg.certify(land, params)
     assert found.rho is not None
@@ -189,8 +189,8 @@ def other_losses(seeds: int, n: int) -> list[dict[str, Any]]:
     """A small network and matrix sensing from their symmetric saddles, and nonconvex-regularised logistic loss."""
     rows = []
     cases: list[tuple[Any, Any, dict[str, float]]] = [
-        (qg.objectives.landscape("two-layer", inputs=4, hidden=3), n, {"clip": 1.0, "smooth": 2.0, "rho": 2.0}),
-        (qg.objectives.landscape("matrix-sensing", size=4, rank=2), n, {"clip": 8.0, "smooth": 8.0, "rho": 12.0}),
+        (landscape("two-layer", inputs=4, hidden=3), n, {"clip": 1.0, "smooth": 2.0, "rho": 2.0}),
+        (landscape("matrix-sensing", size=4, rank=2), n, {"clip": 8.0, "smooth": 8.0, "rho": 12.0}),
     ]
     for land, size, c in cases:
         records = land.prepare(size)

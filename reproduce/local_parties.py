@@ -67,7 +67,7 @@ def run_on_parties(
 ) -> Result:
     """Run ``algorithm`` on parties that each hold their own records and add their own noise (ICRL-DP).
 
-    With :class:`~quietgrad.algorithms.model_selection.HessianSelection` this is Algorithm 4; with perturbed
+    With :class:`~reproduce.hessian_selection.HessianSelection` this is Algorithm 4; with perturbed
     SGD on SPIDER it is Algorithm 3, as the recursion of ĝ_{j,t} is linear and the server uses the parties' mean
     only. For experiments; a real federation is a federated curator with local trust. The privacy statement is that
     of every single party.
@@ -78,8 +78,8 @@ def run_on_parties(
         seed: fixed randomness for tests; not private.
         ledgers: one per party.
 
-    >>> from quietgrad.algorithms.model_selection import HessianSelection
-    >>> from quietgrad.objectives.landscapes.base import landscape
+    >>> from reproduce.hessian_selection import HessianSelection
+    >>> from quietgrad.objectives.landscapes import landscape
     >>> hill = landscape("strict-saddle", d=5)
     >>> test = HessianSelection([hill.saddle(), hill.minimum()], alpha=0.03)
     >>> run_on_parties(hill, [10**5] * 4, test, budget=Budget(4.0, 1e-6), seed=0).details["chosen"]

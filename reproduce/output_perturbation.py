@@ -180,15 +180,23 @@ def _both(paper: list[float], true: list[float]) -> dict[str, Any]:
     return {"runs": len(paper), **means, **spread}
 
 
+def printed_noise(cls: Any, n: int, epsilon: float) -> float:
+    """σ/C on the sum of a batch as paper 004 prints it, for RRPSGD and for Bassily's SGD."""
+    if cls is qg.RRPSGD:
+        return 2 * math.sqrt(math.log(3 * n / DELTA) * math.log(2 / DELTA)) / epsilon
+    return math.sqrt(32 * math.log(n / DELTA) * math.log(1 / DELTA)) / epsilon
+
+
 def noisy_sgd(p: Problem, cls: Any, least: float, epsilon: float, runs: int) -> dict[str, Any]:
     """RRPSGD or Bassily's SGD under its printed and under the true noise, rates by their theorems."""
     budget, batch = qg.Budget(epsilon, DELTA, qg.Relation.REPLACE_ONE), BATCH.get(p.name, 500)
     records = p.objective.prepare(p.table)
     found: dict[str, Any] = {}
     for noise in ("paper", "tight"):
-        shape = {"batch_size": batch, "clip": p.lipschitz, "sampling": "fixed-size", "noise": noise}
+        shape = {"batch_size": batch, "clip": p.lipschitz, "sampling": "fixed-size"}
         draft = cls.for_data(p.n, **shape)
-        z = qg.plan(draft, n=p.n, budget=budget).noise_multiplier
+        printed = printed_noise(cls, p.n, epsilon) if noise == "paper" else None
+        z = qg.plan(draft, n=p.n, budget=budget).noise_multiplier if printed is None else printed
         squared = p.lipschitz**2 * (1 + p.d * (z / batch) ** 2)  # E‖noisy gradient‖², at most
         if cls is qg.RRPSGD:
             reach = math.sqrt(2 * p.start_loss / p.smoothness)  # D_F with F* ≥ 0, public
@@ -198,7 +206,10 @@ def noisy_sgd(p: Problem, cls: Any, least: float, epsilon: float, runs: int) -> 
             more = {"learning_rate": 2 * RADIUS / math.sqrt(squared), "strong_convexity": p.strength}
             algorithm = cls.for_data(p.n, **shape, **more, radius=RADIUS)
         began = time.process_time()
-        fits = [qg.minimize(p.objective, p.table, algorithm, budget=budget) for _ in range(runs)]
+        fits = [
+            qg.minimize(p.objective, p.table, algorithm, budget=budget, noise_multiplier=printed)
+            for _ in range(runs)
+        ]
         seconds = (time.process_time() - began) / runs
         found[noise] = [p.objective.risk(records, fit.params) - least for fit in fits]
         found[f"epsilon {noise}"] = fits[0].privacy.epsilon

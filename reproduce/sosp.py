@@ -21,16 +21,16 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.model_selection import HessianSelection
-from quietgrad.algorithms.perturbed_sgd_settings import solve
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import LossConstants
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
+from reproduce.hessian_selection import HessianSelection
 from reproduce.local_parties import run_on_parties
 from reproduce.store import print_table
+from reproduce.theorem_two import solve
 
 UNIT = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
 

@@ -175,7 +175,7 @@ def rows(data: int, n: int = 60) -> tuple[Any, Any]:
     rng = np.random.default_rng(5)
     X = rng.normal(size=(n, 2)) / 3.0
     y = (X[:, 0] > 0) * 1.0
-    for batch in range(0, n if data else 0, 10):  # somebody in every batch of a stream
+    for batch in range(0, n if data else 0, 10):
         X[batch + 3] *= 0.5
     return X, y
 
@@ -213,6 +213,12 @@ class TableRun(World):
 
 class SampledRun(TableRun):
     method: Any = qg.DPSGD(steps=STEPS, batch_size=20)
+
+
+class OnceRun(TableRun):
+    """Every record once, by its place, under correlated noise."""
+
+    method: Any = qg.DPSGD(steps=STEPS, batch_size=10, sampling="single-pass", noise="correlated")
 
 
 class NetworkRun(World):
@@ -304,32 +310,6 @@ class LoopRun(NetworkRun):
             assert loop.epsilon() >= needed * (1.0 - 1e-9)
 
 
-class StreamRun(World):
-    saves_itself = False
-    method = qg.DPSGD(steps=STEPS, batch_size=10, sampling="single-pass", noise="correlated")
-
-    def begin(self, data: int, step: Callable[[int], None]) -> Any:
-        X, y = rows(data)
-        model = qg.stream(Logistic(), self.method, budget=BUDGET, ledger=self.ledger, folder=self.folder)
-        try:
-            for batch in range(model.step, STEPS):
-                part = slice(10 * batch, 10 * batch + 10)
-                model.fit((X[part], y[part]))
-                step(batch + 1)
-            if model._result is None:  # interrupted between its last release and its result
-                model.fit((X[:10], y[:10]))
-            return model.result
-        finally:
-            if model._kept is not None:
-                model._kept.close()
-
-    resume = begin
-
-    @property
-    def event(self) -> Any:
-        return qg.plan(self.method, n=60, budget=BUDGET).event
-
-
 class PartyRun(World):
     saves_itself = False
 
@@ -375,7 +355,7 @@ class PartyRun(World):
 
 
 KINDS = {
-    "table": TableRun, "sampled": SampledRun, "network": NetworkRun, "loop": LoopRun, "stream": StreamRun,
+    "table": TableRun, "sampled": SampledRun, "network": NetworkRun, "loop": LoopRun, "once": OnceRun,
     "party": PartyRun,
 }  # fmt: skip
 

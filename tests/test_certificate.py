@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reproduce.landscapes import landscape
 
 import quietgrad as qg
-from quietgrad.objectives.landscapes.base import landscape
 from quietgrad.objectives.tables import full_batch
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.training.stationarity import certify_privately, classify, least_eigenvalue
+from quietgrad.training.stationarity import classify, least_eigenvalue
 
 
 @pytest.mark.parametrize("dim", [3, 65, 300])
@@ -157,10 +157,3 @@ def test_on_a_table_the_penalty_counts_in_rho() -> None:
     assert (found.kind, found.curvature) == ("fosp", 0.165)
     assert found.lambda_min < 0.0
     assert qg.certify(loss, np.zeros(2), data, alpha=0.2).kind == "sosp"
-
-
-def test_a_private_certificate_is_held_against_the_same_curvature() -> None:
-    net = landscape("two-layer")
-    found = certify_privately(net, net.saddle(), 10**6, budget=qg.Budget(4.0, 1e-6), alpha=0.01, seed=0)
-    assert (found.kind, found.rho) == ("fosp", net.constants().hessian_lipschitz)
-    assert found.lambda_min < -0.4

@@ -94,9 +94,9 @@ def test_objectives_weights_and_oracles_of_a_plan() -> None:
     np.testing.assert_allclose(parse_plan(weighted).plan.factors, [456 / 5 / n for n in (150, 110, 90, 60, 46)])
     spider = TEXT.replace(
         'name = "dp-gd"\nsteps = 20\nlearning_rate = 4.0\nclip = 1.0',
-        'name = "perturbed-sgd"\noracle = {name = "spider", batch_size = 40, period = 3}',
+        'name = "perturbed-sgd"\noracle = {name = "adaptive-spider", batch_size = 40, kappa = 3}',
     )
-    assert parse_plan(spider).algorithm.oracle.period == 3
+    assert parse_plan(spider).algorithm.oracle.kappa == 3
 
 
 def test_keys_are_for_their_owner_only_and_never_overwritten(tmp_path: Path) -> None:

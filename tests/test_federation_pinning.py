@@ -245,7 +245,7 @@ def test_a_party_survives_any_bytes() -> None:
 def test_names_on_the_wire_are_fixed_texts() -> None:
     """A renamed class must not change what members say, nor the digest of a plan that was approved before."""
     assert set(_KINDS) == {
-        "Gradient", "GradientDifference", "RecursiveMomentum", "JointMomentum", "Loss", "LocalFit", "PackedHessian",
+        "Gradient", "GradientDifference", "RecursiveMomentum", "JointMomentum", "Loss", "LocalFit",
         "FeatureMean", "SecondMomentMatrix", "MeanSquares", "RowNormHistogram",
         "WhitenedGradient", "Scores", "Whitening", "Affine",
     }  # fmt: skip

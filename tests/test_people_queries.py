@@ -62,7 +62,6 @@ TABLE: dict[type, Make] = {
     second_order.GradientNorm: lambda _: second_order.GradientNorm(POINT, 0.3, 10.0),
     second_order.LeastEigenvalue: lambda _: second_order.LeastEigenvalue(POINT, 0.2, 10.0),
     second_order.Excess: lambda _: second_order.Excess(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),
-    second_order.PackedHessian: lambda _: second_order.PackedHessian(POINT, 0.2, rank=1),
     whitening.FeatureMean: lambda _: whitening.FeatureMean(1.5),
     whitening.MeanSquares: lambda r: whitening.MeanSquares(1.5, relation=r),
     whitening.SecondMomentMatrix: lambda r: whitening.SecondMomentMatrix(1.5, r),
@@ -157,7 +156,7 @@ CASES = [*itertools.product((1, 7, 500), ("plain", "aligned", "huge", "spread"))
 def test_a_person_is_bounded_by_every_query_of_tables(kind: type, relation: Relation, settings: Any) -> None:
     combine, most = settings
     loss = Squared() if kind in (range_queries.TargetMagnitudes, range_queries.TargetPieces) else Logistic()
-    curved = (second_order.LeastEigenvalue, second_order.Excess, second_order.PackedHessian, WhitenedInformation)
+    curved = (second_order.LeastEigenvalue, second_order.Excess, WhitenedInformation)
     for (size, rough), layout in itertools.product(CASES, ("dense", "csr")):
 
         def make(seed: int, size: int = size, rough: str = rough, layout: str = layout) -> Any:

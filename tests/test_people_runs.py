@@ -13,11 +13,10 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError, DataError, UnprovableError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.stationarity import certify_privately
 
 LOSS = qg.objectives.Logistic(row_bound=4.0, rows="clip")
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -75,12 +74,6 @@ def test_units_do_not_mix_on_an_account(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["ledger", "show", str(book), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {row["account"]: row["unit"] for row in told["accounts"]} == {"rows": "record", "visits": "person"}
-    from quietgrad.estimators import spent
-
-    for person in (None, ids):
-        qg.minimize(LOSS, (X, y), method, budget=BUDGET, account="mixed here", person=person)
-    with pytest.raises(UnprovableError, match="do not add up"):
-        spent("mixed here")
 
 
 def test_older_entries_are_about_records(tmp_path: Path) -> None:
@@ -105,15 +98,6 @@ def test_a_plan_for_records_does_not_open_on_people() -> None:
     session = curator.open(plan)
     with pytest.raises(DataError, match="privacy unit cannot change"):
         session.reread(LOSS, (X, y))
-
-
-def test_a_certificate_by_person() -> None:
-    X, y, ids = visits()
-    loss = qg.objectives.Logistic(row_bound=4.0, rows="clip")
-    found = certify_privately(loss, np.zeros(3), (X, y), budget=BUDGET, person=ids)
-    assert found.privacy.unit == "person"
-    with pytest.raises(PersonRefused):
-        certify_privately(loss, np.zeros(3), (X, y), budget=BUDGET, person=ids, combine="sum")
 
 
 def test_a_run_on_people_resumes_bit_for_bit_and_with_the_same_settings_only(tmp_path: Path) -> None:
@@ -189,29 +173,6 @@ def test_bad_ids_cost_nothing_and_are_not_shown(tmp_path: Path) -> None:
     with pytest.raises(PersonRefused):
         qg.minimize(hill, 100, qg.DPGD(steps=3), budget=BUDGET, ledger=book, person=np.arange(100))
     assert not book.exists()
-
-
-def test_somebody_who_comes_to_a_stream_again_is_refused() -> None:
-    method = qg.DPSGD(steps=3, batch_size=40, sampling="single-pass")
-    with qg.stream(LOSS, method, budget=BUDGET, by_person=True) as model:
-        X, y, ids = visits(40, 1)
-        model.fit((X, y), person=ids)
-        with pytest.raises(DataError, match="was in an earlier one") as error:
-            model.fit((X[:50], y[:50]), person=ids[:50])
-        assert not re.search(r"\d{4}", str(error.value))
-        assert model.step == 1
-        with pytest.raises(ValueError, match="needs one id per record"):
-            model.fit((X, y))
-        with pytest.raises(DataError, match="of another kind"):
-            model.fit((X, y), person=[str(i) for i in ids])
-        model.fit((X, y), person=ids + 1000)
-        model.fit(None)
-    assert model.result.privacy.unit == "person"
-    with (
-        qg.stream(LOSS, method, budget=BUDGET) as rows,
-        pytest.raises(ValueError, match="by_person=True"),
-    ):
-        rows.fit((X, y), person=ids)
 
 
 # --- estimators -------------------------------------------------------------------------------------------------

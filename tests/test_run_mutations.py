@@ -31,7 +31,6 @@ from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitz
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import seed_key
 from quietgrad.training import checkpoint
-from quietgrad.training.streaming import PersistentSeenIds
 from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows
 
 Patch = pytest.MonkeyPatch
@@ -283,16 +282,6 @@ def a_party_after_lost_rounds(home: Path) -> None:
     again.close()
 
 
-def a_stream_remembers_everybody(home: Path) -> None:
-    met = PersistentSeenIds(home / "people", bytes(32))
-    for step, person in enumerate(("ann", "bob", "cem")):
-        met.add(met.newcomers([person]), step)
-    again = PersistentSeenIds(home / "people", bytes(32), 3)
-    for person in ("ann", "bob", "cem"):
-        with pytest.raises(DataError):
-            again.newcomers([person])
-
-
 # --- bugs -------------------------------------------------------------------------------------------------------
 
 
@@ -446,16 +435,6 @@ def a_filter_of_a_party_is_full_again(patch: Patch) -> None:
     patch.setattr(Journal, "_apply", lambda journal, t, slot, draw, rho: apply(journal, t, slot, draw, None))
 
 
-def only_the_last_batch_is_remembered(patch: Patch) -> None:
-    read = PersistentSeenIds._read
-
-    def last(met: PersistentSeenIds, step: int) -> None:
-        read(met, step)
-        met._known = set(list(met._known)[-1:])
-
-    patch.setattr(PersistentSeenIds, "_read", last)
-
-
 @dataclass(frozen=True)
 class Mutation:
     """A bug and the probe that must notice it."""
@@ -485,7 +464,6 @@ TABLE = [
     Mutation(who_scores_trained_too, a_search_scores_strangers),
     Mutation(draws_are_counted_by_lines, a_party_after_lost_rounds),
     Mutation(a_filter_of_a_party_is_full_again, a_party_after_lost_rounds),
-    Mutation(only_the_last_batch_is_remembered, a_stream_remembers_everybody),
 ]
 
 

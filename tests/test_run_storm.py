@@ -1,7 +1,7 @@
 """Storms over everything that a run keeps: whatever happens to the files, what is stated is true, or is refused.
 
-Five hundred lives of runs that are begun, killed, edited, cut, copied, put back and swapped; and processes that die
-before every single write.
+Some three hundred lives of runs that are begun, killed, edited, cut, copied, put back and swapped; and processes
+that die before every single write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.kept_runs import (
     undisturbed_epsilon,
 )
 
-LIVES = {"table": 140, "sampled": 100, "stream": 110, "party": 130, "network": 20, "loop": 60}
+LIVES = {"table": 80, "sampled": 60, "once": 60, "party": 80, "network": 12, "loop": 36}
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from quietgrad.objectives import L2, Huber, Logistic
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.training import checkpoint
-from quietgrad.training.runs import FILE
+from quietgrad.training.runs import FILE, open_run
 from tests.common import ROWS, objective, problem
-from tests.kept_runs import BUDGET, PartyRun, StreamRun, TableRun, World, rows
+from tests.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows
 
 METHODS = [qg.DPGD(steps=6), qg.DPSGD(steps=6, batch_size=20)]
 
@@ -132,7 +132,7 @@ def test_without_its_ledger_nothing_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::quietgrad.errors.LedgerWarning")
-@pytest.mark.parametrize("kind", [TableRun, StreamRun])
+@pytest.mark.parametrize("kind", [TableRun, OnceRun])
 def test_older_files_that_are_copied_back_pay_again(kind: type[World], tmp_path: Path) -> None:
     """``cp`` of an older checkpoint and transcript, into the same files, three times: no noise is used again."""
     world = kind(tmp_path / "machine")
@@ -194,7 +194,7 @@ def test_what_is_given_beside_a_folder_must_agree(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data: must be given"):
         qg.resume(folder=tmp_path / "run")
     with pytest.raises(DataError, match="a table run"):
-        qg.stream(Logistic(), qg.DPSGD(steps=6, batch_size=9, sampling="single-pass"), budget=BUDGET, folder="run")
+        open_run(tmp_path / "run", kind="loop")
     again = qg.resume(
         loss, rows(0), METHODS[0], folder=tmp_path / "run", account="people", cap=qg.Budget(5.0, 1e-5), ledger=book
     )

@@ -30,7 +30,7 @@ from quietgrad.objectives.base import (
     LossQuery,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.queries.second_order import GradientNorm, PackedHessian
+from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue
 from quietgrad.objectives.tables.scanned import is_additive, merged
 from quietgrad.sampling import CyclicCohorts, FixedSize, Poisson, SinglePass
 
@@ -68,7 +68,7 @@ def queries(dim: int) -> list[Any]:
         GradientDifferenceQuery(a, b, 0.5),
         RecursiveMomentumQuery(a, b, 0.3, 1.0, 0.5),
         LossQuery(a, 2.0),
-        PackedHessian(a, 0.2),
+        LeastEigenvalue(a, 0.2, float(N)),
         GradientNorm(a, 0.7, float(N)),
     ]
 

@@ -26,7 +26,7 @@ class Group:
 
 ALGORITHMS = (
     "WhitenedGD", "DPSGD", "DPAdam", "DPGD", "DPSRM", "DPDiSK", "DPAGD", "StagewiseDPSGD", "OutputPerturbation",
-    "RRPSGD", "BassilySGD", "PerturbedSGD", "ModelSelection", "WeightedAverage", "AdaptiveSpider", "Spider", "STORM",
+    "RRPSGD", "BassilySGD", "PerturbedSGD", "ModelSelection", "WeightedAverage", "AdaptiveSpider", "STORM",
     "SGD", "GD",
 )  # fmt: skip
 GROUPS = (

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from quietgrad.algorithms.rrpsgd import RRPSGD, BassilySGD
     from quietgrad.algorithms.stagewise import StagewiseDPSGD
     from quietgrad.algorithms.whitened_gd import WhitenedGD
-    from quietgrad.oracles.gradient_estimators import AdaptiveSpider, Spider
+    from quietgrad.oracles.gradient_estimators import AdaptiveSpider
     from quietgrad.plans.schedule import Plan
     from quietgrad.privacy import events
     from quietgrad.privacy.accounting import account
     from quietgrad.privacy.budget import Budget, Relation
     from quietgrad.privacy.calibration import calibrate
     from quietgrad.privacy.ledger import Ledger
-    from quietgrad.training import minimize, plan, resume, stream
+    from quietgrad.training import minimize, plan, resume
     from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
     from quietgrad.training.result import Privacy, Result, load
     from quietgrad.training.stationarity import Certificate, certify
@@ -50,7 +50,6 @@ _HOMES = {
     "plan": "plans.schedule",
     "minimize": "training",
     "resume": "training",
-    "stream": "training",
     "Progress": "training.callbacks",
     "CSVLog": "training.callbacks",
     "TensorBoardLog": "training.callbacks",
@@ -75,7 +74,6 @@ _HOMES = {
     "PerturbedSGD": "algorithms.perturbed_sgd",
     "ModelSelection": "algorithms.model_selection",
     "AdaptiveSpider": "oracles.gradient_estimators",
-    "Spider": "oracles.gradient_estimators",
     "certify": "training.stationarity",
     "Certificate": "training.stationarity",
     "WhitenedGD": "algorithms.whitened_gd",
@@ -92,7 +90,6 @@ __all__ = [
     "plan",
     "minimize",
     "resume",
-    "stream",
     "Progress",
     "CSVLog",
     "TensorBoardLog",
@@ -117,7 +114,6 @@ __all__ = [
     "PerturbedSGD",
     "ModelSelection",
     "AdaptiveSpider",
-    "Spider",
     "certify",
     "Certificate",
     "WhitenedGD",

@@ -134,17 +134,6 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False, sync_
         sync_folder(path.parent)
 
 
-def append_privately(path: Path, content: bytes) -> None:
-    """Add ``content`` to a file that only its owner may read, durably; a link is not followed."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(path, flags, 0o600), "ab") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise DataError(f"{path}: is not a plain file.")
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sync_folder(folder: Path) -> None:
     """Make the creation or removal of a file in ``folder`` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -39,7 +39,7 @@ from quietgrad.objectives.queries.counts import (
     Scoring,
     Tabulation,
 )
-from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue, PackedHessian
+from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue
 from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.range_queries import (
@@ -269,8 +269,6 @@ SECOND_ORDER: dict[str, Callable[[Any, Relation], Query]] = {
     "gradient norm": lambda x, relation: GradientNorm(x, 0.5, 5.0),
     "least eigenvalue": lambda x, relation: LeastEigenvalue(x, 0.2, 5.0),
     "excess": lambda x, relation: Excess(x, 0.1, 1.0, 0.5, 0.2, 5.0),
-    "Hessian": lambda x, relation: PackedHessian(x, 0.2, rank=1),
-    "Hessian as printed": lambda x, relation: PackedHessian(x, 0.2, isometric=False),
 }
 
 

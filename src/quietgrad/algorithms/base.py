@@ -73,10 +73,6 @@ class HasSchedule(Protocol):
         """Raise if there is no proof for such a budget; before any noise is calibrated."""
         return
 
-    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
-        """The noise multiplier that a paper prints, if it is to be used instead of a calibrated one."""
-        return None
-
 
 class Algorithm(HasSchedule, Protocol):
     """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""

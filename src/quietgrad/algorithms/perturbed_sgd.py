@@ -26,12 +26,11 @@ from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import LossConstants, Objective
+from quietgrad.objectives.base import Objective
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import Estimate, Oracle, constant_of, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
-from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, copy, norm
 
 
@@ -46,7 +45,7 @@ class PerturbedSGD(Algorithm):
     curvature that a stop rules out (√(ρα), or γ of a practical run), and ``claim``: what the stop rests on.
 
     Args:
-        oracle: where ĝ comes from: ``AdaptiveSpider``, ``Spider`` or ``MiniBatch``. A practical run takes C = 1 and
+        oracle: where ĝ comes from: ``AdaptiveSpider`` or ``MiniBatch``. A practical run takes C = 1 and
             M = 1/η where the oracle names none.
         steps: cap on oracle calls.
         learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
@@ -57,20 +56,14 @@ class PerturbedSGD(Algorithm):
             below (default: the most negative that the risk can have, or β).
         independent: begin every attempt after the first with a full query.
         returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
-        mode: ``"derived"`` (from G, M and ρ), ``"practical"`` (η, C and γ are chosen; with ``curvature`` it ends
-            with ``stopped_by="no-escape"`` where another would say ``"sosp"``), or ``"theory"``, made by
-            :meth:`theory`.
+        mode: ``"derived"`` (from G, M and ρ), or ``"practical"`` (η, C and γ are chosen; with ``curvature`` it ends
+            with ``stopped_by="no-escape"`` where another would say ``"sosp"``).
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
     >>> run = qg.minimize(hill, 10**6, PerturbedSGD(), budget=qg.Budget(4.0, 1e-6), seed=0)
     >>> run.stopped_by, run.escapes >= 1, qg.certify(hill, run.params, alpha=run.details["alpha"]).kind
     ('sosp', True, 'sosp')
-    >>> net = qg.objectives.landscape("two-layer")  # its G, M and ρ are too large for any claim at this n
-    >>> method = PerturbedSGD(AdaptiveSpider(clip=1.0), learning_rate=0.7, mode="practical")
-    >>> run = qg.minimize(net, 10**6, method, budget=qg.Budget(4.0, 1e-6), seed=0)
-    >>> run.escapes >= 1, run.details["claim"], qg.certify(net, run.params).lambda_min > 0.1 * net.saddle_curvature
-    (True, 'observed', True)
     """
 
     oracle: Oracle = field(default_factory=AdaptiveSpider)
@@ -85,7 +78,7 @@ class PerturbedSGD(Algorithm):
     curvature: float | None = None
     independent: bool = True
     returns: Literal["certified", "last"] = "certified"
-    mode: Literal["derived", "practical", "theory"] = "derived"
+    mode: Literal["derived", "practical"] = "derived"
 
     name: ClassVar[str] = "perturbed-sgd"
 
@@ -100,12 +93,8 @@ class PerturbedSGD(Algorithm):
                 check_count(setting, value)
         if self.returns not in ("certified", "last"):
             raise ValueError(f"returns={self.returns!r}: must be 'certified' or 'last'.")
-        if self.mode not in ("derived", "practical", "theory"):
-            raise ValueError(f"mode={self.mode!r}: must be 'derived', 'practical' or 'theory'.")
-        if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
-            raise ValueError(
-                "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
-            )
+        if self.mode not in ("derived", "practical"):
+            raise ValueError(f"mode={self.mode!r}: must be 'derived' or 'practical'.")
         if self.mode == "practical":
             object.__setattr__(self, "learning_rate", self.learning_rate or perturbed_sgd_settings.STEP)
             chosen = {"clip": perturbed_sgd_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
@@ -116,50 +105,6 @@ class PerturbedSGD(Algorithm):
                 if name in takes and getattr(self.oracle, name) is None
             }
             object.__setattr__(self, "oracle", replace(self.oracle, **missing) if missing else self.oracle)  # type: ignore[type-var]
-
-    @classmethod
-    def theory(
-        cls,
-        constants: LossConstants,
-        *,
-        n: int,
-        dim: int,
-        budget: Budget,
-        risk_bound: float,
-        failure: float = 0.05,
-        scale: float = 1.0,
-        constant: float = 1.0,
-    ) -> PerturbedSGD:
-        """Equations (4), (5) and Theorem 2; see :mod:`quietgrad.algorithms.perturbed_sgd_settings` for s and C."""
-        found = perturbed_sgd_settings.solve(
-            constants,
-            n=n,
-            dim=dim,
-            budget=budget,
-            risk_bound=risk_bound,
-            failure=failure,
-            scale=scale,
-            constant=constant,
-        )
-        oracle = AdaptiveSpider(
-            batch_size=found.batch_size,
-            difference_batch_size=found.difference_batch_size,
-            clip=constants.lipschitz,
-            smoothness=constants.record_smoothness,
-            kappa=found.kappa,
-        )
-        return cls(
-            oracle=oracle,
-            steps=found.steps,
-            learning_rate=found.learning_rate,
-            chi=found.chi,
-            radius=found.radius,
-            escape_steps=found.escape_steps,
-            attempts=found.attempts,
-            failure=failure,
-            hessian_lipschitz=constants.hessian_lipschitz,
-            mode="theory",
-        )
 
     # --- what a run is ------------------------------------------------------------------------------------------
 
@@ -278,8 +223,6 @@ class PerturbedSGD(Algorithm):
 
     def _claim(self, session: Session) -> str:
         """Whether a stop rests on constants that the loss states, or on what was seen alone."""
-        if self.mode == "theory":
-            return "stated constants, with s and C taken as given"
         own = getattr(session.objective, "constants", None)
         oracle = {
             "lipschitz": getattr(self.oracle, "clip", None),

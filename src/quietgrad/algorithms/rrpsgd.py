@@ -2,8 +2,7 @@
 
 R is drawn first from P(R = k+1) ∝ 2η_k − βη_k². Only the iterate at R ever leaves, so δ(ε) is the average of
 δ_R(ε) over R. The printed noise is a quarter of what its own proof needs and yet four to five times what the
-accountant asks for, so the claim is true although the proof is not; ``noise="paper"`` runs it and reports the ε
-that is proved.
+accountant asks for, so the claim is true although the proof is not (``reproduce/output_perturbation.py`` runs it).
 
 ``BassilySGD`` is the baseline of paper 004 (Bassily, Smith, Thakurta 2014): noisy steps projected onto a ball.
 """
@@ -12,16 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
 from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRate
-from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch
-from quietgrad.plans.schedule import plan
-from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SamplingName
 from quietgrad.vectors import Vector, norm
 
@@ -37,7 +33,6 @@ class RRPSGD(FirstOrder):
             for b times fewer gradients.
         steps: the largest R; :meth:`for_data` sets (n/b)².
         smoothness: β in the law of R (0: R ∝ η).
-        noise: ``"tight"`` (calibrated by the accountant) or ``"paper"``.
 
     >>> RRPSGD.for_data(1000, batch_size=50).steps
     400
@@ -49,7 +44,6 @@ class RRPSGD(FirstOrder):
     clip: float = 1.0
     smoothness: float = 0.0
     sampling: SamplingName = "poisson"
-    noise: Literal["tight", "paper"] = "tight"
     returns: Literal["random"] = "random"
 
     name: ClassVar[str] = "rrpsgd"
@@ -68,54 +62,12 @@ class RRPSGD(FirstOrder):
         """The settings for ``n`` records: (n/b)² steps."""
         return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)  # type: ignore[arg-type]
 
-    @classmethod
-    def theory(
-        cls,
-        constants: LossConstants,
-        *,
-        n: int,
-        dim: int,
-        budget: Budget,
-        initial_gap: float,
-        batch_size: int = 1,
-        sampling: SamplingName = "poisson",
-    ) -> RRPSGD:
-        """Theorem 5's settings: (n/b)² steps of η = min{1/β, D_F/(σ√T)} with D_F = √(2·gap/β).
-
-        σ² = 4L²/b + d(zL/b)² is the theorem's bound on E‖G − ∇F‖² with the noise that is really added; the printed
-        one has b = 1 and the printed noise. β counts the regulariser, L does not: it cancels between neighbours.
-
-        Args:
-            constants: L and β of the loss at its row bound.
-            initial_gap: F(w₀) − F* at most, a public number.
-
-        >>> from quietgrad.objectives import Logistic
-        >>> unit = Logistic(row_bound=1.0, rows="clip").constants()
-        >>> made = RRPSGD.theory(unit, n=1000, dim=5, budget=Budget(1.0, 1e-5), initial_gap=0.7, batch_size=50)
-        >>> made.steps, made.smoothness, made.learning_rate < 1 / made.smoothness
-        (400, 0.25, True)
-        """
-        lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
-        draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
-                             learning_rate=1.0 / smooth)  # fmt: skip
-        z = plan(draft, n=n, budget=budget).noise_multiplier
-        spread = lipschitz * math.sqrt(4.0 / batch_size + dim * (z / batch_size) ** 2)
-        reach = math.sqrt(2.0 * initial_gap / smooth)
-        return replace(draft, learning_rate=min(1.0 / smooth, reach / (spread * math.sqrt(draft.steps))))
-
     def rounds(self) -> Sequence[float]:
         rates = [self.rate()(k, self.steps) for k in range(self.steps)]
         return [2.0 * eta - self.smoothness * eta * eta for eta in rates]
 
     def oracle(self) -> Oracle:
         return MiniBatch(self.batch_size, self.clip, self.sampling, self.law())
-
-    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
-        """σ/C = 2√(log(3n/δ)·log(2/δ))/ε of the printed density, on the sum of a batch."""
-        if self.noise != "paper":
-            return None
-        return 2.0 * math.sqrt(math.log(3 * n_public / budget.delta) * math.log(2 / budget.delta)) / budget.epsilon
 
 
 @dataclass(frozen=True)
@@ -128,7 +80,6 @@ class BassilySGD(FirstOrder):
         steps: :meth:`for_data` sets (n/b)²; the original has n² steps of one record.
         radius: of the ball around the start that iterates are projected to.
         strong_convexity: μ > 0 makes the rate 1/(μt); otherwise it is learning_rate/√t.
-        noise: ``"tight"`` or ``"paper"`` (σ = √(32 log(n/δ) log(1/δ))·L/ε per record).
 
     >>> BassilySGD.for_data(1000, batch_size=50).steps
     400
@@ -141,7 +92,6 @@ class BassilySGD(FirstOrder):
     clip: float = 1.0
     radius: float = 10.0
     sampling: SamplingName = "poisson"
-    noise: Literal["tight", "paper"] = "tight"
     returns: Output = "last"
 
     name: ClassVar[str] = "bassily-sgd"
@@ -167,9 +117,3 @@ class BassilySGD(FirstOrder):
     def project(self, params: Vector) -> Vector:
         length = norm(params)
         return params if length <= self.radius else params * (self.radius / length)
-
-    def paper_noise(self, n_public: int, budget: Budget) -> float | None:
-        """σ/C = √(32 log(n/δ) log(1/δ))/ε, on the sum of a batch."""
-        if self.noise != "paper":
-            return None
-        return math.sqrt(32 * math.log(n_public / budget.delta) * math.log(1 / budget.delta)) / budget.epsilon

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from quietgrad import estimators
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.dp_sgd import DPGD
-from quietgrad.algorithms.model_selection import HessianSelection
 from quietgrad.algorithms.range_estimation import Ranges, Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import look_for
@@ -55,7 +54,6 @@ from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
-from quietgrad.training.stationarity import StationarityRelease
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -493,15 +491,6 @@ _ESTIMATORS = (
 )
 _ROWS = (
     *map(_algorithm, attacked()),
-    AuditTarget(
-        "hessian-selection", ("algorithms.model_selection",), "(ε, δ) of two releases",
-        # One candidate: its two releases are always made.
-        _through_queries(lambda: HessianSelection([np.zeros(2)], alpha=1.0, rank=1)),
-    ),
-    AuditTarget(
-        "private-certificate", ("training.stationarity",), "(ε, δ) of two scalars",
-        _through_queries(StationarityRelease),
-    ),
     AuditTarget(
         "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram",
         _through_queries(lambda: Tabulate(4), _cells),

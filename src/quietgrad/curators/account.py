@@ -7,18 +7,17 @@ is idempotent. Front ends charge the ledger that they are given, or else the pro
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account as price
 from quietgrad.privacy.accounting import gdp_mu
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.privacy.ledger_state import (
     COUNTED,
@@ -32,16 +31,13 @@ from quietgrad.privacy.ledger_state import (
     unnamed,
 )
 
-__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of", "note_pickled", "spent"]
+__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of"]
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger, Reservation
+    from quietgrad.privacy.ledger import Reservation
 
 
 _WAIT = 10.0  # seconds for a ledger that nobody asked for
-_tally: dict[str, list[Charge]] = {}
-_elsewhere: set[str] = set()  # accounts of models that left this process before they were fitted
-_tally_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,10 @@ class Account:
     Args:
         name: the people the records are about; all entries of one account compose.
         ledger: path of a ledger file, a :class:`~quietgrad.privacy.ledger.Ledger`, or ``None``: then nothing is
-            durable, and only runs of this process are added up.
+            durable, and this run alone is stated.
         cap: a budget the account as a whole may not exceed; needs a ledger.
-        by_default: nobody asked for this ledger: where it cannot be written, the run is counted in this process
-            alone, and ``note`` says so.
+        by_default: nobody asked for this ledger: where it cannot be written, the run is charged nowhere, and
+            ``note`` says so.
     """
 
     name: str = DEFAULT
@@ -145,30 +141,31 @@ class Account:
         if event is None or budget is None:
             return Charge(event)
         ledger = self.open()
-        here = (canonical_account_name(self.asked or self.name), budget.relation, unit)
         if ledger is None:
-            return _tallied(Charge(event, tallied=here, note=self.note))
+            return Charge(event, note=self.note)
         mark = self.table if self.table or contents is None else fingerprint(contents)
-        try:
-            reservation = _unhindered(ledger.reserve, self.by_default)(
-                self.name,
-                event,
-                delta=budget.delta,
-                relation=budget.relation,
-                run=run,
-                cap=self.cap,
-                note=note,
-                fingerprint=mark,
-                part=part,
-                unit=unit,
-                condition=condition,
-            )
-        except LedgerError as error:
-            if not self.by_default or self.cap is not None:
-                raise
-            return _tallied(Charge(event, tallied=here, note=_uncounted(error)))
-        charge = Charge(event, ledger, reservation, tallied=here if self.by_default else None)
-        return _tallied(charge) if self.by_default else charge
+        with warnings.catch_warnings() if self.by_default else nullcontext():
+            if self.by_default:  # what nobody asked for must not turn into an error, whatever the filters say
+                warnings.simplefilter("default", LedgerWarning)
+            try:
+                reservation = ledger.reserve(
+                    self.name,
+                    event,
+                    delta=budget.delta,
+                    relation=budget.relation,
+                    run=run,
+                    cap=self.cap,
+                    note=note,
+                    fingerprint=mark,
+                    part=part,
+                    unit=unit,
+                    condition=condition,
+                )
+            except LedgerError as error:
+                if not self.by_default or self.cap is not None:
+                    raise
+                return Charge(event, note=_uncounted(error))
+        return Charge(event, ledger, reservation)
 
     def reopen(
         self,
@@ -228,7 +225,7 @@ class Charge:
     """One plan's entry: what it may release, and whether it was closed already.
 
     ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
-    ``booked`` as it is. ``tallied`` is where one without a ledger of its own is counted in this process.
+    ``booked`` as it is. ``note`` is what a statement must say of how it was charged.
     """
 
     event: events.Event | None
@@ -236,7 +233,6 @@ class Charge:
     reservation: Reservation | None = None
     paid: bool = False
     booked: events.Event | None = None
-    tallied: tuple[str, Relation, PrivacyUnit] | None = None
     note: str = ""
     spent: events.Event | None = field(default=None, init=False)
     closed: bool = field(default=False, init=False)
@@ -287,67 +283,9 @@ class Charge:
         """Give the whole entry back: right only if nothing at all was released under it."""
         if self.ledger is not None and self.reservation is not None and not self.paid:
             self.ledger.cancel(self.reservation.id, reason=reason)
-        if self.tallied is not None:
-            with _tally_lock:
-                kept = [charge for charge in _tally[self.tallied[0]] if charge is not self]
-                _tally[self.tallied[0]] = kept
-
-
-def _tallied(charge: Charge) -> Charge:
-    assert charge.tallied is not None
-    with _tally_lock:
-        _tally.setdefault(charge.tallied[0], []).append(charge)
-    return charge
-
-
-def _unhindered(reserve: Callable[..., Reservation], by_default: bool) -> Callable[..., Reservation]:
-    """``reserve``; in a ledger that nobody asked for, its warnings are no errors, whatever the filters say."""
-
-    def warned(*args: Any, **settings: Any) -> Reservation:
-        with warnings.catch_warnings():
-            warnings.simplefilter("default", LedgerWarning)
-            return reserve(*args, **settings)
-
-    return warned if by_default else reserve
 
 
 def _uncounted(error: Exception) -> str:
     """What a statement says if the project's ledger could not be used."""
     what = str(error).partition(": ")[2] or str(error)
-    return f"the project's ledger could not be written ({what}), so only runs of this process are added up"
-
-
-def note_pickled(account: str) -> None:
-    """Remember that a model without a ledger was pickled before its fit: what it spends then is not seen here."""
-    with _tally_lock:
-        _elsewhere.add(canonical_account_name(account))
-
-
-def spent(account: str = "default", *, delta: float = 1e-5, relation: str | Relation = DEFAULT_RELATION) -> float:
-    """Return the ε that all runs of this process without a ledger spent together on ``account``.
-
-    Runs under replace-one are not priced under add-remove: they publish n, and some of their bounds are about two
-    records. Other processes are not seen: give every run a ledger instead. If a model of this account went to one
-    before its fit (a worker of joblib, say), a warning says that ε is at least what is returned.
-
-    >>> spent("nobody")
-    0.0
-    """
-    with _tally_lock:
-        parts = list(_tally.get(canonical_account_name(account), []))
-        elsewhere = canonical_account_name(account) in _elsewhere
-    if elsewhere:
-        warnings.warn(
-            f"{account}: a model without a ledger left this process before its fit, so what was spent cannot be "
-            "known here; it is at least this much. Give every fit a ledger.",
-            LedgerWarning,
-            stacklevel=2,
-        )
-    if not parts:
-        return 0.0
-    if len({c.tallied[2] for c in parts if c.tallied}) > 1:
-        raise UnprovableError(f"{account}: some runs were about records and some about people: they do not add up.")
-    asked = Relation.parse(relation)
-    if asked is Relation.ADD_REMOVE and any(c.tallied and c.tallied[1] is Relation.REPLACE_ONE for c in parts):
-        raise UnprovableError(f"{account}: a fit was made under replace-one; ask for what was spent under that.")
-    return price(events.composed([c.event for c in parts if c.event is not None]), delta=delta, relation=asked)
+    return f"the project's ledger could not be written ({what}), so this run is not added to others"

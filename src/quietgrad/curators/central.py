@@ -117,11 +117,32 @@ class CentralCurator:
         run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex
         if transcript is not None:
             transcript.bind(plan.digest)
-        charges = (
-            self._charges(plan, run, transcript, note, part)
-            if within is None
-            else {"": within.part(plan.event, plan.budget)}
-        )
+
+        def charge(name: str, *, resumed: bool = True, part: bool = True) -> Charge:
+            """The entry that an interrupted run made under ``name``, or a new one."""
+            event = plan.event if plan.is_private else None
+            about: dict[str, Any] = {"run": name, "unit": self.unit, "condition": plan.condition}
+            found = self.account.reopen(event, plan.budget, **about) if resumed else None
+            said = (note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}")
+            contents = None if self.account.ledger is None else self.records.fingerprint_parts()
+            return found or self.account.reserve(
+                event, plan.budget, note=said, contents=contents, part=part, **about
+            )
+
+        resumed = transcript is not None and transcript.resumed and plan.is_private
+        if within is not None:
+            charges = {"": within.part(plan.event, plan.budget)}
+        elif transcript is not None and resumed:
+            # That the run goes on stands in the transcript and in the ledger before anything is released. The
+            # ledger knows its epochs, whatever a transcript may have forgotten; one that only the transcript knows
+            # is charged again.
+            transcript.reopen(self.account.openings(run))
+            self.account.resume(run)
+            charges = {"": charge(run, part=part)}
+            for nonce in dict.fromkeys((*self.account.epochs(run), *transcript.epochs)):
+                charges[nonce] = charge(f"{run}{EPOCH}{nonce}")
+        else:
+            charges = {"": charge(run, resumed=False, part=part)}
         session = self.session(
             plan,
             self.objective,
@@ -130,7 +151,7 @@ class CentralCurator:
             charges,
             run=run,
             transcript=transcript,
-            again=lambda nonce: self._charge(plan, f"{run}{EPOCH}{nonce}", note, resumed=True, part=True),
+            again=lambda nonce: charge(f"{run}{EPOCH}{nonce}"),
             seeded=self.seeded,
         )
         session.advance(used or {}, rho_left)
@@ -140,46 +161,6 @@ class CentralCurator:
         """The account that a private plan is charged to, by the name that its lines stand under."""
         self.account = self.account.settled(self.records.fingerprint_parts, self.unit)
         return self.account
-
-    def _charges(
-        self, plan: Plan, run: str, transcript: Transcript | None, note: str, part: bool
-    ) -> dict[str, Charge]:
-        """What pays: the run's first entry, and one for each epoch of it, by nonce.
-
-        The ledger knows them, whatever a transcript may have forgotten; an epoch that only the transcript knows is
-        charged again. That the run goes on stands in both before anything is released.
-        """
-        resumed = transcript is not None and transcript.resumed and plan.is_private
-        if transcript is not None and resumed:
-            transcript.reopen(self.account.openings(run))
-            self.account.resume(run)
-        first = self._charge(plan, run, note, resumed=resumed, part=part)
-        known = (*self.account.epochs(run), *(transcript.epochs if transcript else ())) if resumed else ()
-        later = {nonce: f"{run}{EPOCH}{nonce}" for nonce in known}
-        return {"": first} | {
-            nonce: self._charge(plan, name, note, resumed=True, part=True) for nonce, name in later.items()
-        }
-
-    def _charge(self, plan: Plan, run: str, note: str, *, resumed: bool, part: bool) -> Charge:
-        event = plan.event if plan.is_private else None
-        found = (
-            self.account.reopen(event, plan.budget, run=run, unit=self.unit, condition=plan.condition)
-            if resumed
-            else None
-        )
-        if found is not None:
-            return found
-        contents = None if self.account.ledger is None else self.records.fingerprint_parts()
-        return self.account.reserve(
-            event,
-            plan.budget,
-            run=run,
-            note=(note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}"),
-            contents=contents,
-            part=part,
-            unit=self.unit,
-            condition=plan.condition,
-        )
 
     def _session_key(self) -> bytes:
         """The curator's key for the first session, a new one for each other: two sessions that drew the same noise
@@ -197,23 +178,20 @@ class CentralCurator:
         return PrivacyUnit.PERSON if isinstance(self.objective, UserLevelObjective) else PrivacyUnit.RECORD
 
     def _check(self, plan: Plan) -> None:
-        self._check_unit(plan)
-        exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
-        if exact and isinstance(self.records, StreamedRecords) and self.records.leaves_out:
-            raise DataError(f"X: {UNCOUNTED}")
-        fixed = any(slot.sampling.counts_exactly for slot in plan.schedule.slots)
-        if (exact or fixed) and len(self.records) != plan.n_public:
-            why = (
-                "under replace-one n is public and must be exact"
-                if exact
-                else "fixed-size batches need the exact n"
-            )
-            what = plan.unit.in_words("records")
-            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")
-
-    def _check_unit(self, plan: Plan) -> None:
         if plan.unit is not self.unit:
             raise DataError(
                 f"the plan counts a {plan.unit} as one and the data were given by {self.unit}: plan with "
                 f"unit={str(self.unit)!r}, n being their number."
             )
+        exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
+        if exact and isinstance(self.records, StreamedRecords) and self.records.leaves_out:
+            raise DataError(f"X: {UNCOUNTED}")
+        if exact:
+            why = "under replace-one n is public and must be exact"
+        elif any(slot.sampling.counts_exactly for slot in plan.schedule.slots):
+            why = "fixed-size batches need the exact n"
+        else:
+            return
+        if len(self.records) != plan.n_public:
+            what = plan.unit.in_words("records")
+            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")

@@ -24,7 +24,7 @@ from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.counts import LabelCounts
-from quietgrad.plans.schedule import Plan, Slot
+from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.rng import SecureStream
@@ -107,25 +107,21 @@ class CentralSession:
 
     def _draw_from(self, key: bytes) -> None:
         """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
-        self._sample_from(key)
-        self._batches: dict[PendingRelease, Batch] = {}  # of releases that have begun and are not over
-        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
-        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
-    def _sample_from(self, key: bytes) -> None:
-        def draw(sampling: Sampling, stream: SecureStream) -> Any:
+        def sampler(sampling: Sampling, label: str) -> Any:
             # Of a table that is not in memory no list of all its records is kept either.
             make = sampling.scanning if self._streamed is not None else sampling.sampler
-            return make(len(self._records), stream)
+            return make(len(self._records), SecureStream(key, f"sample/{label}"))
 
         # One store of unused records serves all single-pass slots of a plan.
         fresh = next((slot.sampling for slot in self._slots.values() if slot.sampling.fresh), None)
-        self._fresh: Any = draw(fresh, SecureStream(key, "sample/fresh")) if fresh else None
+        self._fresh: Any = None if fresh is None else sampler(fresh, "fresh")
         self._samplers: dict[str, Sampler] = {
-            name: draw(slot.sampling, SecureStream(key, f"sample/{name}"))
-            for name, slot in self._slots.items()
-            if not slot.sampling.fresh
+            name: sampler(slot.sampling, name) for name, slot in self._slots.items() if not slot.sampling.fresh
         }
+        self._batches: dict[PendingRelease, Batch] = {}  # of releases that have begun and are not over
+        self._inner = {name: SecureStream(key, f"inner/{name}") for name in self._slots}
+        self._sources = {name: slot.mechanism.source(key, name, slot.count) for name, slot in self._slots.items()}
 
     # --- what algorithms ask ----------------------------------------------------------------------------------
 
@@ -139,12 +135,13 @@ class CentralSession:
 
         All that were planned, where a transcript may have forgotten some.
         """
-        log = self._transcript
+        used, log = self.used, self._transcript
         if log is None:
-            return self.used
-        if not log.complete:
-            return {name: slot.count for name, slot in self._slots.items()}
-        return {name: max(used, log.count(name)) for name, used in self._used.items()}
+            return used
+        return {
+            name: max(used[name], log.count(name)) if log.complete else slot.count
+            for name, slot in self._slots.items()
+        }
 
     @property
     def charge(self) -> Charge:
@@ -161,7 +158,7 @@ class CentralSession:
         return self._reading.initial(self._records)
 
     def expected_batch(self, slot: str) -> float:
-        return self._slot(slot).sampling.expected_batch(self.plan.n_public)
+        return self.plan.schedule[slot].sampling.expected_batch(self.plan.n_public)
 
     def uniform(self, label: str) -> float:
         return float(SecureStream(self._key, f"public/{label}").uint64(0, 1)[0] >> np.uint64(11)) * 2.0**-53
@@ -177,7 +174,7 @@ class CentralSession:
         return begun
 
     def _begin(self, slot: str, verb: str) -> PendingRelease:
-        chosen = self._slot(slot)
+        chosen = self._slots.get(slot) or self.plan.schedule[slot]  # raises, naming what the plan holds
         if chosen.mechanism.verb != verb:
             raise BudgetError(
                 f"{slot!r} was planned as {chosen.mechanism.what}, which {chosen.mechanism.verb}() releases. "
@@ -212,15 +209,14 @@ class CentralSession:
 
     def _batch(self, drawn: PendingRelease) -> Batch:
         sampler = self._samplers.get(drawn.slot)
-        indices = self._take_fresh(drawn) if sampler is None else sampler.batch(drawn.number)
+        if sampler is None:
+            self._fresh.skip_to(drawn.fresh)
+            indices = self._fresh.take(self._slots[drawn.slot].sampling.fresh)
+        else:
+            indices = sampler.batch(drawn.number)
         # Compiled sums draw no random numbers of their own, and a key would cost as much as they do.
         key = None if self._compiled else self._inner[drawn.slot].bytes(drawn.number, 32)
         return Batch(self._records, indices, key)
-
-    def _take_fresh(self, drawn: PendingRelease) -> npt.NDArray[np.int64]:
-        self._fresh.skip_to(drawn.fresh)
-        taken: npt.NDArray[np.int64] = self._fresh.take(self._slots[drawn.slot].sampling.fresh)
-        return taken
 
     def foresee(self, *queries: Query) -> None:
         if self._streamed is not None:
@@ -253,33 +249,36 @@ class CentralSession:
         slot, bound = drawn.slot, query.bound
         dim = query.dim(self._records)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
+
+        def narrow(out: Vector) -> Vector:  # to the precision of the parameters; sums are wider
+            return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+
         while True:
             # Sums are kept in float64, in which C holds for any number of records.
-            out = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
+            out: Vector = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
             batch = self._batches.pop(drawn, None) or self._batch(drawn)
-            if not self._private:
-                self._sum(query, batch, out)
-                return self._narrow(out)
-            if bound == 0.0:  # zero whatever the data, so nothing needs to look at them
-                return self._narrow(out)
+            if self._private and bound == 0.0:  # zero whatever the data, so nothing needs to look at them
+                return narrow(out)
             self._sum(query, batch, out)
+            if not self._private:
+                return narrow(out)
+            host = isinstance(out, np.ndarray)
             if not self._compiled:  # what is no number would tell that there is a record that causes it
-                out = _finite(out)
-            if _elsewhere(out) and self._sources[slot].stays(out):  # a sum on an accelerator meets its noise there
-                log = self._transcript
+                if host:
+                    np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+                else:
+                    out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            log, source = self._transcript, self._sources[slot]
+            if not host and out.device.type != "cpu" and source.stays(out):  # it meets its noise on the accelerator
                 if log is None or self._settled(drawn, (multiplier, bound), log.digest(out)):
-                    self._sources[slot].add(out, drawn.number, multiplier, bound)
-                    return self._narrow(out)
+                    source.add(out, drawn.number, multiplier, bound)
+                    return narrow(out)
                 continue
-            held = out if isinstance(out, np.ndarray) else out.detach().cpu()
-            total = held if isinstance(held, np.ndarray) else held.numpy()  # the same memory
-            if self._transcript is None or self._settled(drawn, (multiplier, bound), total):
-                self._sources[slot].add(total, drawn.number, multiplier, bound)
-                return total if isinstance(held, np.ndarray) else self._narrow(held.to(out.device))
-
-    def _narrow(self, out: Vector) -> Vector:
-        """A released vector in the precision of the parameters; sums are wider."""
-        return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+            held = out if host else out.detach().cpu()
+            total = held if host else held.numpy()  # the same memory
+            if log is None or self._settled(drawn, (multiplier, bound), total):
+                source.add(total, drawn.number, multiplier, bound)
+                return total if host else narrow(held.to(out.device))
 
     @_serialized
     def choose(
@@ -369,25 +368,16 @@ class CentralSession:
         if any(self._used.values()):
             raise BudgetError("this session has made releases; going back would reuse their noise. Open a new one.")
         for name, count in used.items():
-            self._slot(name)
-            self._used[name] = count
+            self._used[self.plan.schedule[name].name] = count  # refuses what the plan does not hold
         self._fresh_at = sum(s.sampling.fresh * self._used[s.name] for s in self._slots.values())
         if rho_left is not None:
             self.rho_left = rho_left
-        if self._transcript is not None and self._private and self._by_place:
-            self._pin(self._transcript)
-
-    @property
-    def _by_place(self) -> bool:
-        """Whether how often a record takes part, in the whole run or in an epoch, goes by its place."""
-        return any(slot.sampling.by_place for slot in self._slots.values())
-
-    def _pin(self, log: Transcript) -> None:
-        """Records that take part once, once an epoch, or in turn, lie where they lay when the run began.
-
-        In another order somebody who was used would have the place of one who was not yet, and no replayed sum need
-        tell. What was promised then holds of each part: the rest is a new epoch, with its charge.
-        """
+        log = self._transcript
+        if log is None or not self._private or not any(s.sampling.by_place for s in self._slots.values()):
+            return
+        # Records that take part once, once an epoch, or in turn, lie where they lay when the run began. In another
+        # order somebody who was used would have the place of one who was not yet, and no replayed sum need tell.
+        # What was promised then holds of each part: the rest is a new epoch, with its charge.
         mac = log.mac_of(self._records.contents())
         if (log.known(_PLACES, 0) or (0, b""))[1] == mac:
             return
@@ -427,9 +417,6 @@ class CentralSession:
         self._draw_from(self._transcript.key(epoch))
 
     # --- one release ------------------------------------------------------------------------------------------
-
-    def _slot(self, name: str) -> Slot:
-        return self._slots.get(name) or self.plan.schedule[name]  # raises, naming what the plan holds
 
     def _score(self, query: Query, begun: PendingRelease) -> float:
         score = np.zeros(1)
@@ -472,14 +459,3 @@ class CentralSession:
         if not 0.0 < rho <= self.rho_left:
             raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         self.rho_left -= rho
-
-
-def _elsewhere(out: Vector) -> bool:
-    """Whether a sum is on an accelerator."""
-    return not isinstance(out, np.ndarray) and bool(out.device.type != "cpu")
-
-
-def _finite(out: Vector) -> Vector:
-    if isinstance(out, np.ndarray):
-        return np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-    return out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

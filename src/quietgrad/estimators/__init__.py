@@ -8,7 +8,6 @@
 (True, True)
 """
 
-from quietgrad.curators.account import spent
 from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
 from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
 from quietgrad.estimators.describing import Description, describe
@@ -41,6 +40,5 @@ __all__ = [
     "describe",
     "from_run",
     "private_score",
-    "spent",
     "to_run",
 ]

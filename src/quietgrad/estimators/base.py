@@ -25,7 +25,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_design import for_table, strength
 from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS
-from quietgrad.curators.account import Account, Charge, note_pickled
+from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators.validation import Whom, checked_rows, is_scan, named, predict_to, scan_if_one, without
@@ -58,11 +58,6 @@ class SpendsPrivacy(BaseEstimator):  # type: ignore[misc]
     account: str | Account = "default"
     cap: Budget | None = None
     n_public: int | None = None
-
-    def __getstate__(self) -> Any:
-        if self.ledger is None and not hasattr(self, "privacy_"):
-            note_pickled(str(self.account))  # to a worker of joblib, perhaps, whose fits this process does not see
-        return super().__getstate__()
 
     def _budget(self) -> Budget:
         return Budget(self.epsilon, self.delta, Relation.parse(self.relation))

@@ -333,10 +333,10 @@ class FederatedPlan(Plan):
         """Raise unless the plan's own events prove its budget: what a party checks before it approves."""
         if self.budget is None:
             raise BudgetError("this plan adds no noise: its run is not private.")
-        if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9) and self.paper_noise is None:
+        if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9):
             raise BudgetError(f"the plan promises ε={self.budget.epsilon:g}; its events cost {self.epsilon():g}.")
 
-    def _told(self) -> str:
+    def explain(self) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
         from quietgrad.federation.planning import explain
 
@@ -365,7 +365,6 @@ class FederatedPlan(Plan):
             n_public=data["n_public"],
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
-            paper_noise=data["paper_noise"],
             unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
             **{**own, "shape": Shape(**own["shape"])},

@@ -122,7 +122,7 @@ class PlanFile:
             raise
         except ValueError as error:
             raise DataError(f"{self.name}: {error}") from error
-        if not plan.is_private or plan.paper_noise is not None:
+        if not plan.is_private:
             return plan
         return dataclasses.replace(plan, noise_multiplier=_rounded_up(plan.noise_multiplier))
 

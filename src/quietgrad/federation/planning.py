@@ -116,9 +116,6 @@ def federate(
     plan = replace(plan, templates=templates, dims=dims)
     if budget is None:
         return plan
-    printed = algorithm.paper_noise(n, budget)
-    if printed is not None:
-        return replace(plan, noise_multiplier=printed, paper_noise=algorithm.name)
     if noise_multiplier is None:
         return calibrate_plan(lambda z: replace(plan, noise_multiplier=z), budget)
     return replace(plan, noise_multiplier=noise_multiplier)

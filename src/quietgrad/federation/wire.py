@@ -27,7 +27,6 @@ from quietgrad.objectives import base
 from quietgrad.objectives.base import Batch, Objective, Query, Records
 from quietgrad.objectives.queries.asked import Asked
 from quietgrad.objectives.queries.local_fit import LocalFit
-from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.privacy.accounting import sensitivity_factor
@@ -197,7 +196,7 @@ class Scores:
 _KINDS: dict[str, type[Any]] = {
     "Gradient": base.GradientQuery, "GradientDifference": base.GradientDifferenceQuery, "Loss": base.LossQuery,
     "RecursiveMomentum": base.RecursiveMomentumQuery, "JointMomentum": base.JointMomentumQuery,
-    "LocalFit": LocalFit, "PackedHessian": PackedHessian, "FeatureMean": whitening.FeatureMean,
+    "LocalFit": LocalFit, "FeatureMean": whitening.FeatureMean,
     "SecondMomentMatrix": whitening.SecondMomentMatrix,
     "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
     "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.objectives.landscapes.base import landscape
+    from quietgrad.objectives.landscapes import landscape
     from quietgrad.objectives.regularizers import L2, Nonconvex
     from quietgrad.objectives.tables.losses import (
         Hinge,
@@ -33,7 +33,7 @@ _HOMES = {
     "Hinge": "tables.losses",
     "L2": "regularizers",
     "Nonconvex": "regularizers",
-    "landscape": "landscapes.base",
+    "landscape": "landscapes",
 }
 
 __all__ = [

@@ -180,7 +180,7 @@ class SeenIds:
             raise DataError(self.TWICE)
         return found
 
-    def add(self, newcomers: set[bytes], step: int = 0) -> None:
+    def add(self, newcomers: set[bytes]) -> None:
         """They have come: what was made of them is spent, whatever happens to it."""
         self._known |= newcomers
 

@@ -21,7 +21,6 @@ samples, the numbers of calls capped beforehand, all of them composed.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -178,7 +177,24 @@ Regime = Literal["fresh", "reuse"]
 
 
 @dataclass(frozen=True)
-class _PathIntegrated(Oracle, ABC):
+class AdaptiveSpider(Oracle):
+    """SPIDER that asks a full query when the drift Σ‖x_t − x_{t−1}‖² since the last one reaches κ.
+
+    Args:
+        batch_size: b₁, records of a full query O1 (default n/60).
+        difference_batch_size: b₂, records of a difference O2 (default b₁/10).
+        clip: G, the bound on one record's gradient (default: the objective's Lipschitz constant).
+        smoothness: M; differences are clipped to M‖x − x′‖ (default: the objective's constant).
+        difference_clip: a constant that differences are clipped to if that is less.
+        regime: ``"fresh"`` (no record twice) or ``"reuse"`` (Poisson samples, capped calls).
+        full_queries: cap of O1 calls in the reuse regime (default: a tenth of the steps).
+        kappa: κ (default: (G·b₂/(M·b₁))², where the noise gathered by differences equals that of O1).
+
+    >>> oracle = AdaptiveSpider(batch_size=100, difference_batch_size=10, kappa=0.01)
+    >>> [(slot.name, slot.count) for slot in oracle.slots(n_public=1000, steps=50)]
+    [('o1', 10), ('o2', 50)]
+    """
+
     batch_size: int | None = None
     difference_batch_size: int | None = None
     clip: float | None = None
@@ -186,6 +202,7 @@ class _PathIntegrated(Oracle, ABC):
     difference_clip: float | None = None
     regime: Regime = "fresh"
     full_queries: int | None = None
+    kappa: float | None = None
 
     def __post_init__(self) -> None:
         if self.regime not in ("fresh", "reuse"):
@@ -194,12 +211,10 @@ class _PathIntegrated(Oracle, ABC):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
                 raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1, or None.")
-        for name in ("clip", "smoothness", "difference_clip"):
+        for name in ("clip", "smoothness", "difference_clip", "kappa"):
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name}={value!r}: must be > 0, or None.")
-
-    # --- planning ---------------------------------------------------------------------------------------------
 
     def batches(self, n_public: int) -> tuple[int, int]:
         """(b₁, b₂): as given, else n/60 and a tenth of b₁."""
@@ -217,16 +232,14 @@ class _PathIntegrated(Oracle, ABC):
             counts = (min(steps, n_public // full), min(steps, n_public // difference))
         else:
             samplings = tuple(sampling_of("poisson", n_public, size) for size in (full, difference))
-            counts = (min(steps, self.full_queries or self._usual_full_queries(steps)), steps)
+            counts = (min(steps, self.full_queries or math.ceil(steps / 10)), steps)
         return tuple(Slot(*each) for each in zip(("o1", "o2"), samplings, counts, strict=True))
-
-    # --- estimating -------------------------------------------------------------------------------------------
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         """ĝ at ``params``, by O1, O2, or nothing at all if the point has not moved."""
         moved = math.inf if state.value is None else norm(params - state.previous)
-        drift = self._drift(state.drift, moved)
-        if state.value is None or self._due(drift, session):
+        drift = state.drift + moved * moved
+        if state.value is None or drift >= self.drift_limit(session):
             total = session.release("o1", GradientQuery(params, self.lipschitz(session)))
             total *= 1.0 / session.expected_batch("o1")
             return Estimate(total, params, 0.0, state.calls + 1)
@@ -248,20 +261,6 @@ class _PathIntegrated(Oracle, ABC):
         most = self._difference_bound(LARGEST_CLIP)
         yield "o2", Asked(GradientDifferenceQuery(params, params, most), {"clip": (0.0, most)})
 
-    @abstractmethod
-    def _drift(self, drift: float, moved: float) -> float:
-        """What has gathered since the last full query, this step included."""
-
-    @abstractmethod
-    def _due(self, drift: float, session: Session) -> bool:
-        """Whether a full query is due."""
-
-    @abstractmethod
-    def _usual_full_queries(self, steps: int) -> int:
-        """The cap of O1 calls in the reuse regime if none is given."""
-
-    # --- constants --------------------------------------------------------------------------------------------
-
     def lipschitz(self, session: Session) -> float:
         """G: the clip, or the loss's own constant."""
         return constant_of("clip", "lipschitz", self.clip, session)
@@ -269,37 +268,6 @@ class _PathIntegrated(Oracle, ABC):
     def smooth(self, session: Session) -> float:
         """M: as given, or the loss's own constant."""
         return constant_of("smoothness", "record_smoothness", self.smoothness, session)
-
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return {"name": type(self).__name__, **asdict(self)}
-
-
-@dataclass(frozen=True)
-class AdaptiveSpider(_PathIntegrated):
-    """SPIDER that asks a full query when the drift Σ‖x_t − x_{t−1}‖² since the last one reaches κ.
-
-    Args:
-        batch_size: b₁, records of a full query O1 (default n/60).
-        difference_batch_size: b₂, records of a difference O2 (default b₁/10).
-        clip: G, the bound on one record's gradient (default: the objective's Lipschitz constant).
-        smoothness: M; differences are clipped to M‖x − x′‖ (default: the objective's constant).
-        difference_clip: a constant that differences are clipped to if that is less.
-        regime: ``"fresh"`` (no record twice) or ``"reuse"`` (Poisson samples, capped calls).
-        full_queries: cap of O1 calls in the reuse regime (default: a tenth of the steps).
-        kappa: κ (default: (G·b₂/(M·b₁))², where the noise gathered by differences equals that of O1).
-
-    >>> oracle = AdaptiveSpider(batch_size=100, difference_batch_size=10, kappa=0.01)
-    >>> [(slot.name, slot.count) for slot in oracle.slots(n_public=1000, steps=50)]
-    [('o1', 10), ('o2', 50)]
-    """
-
-    kappa: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.kappa is not None and not self.kappa > 0.0:
-            raise ValueError(f"kappa={self.kappa!r}: must be > 0; it is the drift that calls for a full query.")
 
     def drift_limit(self, session: Session) -> float:
         """κ."""
@@ -318,45 +286,12 @@ class AdaptiveSpider(_PathIntegrated):
             z * math.hypot(g / full, m_drift / difference),
         )
 
-    def _drift(self, drift: float, moved: float) -> float:
-        return drift + moved * moved
-
-    def _due(self, drift: float, session: Session) -> bool:
-        return drift >= self.drift_limit(session)
-
-    def _usual_full_queries(self, steps: int) -> int:
-        return math.ceil(steps / 10)
+    def config(self) -> dict[str, Any]:
+        """The public settings as JSON values."""
+        return {"name": type(self).__name__, **asdict(self)}
 
 
-@dataclass(frozen=True)
-class Spider(_PathIntegrated):
-    """SPIDER with a full query every ``period`` calls (Fang et al. 2018; with noise, DIFF2, Murata & Suzuki 2023).
-
-    The other settings are those of :class:`AdaptiveSpider`.
-
-    >>> [(slot.name, slot.count) for slot in Spider(period=5, regime="reuse").slots(n_public=6000, steps=50)]
-    [('o1', 20), ('o2', 50)]
-    """
-
-    period: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if isinstance(self.period, bool) or int(self.period) != self.period or self.period < 1:
-            raise ValueError(f"period={self.period!r}: must be a whole number ≥ 1.")
-
-    def _drift(self, drift: float, moved: float) -> float:
-        return drift + 1.0
-
-    def _due(self, drift: float, session: Session) -> bool:
-        return drift >= self.period
-
-    def _usual_full_queries(self, steps: int) -> int:
-        # An escape attempt that starts again from a snapshot also restores the phase, so leave room.
-        return 2 * math.ceil(steps / self.period)
-
-
-ORACLES: dict[str, Any] = {"adaptive-spider": AdaptiveSpider, "spider": Spider, "mini-batch": MiniBatch}
+ORACLES: dict[str, Any] = {"adaptive-spider": AdaptiveSpider, "mini-batch": MiniBatch}
 """Each class by its name on the command line and in plan files; the first is the default."""
 
 _HIDDEN = ("law",)  # of a random round: the algorithm's
@@ -365,7 +300,7 @@ _HIDDEN = ("law",)  # of a random round: the algorithm's
 def oracle_class(name: str) -> Any:
     """The class called ``name``; results name it as Python does.
 
-    >>> oracle_class("spider") is oracle_class("Spider")
+    >>> oracle_class("mini-batch") is oracle_class("MiniBatch")
     True
     """
     classes = {**ORACLES, **{cls.__name__: cls for cls in ORACLES.values()}}
@@ -377,8 +312,8 @@ def oracle_class(name: str) -> Any:
 def make_oracle(given: Any, kind: Any = object) -> Any:
     """The oracle that a name, or a table of a ``name`` and settings, describes; it must be a ``kind``.
 
-    >>> make_oracle({"name": "spider", "period": 3}).period
-    3
+    >>> make_oracle({"name": "adaptive-spider", "kappa": 3.0}).kappa
+    3.0
     """
     if not isinstance(given, str | Mapping):
         raise ValueError(f"oracle={given!r}: must be a name, or a table of a name and settings.")

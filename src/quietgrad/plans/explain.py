@@ -55,11 +55,6 @@ def _records(plan: Plan) -> str:
         f"cost: ε = {proof.epsilon:.4g} at δ = {proof.delta:g} ({relation}), "
         f"proved by the {proof.accountant} accountant" + ("" if plan.condition is None else f", {plan.condition}")
     )
-    if plan.paper_noise:
-        lines.append(
-            f"noise: as printed in the paper ({plan.paper_noise}); the ε above is what is true of it, "
-            f"whatever was claimed (budget asked: ε = {plan.budget.epsilon:g})"
-        )
     return "\n".join(lines)
 
 

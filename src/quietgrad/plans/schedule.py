@@ -14,17 +14,17 @@ import hashlib
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quietgrad.charts import in_a_notebook
-from quietgrad.errors import BudgetError, UnprovableError
+from quietgrad.errors import BudgetError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.explain import explain
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account, delta_of, prove, sensitivity_factor
+from quietgrad.privacy.accounting import account, prove, sensitivity_factor
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.calibration import calibrate_event
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
@@ -218,7 +218,7 @@ class Plan:
     """A schedule, a budget, and the noise that meets it: all public, made without data.
 
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
-    slot whose relative noise is 1; ``paper_noise`` marks a paper's own formula, whose ε is proved, not claimed.
+    slot whose relative noise is 1.
     ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
     ``records_public`` is how many records people have together, where that was declared public: it is
     said wherever n is, and nothing follows from it.
@@ -234,7 +234,6 @@ class Plan:
     n_public: int
     budget: Budget | None
     noise_multiplier: float
-    paper_noise: str | None = None
     unit: PrivacyUnit = PrivacyUnit.RECORD
     records_public: int | None = None
     condition: str | None = None
@@ -331,26 +330,6 @@ class Plan:
         assert self.budget is not None
         return prove(event, delta=self.budget.delta, relation=self.budget.relation)
 
-    @cached_property
-    def generalization(self) -> float:
-        """The most that the mean of any loss in [0, 1] differs in expectation between new records and these.
-
-        Replacing one record changes the law of what is released by a total variation of at most δ(0), so the run is
-        uniformly stable at that level for every such loss (the error rate, say), and its generalisation gap is no
-        larger (Hardt et al. 2016, theorem 2.2). Records are draws of one population. Removing one and adding
-        another replaces one: under add-remove it is twice δ(0).
-
-        >>> from quietgrad import DPGD, Budget, plan
-        >>> round(plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5, "replace-one")).generalization, 3)
-        0.107
-        """
-        relation, proof = self._relation, self.proof
-        try:
-            apart = delta_of(self.total, epsilon=0.0, relation=relation)
-        except UnprovableError:  # then what ε and δ alone say of it
-            apart = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
-        return min(1.0, apart if relation is Relation.REPLACE_ONE else 2.0 * apart)
-
     def epsilon(self, delta: float | None = None) -> float:
         """The ε the plan costs at ``delta`` (default: the budget's)."""
         if self.budget is None or delta is None or delta == self.budget.delta:
@@ -416,7 +395,7 @@ class Plan:
             **({} if self.records_public is None else {"records_public": self.records_public}),
             "budget": None if self.budget is None else self.budget.to_json(),
             "noise_multiplier": self.noise_multiplier,
-            "paper_noise": self.paper_noise,
+            "paper_noise": None,  # a setting until 0.2: digests of plans that parties pinned cover the key
             "composition": self.schedule.composition,
             **({"adaptive": True} if self.schedule.adaptive else {}),
             **({} if self.schedule.rounds is None else {"rounds": list(self.schedule.rounds)}),
@@ -442,7 +421,6 @@ class Plan:
             n_public=data["n_public"],
             budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
             noise_multiplier=data["noise_multiplier"],
-            paper_noise=data["paper_noise"],
             unit=PrivacyUnit.parse(data["unit"]),
             records_public=data.get("records_public"),
             condition=data.get("condition"),
@@ -474,14 +452,8 @@ class Plan:
                 rows.append(("condition", self.condition))
         return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
 
-    def explain(self, bounds: Iterable[object] = ()) -> str:
-        """Say for people what will be released, what each release reveals, and which proof prices it.
-
-        ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.algorithms.theorems`).
-        """
-        return "\n".join((self._told(), *(f"theorem: {bound}" for bound in bounds)))
-
-    def _told(self) -> str:
+    def explain(self) -> str:
+        """Say for people what will be released, what each release reveals, and which proof prices it."""
         return explain(self)
 
 
@@ -559,9 +531,9 @@ def plan(
             )
         schedule = replace(schedule, slots=(*looks, *schedule.slots))
 
-    def made(z: float, paper: str | None = None) -> Plan:
+    def made(z: float) -> Plan:
         return Plan(
-            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), paper, kind, records_public,
+            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), kind, records_public,
             algorithm.condition, counted,
         )  # fmt: skip
 
@@ -573,9 +545,6 @@ def plan(
         return made(0.0)
     schedule = schedule.under(budget.relation)
     algorithm.check_budget(budget)
-    printed = algorithm.paper_noise(int(n), budget)
-    if printed is not None:
-        return made(printed, algorithm.name)
     if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
         raise ValueError(
             f"{algorithm.name}: its releases are not Gaussian, but the records were counted by a Gaussian release."

@@ -26,19 +26,15 @@ from quietgrad.oracles.base import Estimate
 
 FORMAT = 3
 _KINDS = {"State": State, "Estimate": Estimate}
-_PACKAGES = ("numpy", "scipy", "numba", "torch", "quietgrad")
 
 
 def versions() -> dict[str, str | None]:
     """Versions of quietgrad and of what its numbers depend on; ``None`` where not installed."""
-    return {package: _version(package) for package in _PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    found: dict[str, str | None] = dict.fromkeys(("numpy", "scipy", "numba", "torch", "quietgrad"))
+    for package in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def save(path: Path, run: str, content: Any, key: bytes) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.registry import entry
+from quietgrad.algorithms.registry import current_config, entry
 from quietgrad.curators.account import Account
 from quietgrad.curators.base import Session
 from quietgrad.curators.central import CentralCurator
@@ -64,7 +64,10 @@ def run(
     while not state.done:
         state = algorithm.step(state, session)
         if state.step % every == 0 or state.done:
-            history.append(_record(state))
+            record: dict[str, float] = {"step": state.step}
+            if state.estimate.value is not None:
+                record["estimate_norm"] = norm(state.estimate.value)
+            history.append({**record, **state.extra.get("trace", {})})
             if len(history) > _HISTORY:  # a long run keeps every second point
                 every *= 2
                 history[:] = [record for record in history if record["step"] % every == 0 or state.done]
@@ -123,14 +126,6 @@ def settle_failed_run(session: CentralSession, error: Exception) -> bool:
         session.close("refused after looking", data_dependent=True)
         return True
     return False
-
-
-def _record(state: State) -> dict[str, float]:
-    record: dict[str, float] = {"step": state.step}
-    if state.estimate.value is not None:
-        record["estimate_norm"] = norm(state.estimate.value)
-    record.update(state.extra.get("trace", {}))
-    return record
 
 
 def minimize(
@@ -195,7 +190,7 @@ def minimize(
     ((1,), True)
     """
     objective, data = with_privacy_unit(objective, data, person, combine, records_per_person)
-    payer = account if isinstance(account, Account) else Account.of(account, ledger, cap, seeded=seed is not None)
+    payer = Account.of(account, ledger, cap, seeded=seed is not None)
     if folder is not None and is_kept(folder):
         raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
     secret = budget is not None and budget.relation is Relation.ADD_REMOVE
@@ -204,13 +199,17 @@ def minimize(
             "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
             "with it, or leave it out."
         )
-    run = n_public.run if isinstance(n_public, PublicCount) else None
-    curator = CentralCurator(objective, data, account=payer, seed=seed, run=run)
+    name = n_public.run if isinstance(n_public, PublicCount) else None
+    curator = CentralCurator(objective, data, account=payer, seed=seed, run=name)
     nominal = algorithm(NOMINAL) if callable(algorithm) else algorithm
     check_people(nominal, objective)
     if budget is not None and nominal.private:
         nominal.check_budget(budget)  # before anybody is counted
-    x0 = curator.initial() if start is None else _check_start(start, curator.initial())
+    x0 = curator.initial()
+    if start is not None:
+        if tuple(start.shape) != tuple(x0.shape) or not all_finite(start):
+            raise DataError(f"start: must be {len(x0)} finite numbers, one per parameter.")
+        x0 = copy(start)
     tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
     size = n_public if isinstance(n_public, PublicCount) else curator.count(budget, n_public, nominal)
     algorithm = algorithm(size.n) if callable(algorithm) else algorithm
@@ -242,11 +241,19 @@ def minimize(
             kept.discard()
         raise
     try:
-        return _run(algorithm, session, x0, kept, payer.asked or payer.name, notes, callback, None, folder)
+        result = run(algorithm, session, x0, callback=callback, kept=kept, account=str(payer), notes=notes)
+        if kept is not None:
+            kept.finish(result)
+        elif folder is not None:
+            result.save(folder)
+        return result
     except Exception as error:
         if settle_failed_run(session, error) and kept is not None:  # then there is nothing to resume either
             kept.discard()
         raise
+    finally:
+        if kept is not None:
+            kept.close()
 
 
 def resume(
@@ -281,59 +288,41 @@ def resume(
         return result
     kept = open_run(folder, kind=TABLE, ledger=ledger, every=checkpoint_seconds)
     try:
-        return _resumed(
-            kept, objective, data, algorithm, account, cap, callback, person, combine, records_per_person
-        )
+        settings, the_plan = kept.header.settings, kept.plan
+        kept.agree_on_account(account, cap)
+        method: Algorithm
+        if algorithm is None:
+            try:
+                method = entry(the_plan.algorithm).make(the_plan.config)
+            except ValueError:
+                raise DataError(f"{kept.folder}: the method of this run is your own; give algorithm=.") from None
+        else:
+            method = algorithm(the_plan.n_public) if callable(algorithm) else algorithm
+        settled = current_config(the_plan.algorithm, the_plan.config)
+        kept.agree("algorithm", [method.name, method.config()], [the_plan.algorithm, settled])
+        if objective is None:
+            if settings["objective"] is None:
+                raise DataError(f"{kept.folder}: the loss of this run is your own: give it as objective=.")
+            objective = from_facts(settings["objective"])
+        if person is not None and settings["people"] is not None:  # what the folder says need not be said again
+            combine = combine or settings["people"]["combine"]
+            records_per_person = records_per_person or settings["people"]["records_per_person"]
+        objective, data = with_privacy_unit(objective, data, person, combine or "mean", records_per_person)
+        if counting(objective) != settings["people"]:
+            raise DataError(
+                f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
+            )
+        if settings["objective"] is not None:
+            kept.agree("objective", facts_of(objective), settings["objective"])
+        curator = CentralCurator(objective, data, account=kept.account, run=kept.name)
+        session = kept.open(curator)
+        result = run(
+            method, session, curator.initial(), state=kept.state, callback=callback, kept=kept,
+            account=kept.header.asked, notes=kept.header.notes,
+        )  # fmt: skip
+        return kept.finish(result)
     finally:
         kept.close()
-
-
-def _resumed(
-    kept: Run,
-    objective: Any,
-    data: Any,
-    algorithm: Algorithm | Callable[[int], Algorithm] | None,
-    account: str | None,
-    cap: Budget | None,
-    callback: Callback | None,
-    person: Any,
-    combine: Combine | None,
-    records_per_person: int | None,
-) -> Result:
-    settings, the_plan = kept.header.settings, kept.plan
-    kept.agree_on_account(account, cap)
-    if algorithm is None:
-        algorithm = _algorithm_of(kept)
-    elif callable(algorithm):
-        algorithm = algorithm(the_plan.n_public)
-    kept.agree("algorithm", [algorithm.name, algorithm.config()], [the_plan.algorithm, the_plan.config])
-    if objective is None:
-        if settings["objective"] is None:
-            raise DataError(f"{kept.folder}: the loss of this run is your own: give it as objective=.")
-        objective = from_facts(settings["objective"])
-    if person is not None and settings["people"] is not None:  # what the folder says need not be said again
-        combine = combine or settings["people"]["combine"]
-        records_per_person = records_per_person or settings["people"]["records_per_person"]
-    objective, data = with_privacy_unit(objective, data, person, combine or "mean", records_per_person)
-    if counting(objective) != settings["people"]:
-        raise DataError(
-            f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
-        )
-    if settings["objective"] is not None:
-        kept.agree("objective", facts_of(objective), settings["objective"])
-    curator = CentralCurator(objective, data, account=kept.account, run=kept.name)
-    session = kept.open(curator)
-    asked, notes = kept.header.asked, kept.header.notes
-    return _run(algorithm, session, curator.initial(), kept, asked, notes, callback, kept.state, kept.folder)
-
-
-def _algorithm_of(kept: Run) -> Algorithm:
-    """The method that the folder names."""
-    try:
-        made: Algorithm = entry(kept.plan.algorithm).make(kept.plan.config)
-    except ValueError:
-        raise DataError(f"{kept.folder}: the method of this run is your own: give it as algorithm=.") from None
-    return made
 
 
 def counting(objective: Any) -> dict[str, Any] | None:
@@ -365,37 +354,6 @@ def check_people(algorithm: Algorithm, objective: Any) -> None:
             f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
             "combine and records_per_person, or use a method that clips."
         )
-
-
-def _run(
-    algorithm: Algorithm,
-    session: CentralSession,
-    x0: Vector,
-    kept: Run | None,
-    account: str,
-    notes: tuple[str, ...],
-    callback: Callback | None,
-    state: State | None,
-    folder: str | Path | None,
-) -> Result:
-    try:
-        result = run(
-            algorithm, session, x0, state=state, callback=callback, kept=kept, account=account, notes=notes
-        )
-        if kept is not None:
-            return kept.finish(result)
-        if folder is not None:
-            result.save(folder)
-        return result
-    finally:
-        if kept is not None:
-            kept.close()
-
-
-def _check_start(start: Vector, like: Vector) -> Vector:
-    if tuple(start.shape) != tuple(like.shape) or not all_finite(start):
-        raise DataError(f"start: must be {len(like)} finite numbers, one per parameter.")
-    return copy(start)
 
 
 class Watched:

@@ -306,8 +306,6 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
         # Another count would have led to another plan; what is promised of all of them is the budget.
         epsilon, releases = max(epsilon, budget.epsilon), {COUNT: 1, **releases}
         notes = (the_plan.counted.describe(the_plan.unit), *notes)
-    if the_plan.paper_noise:
-        notes = (f"noise as printed for {the_plan.paper_noise}; ε is what is proved, not what was claimed", *notes)
     if budget.delta * the_plan.n_public >= 1.0:
         notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
     if session.epochs > 1:

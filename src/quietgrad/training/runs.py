@@ -54,7 +54,7 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
-__all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "look", "open_run", "over", "people_file"]
+__all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "look", "open_run", "over"]
 
 FILE = "checkpoint.safetensors"
 
@@ -64,7 +64,7 @@ class Header:
     """What a run is: all that was settled before its first release. It is in every checkpoint, and never changes.
 
     Args:
-        kind: of the front end, which alone may go on with it: "table", "stream", …
+        kind: of the front end, which alone may go on with it: "table", "loop", …
         plan: what may be released and what it costs.
         ledger, ledger_id: where it is paid for; ``None`` for a run without noise.
         account, asked: under which name lines stand in the ledger, and the one that the user gave.
@@ -142,13 +142,10 @@ class Run:
         """
         if curator.run != self.name or curator.account != self.account:
             raise ValueError("curator: must be made with account=run.account and run=run.name.")
+        note = str(self.header.settings.get("note", ""))
         return curator.open(
-            self.plan, transcript=self._transcript, used=self._used, rho_left=self._rho_left, note=self._note
+            self.plan, transcript=self._transcript, used=self._used, rho_left=self._rho_left, note=note
         )
-
-    @property
-    def _note(self) -> str:
-        return str(self.header.settings.get("note", ""))
 
     def save(self, state: Any, session: Session, *, now: bool = False) -> None:
         """Write a checkpoint if one is due, or ``now``."""
@@ -178,10 +175,11 @@ class Run:
 
     def agree(self, what: str, given: Any, kept: Any) -> None:
         """Raise ``DataError`` if ``given``, which may be ``None``, is not what the folder says."""
-        if given is not None and _plain(given) != _plain(kept):
+        if given is not None and json.loads(json.dumps(given)) != json.loads(json.dumps(kept)):
+            said = json.dumps(kept)
             raise DataError(
                 f"{self.folder}: the run that is kept here was started with another {what}: leave it out, or go on "
-                f"with that ({_short(kept)})."
+                f"with that ({said if len(said) <= 200 else said[:200] + '…'})."
             )
 
     def agree_on_account(self, account: str | None, cap: Budget | None) -> None:
@@ -301,7 +299,7 @@ def forget(folder: str | Path) -> bool:
 
 def _clear(folder: Path, name: str) -> None:
     KeyFile.destroy(name)
-    for file in (folder / FILE, _transcript(name), people_file(name)):
+    for file in (folder / FILE, _transcript(name)):
         file.unlink(missing_ok=True)
 
 
@@ -324,7 +322,20 @@ def open_run(
     name, key, header, stands = _sealed(path)
     if header.kind != kind:
         raise DataError(f"{path}: a {header.kind} run is kept here, and this goes on with a {kind} run only.")
-    account = _account(path, header, ledger)
+    account = Account(header.account)
+    if header.ledger is not None:
+        book = ledger if isinstance(ledger, Ledger) else Ledger(ledger or header.ledger)
+        if not book.path.exists():
+            raise BudgetError(
+                f"{path}: the ledger that pays for this run, {book.path}, is not there, and without it nothing "
+                "goes on. Bring it back, or say where it is by now: ledger=PATH."
+            )
+        if book.id != header.ledger_id:
+            raise BudgetError(
+                f"{path}: {book.path} is not the ledger that pays for this run (it has another id). Go on with "
+                "that one: ledger=PATH."
+            )
+        account = Account(header.account, book, header.cap, header.by_default, asked=header.asked)
     transcript = Transcript(_transcript(name), name, key, resumed=True, least=int(stands["released"]))
     return Run(path, name, key, header, account, transcript, stands, every)
 
@@ -347,38 +358,5 @@ def _sealed(folder: Path) -> tuple[str, bytes, Header, dict[str, Any]]:
     return name, keys[0], Header.from_json(json.loads(content["header"])), content["stands"]
 
 
-def _account(folder: Path, header: Header, given: Ledger | str | Path | None) -> Account:
-    """Who pays, with the ledger itself at hand."""
-    if header.ledger is None:
-        return Account(header.account)
-    book = given if isinstance(given, Ledger) else Ledger(given or header.ledger)
-    if not book.path.exists():
-        raise BudgetError(
-            f"{folder}: the ledger that pays for this run, {book.path}, is not there, and without it nothing goes "
-            "on. Bring it back, or say where it is by now: ledger=PATH."
-        )
-    if book.id != header.ledger_id:
-        raise BudgetError(
-            f"{folder}: {book.path} is not the ledger that pays for this run (it has another id). Go on with that "
-            "one: ledger=PATH."
-        )
-    return Account(header.account, book, header.cap, header.by_default, asked=header.asked)
-
-
-def people_file(name: str) -> Path:
-    """Where a stream remembers whom it has met."""
-    return KeyFile.directory() / f"{name}.people"
-
-
 def _transcript(name: str) -> Path:
     return KeyFile.directory() / f"{name}.transcript"
-
-
-def _plain(value: Any) -> Any:
-    """A value as it reads back from JSON."""
-    return json.loads(json.dumps(value))
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + "…"

@@ -38,7 +38,6 @@ from quietgrad.objectives.privacy_units import (
     refuse_person,
 )
 from quietgrad.objectives.queries.counts import CellSums
-from quietgrad.objectives.queries.second_order import PackedHessian
 from quietgrad.objectives.tables.range_queries import (
     FeatureBins,
     Framed,
@@ -164,7 +163,7 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 
 _ADDITIVE = frozenset({
     GradientQuery, GradientDifferenceQuery, RecursiveMomentumQuery, JointMomentumQuery, LossQuery,
-    PackedHessian, CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
+    CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
     WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
 })  # fmt: skip
 

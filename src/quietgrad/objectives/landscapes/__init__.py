@@ -1,1 +1,0 @@
-"""Landscapes: risks with known saddles, where claims about second-order points can be checked exactly."""
