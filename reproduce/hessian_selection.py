@@ -22,8 +22,7 @@ import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm, State, check_range
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Batch, GradientQuery, Objective, check_clip
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, Batch, GradientQuery, Objective, check_clip
 from quietgrad.objectives.queries.second_order import hessian_total
 from quietgrad.oracles.base import constant_of, noise_multiplier
 from quietgrad.plans.schedule import Schedule, Slot

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.perturbed_sgd_settings import estimate_error
+from quietgrad.algorithms.perturbed_sgd import estimate_error
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.oracles.base import plan_preview
 

@@ -5,6 +5,7 @@ The rows are the examples of ``quietgrad.algorithms.registry``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,17 @@ def spent_after(plan: Any, data: Any, releases: int, ledger: Path, *, data_depen
         session.release("gradient", GradientQuery(np.zeros(data[0].shape[1]), 1.0))
     session.close("enough", data_dependent=data_dependent)
     return qg.Ledger(ledger).spent("default", delta=1e-5, relation=qg.Relation.ADD_REMOVE).epsilon
+
+
+class Killed(Exception):
+    """Stands in for a kill: what is on the disk stays as it is."""
+
+
+def dies(step: int) -> Callable[[qg.Progress], None]:
+    """A callback that kills the run after ``step``."""
+
+    def callback(progress: qg.Progress) -> None:
+        if progress.step == step:
+            raise Killed
+
+    return callback

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import nn
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import QuietgradError
 from quietgrad.federation import Party, simulate
 
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -108,21 +106,6 @@ def test_a_stop_costs_the_plan(train: Run) -> None:
     assert result.privacy.epsilon == pytest.approx(1.0, rel=0.02)
 
 
-def test_epsilon_is_proved_only_if_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    curve = qg.Plan.epsilon_by
-
-    def noted(plan: qg.Plan, releases: int) -> float:
-        asked.append(releases)
-        return curve(plan, releases)
-
-    monkeypatch.setattr(qg.Plan, "epsilon_by", noted)
-    table(lambda progress: progress.estimate_norm)
-    assert asked == []
-    table(lambda progress: progress.epsilon)
-    assert asked == [1, 2, 3, 4]
-
-
 def at(step: int, **scores: float) -> qg.Progress:
     return qg.Progress(step, step, 10, np.zeros(2), np.array([0.6, 0.8]), scores, spent=lambda: 0.5)
 
@@ -177,12 +160,3 @@ def test_mlflow_gets_public_numbers_and_the_promise(tmp_path: Path, monkeypatch:
     assert 0.99 < kept.metrics["epsilon"] <= 1.0
     assert (kept.tags["privacy.relation"], kept.tags["privacy.condition"]) == ("add-remove", "None")
     assert kept.params["algorithm"] == "dp-gd"
-
-
-def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("mlflow", "tensorboard.compat.proto.event_pb2"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(QuietgradError, match=r"quietgrad\[logs\]"):
-        qg.MLflowLog()
-    with pytest.raises(QuietgradError, match=r"quietgrad\[logs\]"):
-        qg.TensorBoardLog(tmp_path)

@@ -17,12 +17,12 @@ from quietgrad import estimators
 from quietgrad.certificates import PrivacyCertificate, check, issue
 from quietgrad.cli import main
 from quietgrad.curators.account import Account
-from quietgrad.curators.counting import public_count
+from quietgrad.curators.central import CentralCurator, public_count
 from quietgrad.errors import BudgetError
 from quietgrad.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
-from quietgrad.privacy.budget import DEFAULT_RELATION, Relation
+from quietgrad.privacy.budget import DEFAULT_RELATION, PrivacyUnit, Relation
 from quietgrad.privacy.ledger_state import run_of
 
 ADD = Relation.ADD_REMOVE
@@ -35,9 +35,8 @@ def rows(n: int) -> tuple[Any, Any]:
     return X, (X[:, 0] > 0.0).astype(np.int64)
 
 
-def counted(n: int, gaussian: bool, **settings: Any) -> PublicCount:
-    given: dict[str, Any] = {"budget": BUDGET, "declared": None, "account": Account(), **settings}
-    return public_count(n, gaussian=gaussian, **given)
+def counted(n: int, gaussian: bool) -> PublicCount:
+    return public_count(n, BUDGET, Account(), gaussian, "run", PrivacyUnit.RECORD, None)
 
 
 @pytest.mark.parametrize("gaussian", [True, False])
@@ -56,9 +55,10 @@ def test_a_count_has_the_noise_that_it_is_priced_for(gaussian: bool) -> None:
 
 
 def test_what_is_declared_or_public_is_not_counted() -> None:
-    assert counted(300, True, declared=250) == PublicCount(250)
-    assert counted(300, True, budget=None) == PublicCount(300)
-    assert counted(300, True, budget=qg.Budget(1.0, 1e-5, Relation.REPLACE_ONE)) == PublicCount(300)
+    curator = CentralCurator(qg.objectives.Logistic(), rows(300))
+    assert curator.count(BUDGET, 250, METHODS[0]) == PublicCount(250)
+    for budget in (None, qg.Budget(1.0, 1e-5, Relation.REPLACE_ONE)):
+        assert curator.count(budget, None, METHODS[0]) == PublicCount(300)
     assert counted(3, True).n >= count_noise(BUDGET, gaussian=True)  # below its noise a count says nothing
 
 

@@ -32,17 +32,11 @@ from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger_state import COUNTED
 from quietgrad.privacy.rng import seed_key
 from quietgrad.sampling import FullBatch
-from quietgrad.training import checkpoint as checkpoints
-from quietgrad.training.result import problems_of
-from tests.common import objective, problem
+from tests.common import Killed, dies, objective, problem
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
 N = 300
-
-
-class Killed(Exception):
-    """Stands in for a kill: what is on the disk stays as it is."""
 
 
 @pytest.fixture(autouse=True)
@@ -294,108 +288,22 @@ def test_a_transcript_that_is_missing_is_not_an_empty_one(tmp_path: Path) -> Non
     log.close()
 
 
-def test_a_resume_that_fails_does_not_make_a_lost_transcript_whole(tmp_path: Path) -> None:
-    X, y = problem(N)
-    door, log = replaying(tmp_path, X, y)
-    first = ask(door)
-    log.close()
-    (tmp_path / "transcript").unlink()
-    Transcript(tmp_path / "transcript", "run", seed_key(3), resumed=True).close()  # and interrupted at once
-    door, log = replaying(tmp_path, X, y)
-    assert not np.array_equal(ask(door), first)
-    assert door.epochs == entries(tmp_path) == 2
-    log.close()
-
-
-@pytest.mark.parametrize("how", ["copied", "shorter than the checkpoint knows"])
-def test_an_older_transcript_is_not_trusted(how: str, tmp_path: Path) -> None:
-    X, y = problem(N)
-    door, log = replaying(tmp_path, X, y)
-    first = [ask(door, at) for at in (0.0, 0.1)]
-    log.close()
-    path = tmp_path / "transcript"
-    lines = path.read_text().splitlines(keepends=True)
-    if how == "copied":  # as a restored backup, or the state of another machine
-        (tmp_path / "older").write_text("".join(lines[:2]))
-        path.unlink()
-        (tmp_path / "older").rename(path)
-        path.chmod(0o600)
-    else:
-        with path.open("r+") as file:
-            file.truncate(len("".join(lines[:2])))
-    log = Transcript(path, "run", seed_key(3), resumed=True, least=2)
-    curator = CentralCurator(
-        objective(), (X, y), ledger=tmp_path / "ledger.jsonl", account="people", run="run", key=seed_key(3)
-    )
-    door = curator.open(PLAN, transcript=log)
-    assert np.array_equal(ask(door, 0.0), first[0])
-    assert not np.array_equal(ask(door, 0.1), first[1])
-    assert door.epochs == 2
-    log.close()
-
-
-def test_a_statement_holds_all_epochs(tmp_path: Path) -> None:
-    """Interrupted and resumed on another table again and again: the result states every charge of the ledger."""
-    X, y = problem(N)
-    algorithm = qg.DPGD(steps=8)
-    options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl", "folder": tmp_path / "run"}
-
-    def dies(progress: qg.Progress) -> None:
-        if progress.step == 6:
-            raise Killed
-
-    with pytest.raises(Killed):
-        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
-    for record in (1, 2):
-        changed = X.copy()
-        changed[record] = -changed[record]
-        with pytest.raises(Killed):
-            qg.resume(objective(), (changed, y), algorithm, callback=dies, checkpoint_seconds=1e9, **options)
-    changed = X.copy()
-    changed[3] = -changed[3]
-    result = qg.resume(objective(), (changed, y), algorithm, **options)
-    spent = qg.Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation="add-remove")
-    assert entries(tmp_path) == 4
-    assert result.privacy.epsilon == pytest.approx(spent.epsilon)
-    assert problems_of(result, tmp_path / "run", tmp_path / "ledger.jsonl") == []
-
-
 def test_a_filter_keeps_what_a_dead_process_spent(tmp_path: Path) -> None:
     X, y = problem(N)
     algorithm = qg.DPAGD(splits=4)
     options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl", "folder": tmp_path / "run"}
 
-    def dies(progress: qg.Progress) -> None:
-        if progress.step == 3:
-            raise Killed
-
     def stops(progress: qg.Progress) -> None:
         progress.stop()
 
     with pytest.raises(Killed):
-        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
+        qg.minimize(
+            objective(), (X, y), algorithm, budget=BUDGET, callback=dies(3), checkpoint_seconds=1e9, **options
+        )
     result = qg.resume(objective(), (X, y), algorithm, callback=stops, **options)
     assert result.privacy.epsilon == pytest.approx(1.0, rel=2e-3)
     ledger = qg.Ledger(tmp_path / "ledger.jsonl")
     assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == pytest.approx(1.0, rel=2e-3)
-
-
-def test_an_altered_checkpoint_is_refused(tmp_path: Path) -> None:
-    X, y = problem(N)
-    options: dict[str, Any] = {"folder": tmp_path / "run"}
-
-    def dies(progress: qg.Progress) -> None:
-        if progress.step:
-            raise Killed
-
-    with pytest.raises(Killed):
-        qg.minimize(objective(), (X, y), qg.DPAGD(), budget=BUDGET, callback=dies, checkpoint_seconds=0, **options)
-    path = tmp_path / "run" / "checkpoint.safetensors"
-    name, saved = checkpoints.load(path, KeyFile.load)
-    saved["stands"]["rho_left"] *= 20.0
-    checkpoints.save(path, name, saved, bytes(32))
-    with pytest.raises(DataError, match="was altered"):
-        qg.resume(objective(), (X, y), qg.DPAGD(), **options)
 
 
 def test_the_chosen_model_of_a_search_pays_for_its_later_fits(tmp_path: Path) -> None:
@@ -443,40 +351,18 @@ def test_copies_of_a_folder_share_one_transcript(tmp_path: Path) -> None:
     options: dict[str, Any] = {"ledger": tmp_path / "ledger.jsonl"}
     begun = tmp_path / "run"
 
-    def dies(progress: qg.Progress) -> None:
-        if progress.step == 4:
-            raise Killed
-
     with pytest.raises(Killed):
-        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, folder=begun, callback=dies, **options)
+        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, folder=begun, callback=dies(4), **options)
     shutil.copytree(begun, tmp_path / "copy")
     changed = X.copy()
     changed[7] = -changed[7]
 
-    def dies_later(progress: qg.Progress) -> None:
-        if progress.step == 6:
-            raise Killed
-
     with pytest.raises(Killed):
-        qg.resume(objective(), (X, y), algorithm, folder=begun, callback=dies_later, **options)
+        qg.resume(objective(), (X, y), algorithm, folder=begun, callback=dies(6), **options)
     result = qg.resume(objective(), (changed, y), algorithm, folder=tmp_path / "copy", **options)
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon > 1.2
     assert entries(tmp_path) == 2
-
-
-def test_a_closed_run_only_replays(tmp_path: Path) -> None:
-    X, y = problem(N)
-    door, log = replaying(tmp_path, X, y)
-    first = ask(door)
-    door.close("stopped early", data_dependent=False)
-    log.close()
-    door, log = replaying(tmp_path, X, y)
-    assert np.array_equal(ask(door), first)
-    assert entries(tmp_path) == 1
-    ask(door, 0.5)
-    assert entries(tmp_path) == 2
-    log.close()
 
 
 def test_two_processes_cannot_hold_one_run(tmp_path: Path) -> None:
@@ -498,13 +384,11 @@ def test_resume_with_another_table_is_charged_again_and_says_so(tmp_path: Path) 
     X, y = problem(N)
     algorithm = qg.DPGD(steps=30)
 
-    def dies(progress: qg.Progress) -> None:
-        if progress.step == 20:
-            raise Killed
-
     options: dict[str, Any] = {"folder": tmp_path / "run", "ledger": tmp_path / "ledger.jsonl"}
     with pytest.raises(Killed):
-        qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, callback=dies, checkpoint_seconds=1e9, **options)
+        qg.minimize(
+            objective(), (X, y), algorithm, budget=BUDGET, callback=dies(20), checkpoint_seconds=1e9, **options
+        )
     changed = X.copy()
     changed[7] = -changed[7]
     told: list[float | None] = []

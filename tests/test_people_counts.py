@@ -13,7 +13,6 @@ import pytest
 import quietgrad as qg
 from quietgrad.certificates import check, issue
 from quietgrad.cli import main
-from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import federate
 from quietgrad.privacy.budget import Budget
@@ -54,37 +53,6 @@ def test_every_page_of_a_run_says_it_or_none_does(declared: int | None, tmp_path
     public = [pages[name] for name in wanted - {"report.html"}]  # whose pictures have many digits
     alone = re.compile(rf"(?<![0-9a-f.]){len(ids)}(?![0-9a-f])")  # not within a digest
     assert not any(alone.search(text) for text in public)
-
-
-def test_from_python_and_after_an_interruption(tmp_path: Path) -> None:
-    X, y, ids = visits()
-    told = {"person": ids, "records_public": 12_345}
-    counted = PrivateLogisticRegression().fit(X, y, **told)
-    assert "12 345 records in all, declared public" in counted.privacy_.notes
-    assert not any("both declared" in note for note in counted.privacy_.notes)
-    model = PrivateLogisticRegression(n_public=300)
-    assert any(WORDS in note for note in model.fit(X, y, **told).privacy_.notes)
-    assert not any("both declared public" in note for note in model.fit(X, y, person=ids).privacy_.notes)
-
-    def stop(progress: qg.Progress) -> None:
-        if progress.step == 2:
-            raise KeyboardInterrupt
-
-    method, data = qg.DPGD(steps=4), (X, y)
-    with pytest.raises(KeyboardInterrupt):
-        qg.minimize(
-            LOSS,
-            data,
-            method,
-            budget=BUDGET,
-            folder=tmp_path,
-            checkpoint_seconds=0.0,
-            callback=stop,
-            n_public=300,
-            **told,
-        )
-    again = qg.resume(LOSS, data, method, folder=tmp_path, person=ids)
-    assert any(WORDS in note for note in again.privacy.notes)
 
 
 def test_in_federations() -> None:

@@ -31,7 +31,6 @@ from quietgrad.objectives.privacy_units import (
 from quietgrad.objectives.queries import second_order
 from quietgrad.objectives.queries.counts import (
     CellSums,
-    Correct,
     LabelCounts,
     LabelSet,
     MeanScore,
@@ -80,7 +79,6 @@ TABLE: dict[type, Make] = {
 }
 SCORES: dict[type, Make] = {
     CellSums: lambda r: CellSums(6, 2, r),
-    Correct: lambda _: Correct(lambda X: np.ones(len(X)), np.arange(0)),
     MeanScore: lambda _: MeanScore(lambda X, y: X[:, 0], np.arange(0)),
 }
 ELSEWHERE: dict[type, str] = {LocalFit: "test_a_fit_is_as_stable_as_people_are_many"}

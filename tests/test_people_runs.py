@@ -76,17 +76,6 @@ def test_units_do_not_mix_on_an_account(tmp_path: Path, capsys: pytest.CaptureFi
     assert {row["account"]: row["unit"] for row in told["accounts"]} == {"rows": "record", "visits": "person"}
 
 
-def test_older_entries_are_about_records(tmp_path: Path) -> None:
-    from quietgrad.privacy.ledger_state import Reservation
-
-    X, y, _ = visits()
-    book = tmp_path / "ledger.jsonl"
-    qg.minimize(LOSS, (X, y), qg.DPGD(steps=3), budget=BUDGET, ledger=book)
-    body = dict(Ledger(book).entries()[-2].body)
-    assert body.pop("unit") == "record"
-    assert Reservation.from_body(body).unit == "record"
-
-
 def test_a_plan_for_records_does_not_open_on_people() -> None:
     X, y, ids = visits()
     curator = CentralCurator(UserLevelObjective(LOSS), RecordsWithIds((X, y), ids))
@@ -121,21 +110,6 @@ def test_a_run_on_people_resumes_bit_for_bit_and_with_the_same_settings_only(tmp
     assert result.privacy.epsilon is not None
     assert result.privacy.epsilon <= 1.0  # charged once: the sums were the same, chosen records included
     assert len(Ledger(book).book().held) == 1
-
-
-def test_a_resumed_run_whose_people_changed_is_charged_again(tmp_path: Path) -> None:
-    X, y, ids = visits()
-    method, folder, book = qg.DPGD(steps=6), tmp_path / "run", tmp_path / "ledger.jsonl"
-
-    def stop(progress: qg.Progress) -> None:
-        if progress.step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        qg.minimize(LOSS, (X, y), method, budget=BUDGET, callback=stop, person=ids, folder=folder, ledger=book)
-    other = np.roll(ids, 1)
-    result = qg.resume(LOSS, (X, y), method, folder=folder, ledger=book, person=other)
-    assert any("charged again" in note for note in result.privacy.notes)
 
 
 @pytest.mark.parametrize("method", [

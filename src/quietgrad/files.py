@@ -4,9 +4,9 @@ Reading never waits for a pipe, never opens a device and never takes more than a
 goes to a fresh file with an unpredictable name that cannot be a link somebody laid there, and replaces the target
 in one step, so a crash leaves the old file or the new one, never a part.
 
-There is one rule for names that become part of a path, and one for names that are only shown. A federation, a
-party, a run or a data set is named by somebody else, and the name becomes a folder or a file here: ``../../etc``
-must never arrive there, nor a name that two file systems spell differently.
+There is one rule for names that become part of a path. A federation, a party, a run or a data set is named by
+somebody else, and the name becomes a folder or a file here: ``../../etc`` must never arrive there, nor a name that
+two file systems spell differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.sanitize import sanitize
 
 SMALL = 64 << 20  # bytes: the largest JSON or TOML file that is read
 _DEEPEST = 64  # levels: nothing of ours nests deeper than a dozen
@@ -170,7 +169,6 @@ def is_multi_file(source: str) -> bool:
 
 
 _PATH_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_MOST = 200
 RULE = "must be 1 to 128 letters, digits, dots, dashes or underscores, and begin with a letter or digit"
 
 
@@ -192,22 +190,4 @@ def check_path_name(what: str, name: object) -> str:
     """
     if not isinstance(name, str) or not is_path_name(name):
         raise DataError(f"{what}={name!r}: {RULE}; it becomes a file's or a folder's name.")
-    return name
-
-
-def check_label(what: str, name: object) -> str:
-    """``name`` if it can be shown on a line as it is: an account, whose name never becomes a path.
-
-    >>> check_label("account", "patients of ward 3")
-    'patients of ward 3'
-    >>> check_label("account", "x\\x1b[2J")
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: account='x\\x1b[2J': must be one line of visible characters, at most 200.
-    """
-    if not isinstance(name, str) or not name.strip():
-        raise DataError(f"{what}={name!r}: must be a name that is not empty.")
-    if len(name) > _MOST or sanitize(name) != name:
-        raise DataError(
-            f"{what}={sanitize(repr(name), most=80)}: must be one line of visible characters, at most {_MOST}."
-        )
     return name

@@ -32,7 +32,6 @@ from quietgrad.objectives.base import (
 )
 from quietgrad.objectives.queries.counts import (
     CellSums,
-    Correct,
     LabelCounts,
     LabelRecords,
     MeanScore,
@@ -386,10 +385,9 @@ def probe_table_queries() -> Iterator[AuditFinding]:
     held = np.array([0, 1])
     read: list[Query] = [
         MeanScore(lambda X, y: X[:, 0], held),
-        Correct(lambda X: np.asarray(X[:, 0] > 0.5, dtype=int), held),
     ]
     # Which records are held out is fixed before: none is added.
-    relation, what = Relation.REPLACE_ONE, "MeanScore and Correct"
+    relation, what = Relation.REPLACE_ONE, "MeanScore"
     yield probe_sensitivity(Scoring(), pairs, lambda _: read, relation, what, whole=True)
 
 

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from quietgrad.algorithms.learning_rates import LearningRate, as_rate
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Objective
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, Objective
 from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import GradientQuery, LossQuery
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, GradientQuery, LossQuery
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.mechanisms import ExponentialMechanism
 from quietgrad.sampling import FullBatch

@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import GradientQuery, JointMomentumQuery
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, GradientQuery, JointMomentumQuery
 from quietgrad.oracles.base import Estimate, Noise, Oracle, settings_of, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.sampling import SamplingName, sampling_of

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
+from quietgrad.algorithms.perturbed_sgd import check_tolerance, estimate_error
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Objective
@@ -134,7 +134,7 @@ class ModelSelection(Algorithm):
 
     def _settle(self, session: Session, dim: int) -> dict[str, float]:
         smoothness = total_smoothness(self.oracle, session)
-        chi = perturbed_sgd_settings.estimate_error(self.oracle.error(session), dim, self.steps, self.failure)
+        chi = estimate_error(self.oracle.error(session), dim, self.steps, self.failure)
         alpha = 4.0 * chi if self.alpha is None else self.alpha
         rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
         return {
@@ -142,9 +142,7 @@ class ModelSelection(Algorithm):
             "chi": chi,
             "alpha": alpha,
             "rho": rho,
-            "tolerance": perturbed_sgd_settings.check_tolerance(
-                session.plan.n_public, alpha, rho, smoothness, session.objective
-            ),
+            "tolerance": check_tolerance(session.plan.n_public, alpha, rho, smoothness, session.objective),
         }
 
 

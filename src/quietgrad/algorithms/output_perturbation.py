@@ -32,8 +32,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, GradientQuery
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation

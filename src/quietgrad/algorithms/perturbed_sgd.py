@@ -4,8 +4,7 @@ When ‖ĝ‖ ≤ 3χ the point may be a saddle. Up to Q times 𝒯 steps are tr
 perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from there. If no attempt moves that far,
 the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα). That is argued
 from constants which every record must obey. Such constants are mostly far too large for α to mean anything; then
-``mode="practical"`` still leaves saddles, and its stop is an observation
-(:mod:`~quietgrad.algorithms.perturbed_sgd_settings`).
+``mode="practical"`` still leaves saddles, and its stop is an observation.
 
 Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
 point x̃ the attempts began at, and that is returned unless ``returns="last"``. (The last iterate usually has the
@@ -13,6 +12,29 @@ smaller gradient, but its curvature is only known to be above −√(ρα) − �
 state (ĝ, x_prev, drift), for otherwise SPIDER would take a difference across a jump; since ĝ is restored too,
 printed attempts of SPIDER share its error, and an unlucky one fails them all, which Lemma 2 excludes by assuming
 independence. So every attempt after the first begins with a full query here, unless ``independent=False``.
+
+*Derived* numbers follow from what the loss states of every record (G, M, ρ) and from the noise. With σ the sampling
+error in norm, r the noise of a coordinate and γ = √(ρα),
+
+    χ = r(√d + √(2 ln(4·steps/ω))) + σ,   α = 4χ,   η = 1/M,   𝒮 = ½√(α/ρ),
+    𝒯 = [ln(1 + γ𝒮/(0.32r)) + ln(4/3)] / ln(1 + ηγ),   Q = ⌈2.5 ln(1/ω)⌉.
+
+𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (exceeded with probability 3/4) to distance 𝒮
+while the slope falls behind as fast as ρ allows: x′ = γx − ½ρx² reaches 𝒮 = ½γ/ρ later than x′ = γx does by
+ln(4/3)/γ. Sampling errors help, but nothing is known of their direction, so they do not count. What a stop then
+says, λ_min ≥ −√(ρα), is worth something only if √(ρα) is small against curvature that occurs: see
+:func:`check_tolerance`.
+
+*Practical* numbers follow from a step η and a clip C that are chosen, as for DP-SGD, and from γ, the curvature to
+be left. Differences are clipped to ‖x − x′‖/η. A point at rest under errors of size χ in every step
+is carried about ηχ√𝒯 far in 𝒯 steps; 𝒮 is twice that, and 𝒯 is as long as curvature −γ needs for it:
+
+    𝒮 = 2ηχ√𝒯,   𝒯 = ln(1 + γ𝒮/(0.32r)) / ln(1 + ηγ),   Q = 2.
+
+A stop then says that two drifts did not get away. That is an observation: clipped gradients may lead elsewhere than
+the risk's own, and no constant of the loss is known to hold. If γ is not given it is 0.1/η at first. A flatter
+saddle is left too slowly for 𝒯, and stopping early saves no privacy; so the last drift goes on, and γ is halved (𝒯
+about doubled) whenever it has not got away, until records or steps run out.
 """
 
 from __future__ import annotations
@@ -20,18 +42,105 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from quietgrad.algorithms import perturbed_sgd_settings
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Objective
-from quietgrad.objectives.queries.asked import Asked
-from quietgrad.oracles.base import Estimate, Oracle, constant_of, plan_preview, total_smoothness
+from quietgrad.objectives.base import Asked, Objective
+from quietgrad.oracles.base import Estimate, EstimateError, Oracle, constant_of, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.vectors import Vector, copy, norm
+
+STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
+_PUSH = 0.32  # |N(0, 1)| exceeds it with probability 3/4
+
+
+class EscapeParameters(NamedTuple):
+    """χ, η, the curvature that a stop rules out, 𝒮, 𝒯 and Q."""
+
+    chi: float
+    eta: float
+    tolerance: float
+    radius: float
+    escape_steps: int
+    attempts: int
+
+
+def derived(
+    chi: float,
+    push: float,
+    *,
+    smoothness: float,
+    rho: float,
+    failure: float,
+    eta: float | None,
+    radius: float | None,
+) -> EscapeParameters:
+    """The numbers that G, M and ρ imply; ``push`` is r."""
+    alpha = 4.0 * chi
+    eta = 1.0 / smoothness if eta is None else eta
+    gamma = math.sqrt(rho * alpha)
+    radius = 0.5 * math.sqrt(alpha / rho) if radius is None else radius
+    late = -math.log1p(-0.5 * min(1.0, rho * radius / gamma))
+    growth = math.log1p(gamma * radius / (_PUSH * push)) + late
+    steps = math.ceil(growth / math.log1p(eta * gamma))
+    return EscapeParameters(chi, eta, gamma, radius, steps, math.ceil(2.5 * math.log(1.0 / failure)))
+
+
+def practical(
+    chi: float, push: float, *, eta: float, curvature: float | None, radius: float | None = None
+) -> EscapeParameters:
+    """The numbers for leaving curvature −γ by steps of η.
+
+    >>> practical(0.01, 2e-4, eta=0.5, curvature=None).escape_steps
+    58
+    """
+    gamma = 0.1 / eta if curvature is None else curvature
+    steps = 1
+    for _ in range(100):  # 𝒯 enters its own right-hand side through a logarithm of its root
+        far = 2.0 * eta * chi * math.sqrt(steps) if radius is None else radius
+        steps, before = math.ceil(math.log1p(gamma * far / (_PUSH * push)) / math.log1p(eta * gamma)), steps
+        if steps == before:
+            break
+    return EscapeParameters(chi, eta, gamma, far, steps, ATTEMPTS)
+
+
+def check_tolerance(
+    n: int, alpha: float, rho: float, smoothness: float, objective: Objective, curvature: float | None = None
+) -> float:
+    """√(ρα); raise unless it is below the curvature that matters, for else the point of a saddle would pass.
+
+    That curvature is ``curvature`` if given, or the most negative that the risk can have, or β, which bounds it. A
+    convex risk has no saddle, so every α is fine.
+    """
+    gamma, known = math.sqrt(rho * alpha), objective.negative_curvature()
+    if curvature is not None:
+        limit, what = curvature, f"curvature={curvature:.3g}"
+    elif known == 0.0:
+        return gamma
+    elif known is not None and known < smoothness:
+        limit, what = known, f"the curvature {known:.3g} of its saddles"
+    else:
+        limit, what = smoothness, f"β={smoothness:.3g}"
+    if gamma >= limit:
+        raise ValueError(
+            f"n={n}: too small. α={alpha:.3g} means √(ρα)={gamma:.3g}, not below {what}, so a stop would say "
+            "nothing: a saddle would pass. Use more records, a larger ε, larger batches or a smaller clip; or "
+            "mode='practical', which leaves saddles but proves nothing."
+        )
+    return gamma
+
+
+def estimate_error(error: EstimateError, dim: int, steps: int, failure: float) -> float:
+    """χ = r(√d + √(2 ln(4T/ω))) + σ: what ‖ĝ − ∇F‖ stays below, the noise in all T steps with probability 1 − ω/2.
+
+    >>> estimate_error(EstimateError(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
+    0.1
+    """
+    tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * steps / failure))
+    return error.noise * tail + error.sampling
 
 
 @dataclass(frozen=True)
@@ -40,8 +149,8 @@ class PerturbedSGD(Algorithm):
 
     x ← x − η·ĝ with escape attempts where ‖ĝ‖ ≤ 3χ; see the module's text.
 
-    What is left ``None`` is derived when the run starts, all of it public; the formulas are in
-    :mod:`quietgrad.algorithms.perturbed_sgd_settings`. ``result.details`` has them, with ``tolerance``, the
+    What is left ``None`` is derived when the run starts, all of it public; the formulas are in the
+    module's text. ``result.details`` has them, with ``tolerance``, the
     curvature that a stop rules out (√(ρα), or γ of a practical run), and ``claim``: what the stop rests on.
 
     Args:
@@ -96,8 +205,8 @@ class PerturbedSGD(Algorithm):
         if self.mode not in ("derived", "practical"):
             raise ValueError(f"mode={self.mode!r}: must be 'derived' or 'practical'.")
         if self.mode == "practical":
-            object.__setattr__(self, "learning_rate", self.learning_rate or perturbed_sgd_settings.STEP)
-            chosen = {"clip": perturbed_sgd_settings.CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
+            object.__setattr__(self, "learning_rate", self.learning_rate or STEP)
+            chosen = {"clip": CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
             takes = {each.name for each in fields(self.oracle)}  # type: ignore[arg-type]
             missing = {
                 name: value
@@ -186,7 +295,7 @@ class PerturbedSGD(Algorithm):
     def _seek_less(self, extra: dict[str, Any]) -> None:
         """A practical run spends its records anyway: its last drift goes on, for half the curvature."""
         extra["tolerance"] = extra["sought"]
-        found = perturbed_sgd_settings.practical(
+        found = practical(
             extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * extra["sought"], radius=self.radius
         )
         extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
@@ -197,9 +306,7 @@ class PerturbedSGD(Algorithm):
         more: dict[str, Any] = {"alpha": 4.0 * chi}
         if self.mode == "practical":
             assert self.learning_rate is not None
-            found = perturbed_sgd_settings.practical(
-                chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius
-            )
+            found = practical(chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius)
             if self.curvature is None and self.escape_steps is None:
                 first = {"radius": found.radius, "escape_steps": found.escape_steps,
                          "sought": found.tolerance, "tolerance": found.tolerance}  # fmt: skip
@@ -207,10 +314,8 @@ class PerturbedSGD(Algorithm):
         else:
             smoothness = total_smoothness(self.oracle, session)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
-            perturbed_sgd_settings.check_tolerance(
-                session.plan.n_public, 4.0 * chi, rho, smoothness, session.objective, self.curvature
-            )
-            found = perturbed_sgd_settings.derived(
+            check_tolerance(session.plan.n_public, 4.0 * chi, rho, smoothness, session.objective, self.curvature)
+            found = derived(
                 chi, push, smoothness=smoothness, rho=rho, failure=self.failure, eta=self.learning_rate,
                 radius=self.radius,
             )  # fmt: skip
@@ -249,11 +354,7 @@ class PerturbedSGD(Algorithm):
                     f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
                 )
             return self.chi, self.chi / math.sqrt(dim)
-        chi = (
-            perturbed_sgd_settings.estimate_error(error, dim, self.steps, self.failure)
-            if self.chi is None
-            else self.chi
-        )
+        chi = estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
         return chi, error.noise or error.sampling / math.sqrt(dim)
 
 

@@ -32,8 +32,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of, relation_of
 from quietgrad.curators.base import Session, SupportsPrefetch
-from quietgrad.objectives.base import LossQuery, Query, following_clip
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, LossQuery, Query, following_clip
 from quietgrad.objectives.tables.losses import Logistic, Squared
 from quietgrad.objectives.tables.range_queries import Framed
 from quietgrad.objectives.tables.table import Affine, Floats

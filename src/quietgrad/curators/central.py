@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from quietgrad.curators.account import EPOCH, Account, Charge
-from quietgrad.curators.counting import public_count
+import numpy as np
+
+from quietgrad.curators.account import COUNTED, EPOCH, Account, Charge
 from quietgrad.curators.session import CentralSession
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelObjective
 from quietgrad.objectives.tables.scanned import UNCOUNTED
-from quietgrad.plans.counting import PublicCount, plans_gaussian
+from quietgrad.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -76,18 +78,19 @@ class CentralCurator:
         return self.objective.initial(self.records)
 
     def count(self, budget: Budget | None, declared: int | None, algorithm: HasSchedule | None) -> PublicCount:
-        """How many records to plan ``algorithm`` for: the ``declared`` number, else counted privately if secret.
+        """How many records to plan ``algorithm`` for: the ``declared`` number, exact where public, else counted.
 
-        ``None`` for what is no algorithm, and not of Gaussian releases alone.
+        ``algorithm`` is ``None`` for what is no algorithm, and not of Gaussian releases alone. Counting is the
+        first release of a run, made before it has a plan, because the plan follows from it. So it has a line of its
+        own in the ledger, under the run's name.
         """
-        secret = declared is None and budget is not None and budget.relation is Relation.ADD_REMOVE
-        account = self.settle() if secret else self.account
-        gaussian = secret and algorithm is not None and plans_gaussian(algorithm, Relation.ADD_REMOVE)
-        found = public_count(
-            len(self.records), budget=budget, declared=declared, gaussian=gaussian, account=account,
-            run=self.run, unit=self.unit, seed=self._seed,
-        )  # fmt: skip
-        return found.at_least(algorithm) if secret and algorithm is not None else found
+        if declared is not None:
+            return PublicCount(declared)
+        if budget is None or budget.relation is Relation.REPLACE_ONE:
+            return PublicCount(len(self.records))
+        gaussian = algorithm is not None and plans_gaussian(algorithm, budget.relation)
+        found = public_count(len(self.records), budget, self.settle(), gaussian, self.run, self.unit, self._seed)
+        return found if algorithm is None else found.at_least(algorithm)
 
     def open(
         self,
@@ -195,3 +198,27 @@ class CentralCurator:
         if len(self.records) != plan.n_public:
             what = plan.unit.in_words("records")
             raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")
+
+
+def public_count(
+    records: int,
+    budget: Budget,
+    account: Account,
+    gaussian: bool,
+    run: str,
+    unit: PrivacyUnit,
+    seed: int | None = None,
+) -> PublicCount:
+    """The number of ``records`` with noise, Gaussian if the other releases are un-sampled Gaussian ones."""
+    found = PublicCount(1, count_noise(budget, gaussian=gaussian), gaussian)
+    assert found.multiplier is not None
+    event = found.event(budget.relation)
+    account.check(found.before(rest_like(budget, found), budget.relation), budget, unit)  # else it would be in vain
+    charge = account.reserve(event, budget, run=f"{run}{COUNTED}", note=COUNT, part=True, unit=unit)
+    total = np.array([float(records)])
+    key = fresh_key() if seed is None else seed_key(seed)
+    found.mechanism.source(key, COUNT, 1).add(total, 0, found.multiplier, 1.0)
+    charge.close(event, reason="counted", data_dependent=False)
+    # Below its own noise a count says nothing; a number that small would only make shares and steps absurd.
+    n = max(round(float(total[0])), math.ceil(found.multiplier), 2)
+    return PublicCount(n, found.multiplier, gaussian, run)

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError, LedgerError
-from quietgrad.files import os_error_text
+from quietgrad.files import os_error_text, sync_folder
 from quietgrad.privacy.rng import SecureStream
 
 
@@ -78,7 +78,7 @@ class LockedAppendFile:
                 f"{path}: cannot be kept here ({os_error_text(error)}); choose a folder of your own."
             ) from None
         self._free = weakref.finalize(self, os.close, self._file)
-        _sync(path.parent)
+        sync_folder(path.parent)  # so that a new file's name survives a power cut
 
     @staticmethod
     def _locked(path: Path, who: str) -> int:
@@ -164,6 +164,7 @@ class SealedLog(LockedAppendFile):
     >>> folder = tempfile.TemporaryDirectory()
     >>> log = SealedLog(Path(folder.name) / "log", "runs this", bytes(32), "run")
     >>> log.reopen(0)
+    1
     >>> log.add("a line")
     >>> log.close()
     >>> again = SealedLog(log.path, "runs this", bytes(32), "run")
@@ -202,10 +203,11 @@ class SealedLog(LockedAppendFile):
         """Whether a ledger that knows of so many openings is as old as this file."""
         return self._opening == openings or (self._opening == openings + 1 and not self._since)
 
-    def reopen(self, openings: int) -> None:
-        """The run is opened again, after ``openings`` times by its ledger; that is told so when this returns."""
+    def reopen(self, openings: int) -> int:
+        """The run is opened again, after ``openings`` times by its ledger, which is told the number of this one."""
         self._opening, self._since = openings + 1, -1
-        self.add(f"{_OPENING} {openings + 1} {self._place()}")
+        self.add(f"{_OPENING} {openings + 1} {_boot()}/{self.identity}")
+        return openings + 1
 
     def add(self, text: str, *, durable: bool = True) -> None:
         """Write a line; no death of the process can lose it, and if ``durable`` no power cut."""
@@ -227,9 +229,6 @@ class SealedLog(LockedAppendFile):
     def _changed(self) -> int:
         """When the system last changed the file, in ns: nobody can set this but by changing the clock."""
         return os.fstat(self._file).st_ctime_ns
-
-    def _place(self) -> str:
-        return f"{_boot()}/{self.identity}"
 
     def _load(self) -> None:
         whole, newline, torn = self.content().rpartition(b"\n")
@@ -277,19 +276,10 @@ def _boot() -> str:
         return os.urandom(16).hex()
 
 
-def _sync(folder: Path) -> None:
-    """Make a new file's name survive a power cut."""
-    directory = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 _MAC_BYTES = 16
 
 
-class Transcript:
+class Transcript(SealedLog):
     """MACs of the releases of one run, in a 0600 file that one process at a time may hold.
 
     The file belongs beside the run's key, not into its folder: a folder is copied, and two copies that are resumed
@@ -322,7 +312,7 @@ class Transcript:
     """
 
     def __init__(self, path: Path, run: str, key: bytes, *, resumed: bool = False, least: int = 0) -> None:
-        self.path, self.resumed = path, resumed
+        self.resumed = resumed
         self._run_key = self._key = key
         self._mac_key = SecureStream(key, "transcript").bytes(0, 32)
         self._nonces: list[str] = []  # of the epochs after the first
@@ -332,11 +322,28 @@ class Transcript:
         """How many releases were written down, those of all epochs."""
         self.complete = True
         """Whether a release that is not here was certainly never made."""
-        self._file = SealedLog(path, f"is running run {run}", key, run)
+        super().__init__(path, f"is running run {run}", key, run)
         try:
-            self._read(run)
-            known = self._file.untouched and self._file.same_start and self.length >= least
-            self.complete = self.complete and known
+            if self.empty:
+                self.complete = not resumed
+                if not resumed:
+                    super().reopen(0)
+            elif not resumed:  # to begin it anew under the same key would use its noise again
+                raise LedgerError(f"{path}: run {run} has begun already; resume it, or start another.")
+            for line in self.lines():
+                first, _, rest = line.partition(" ")
+                if first == _FORK:
+                    self._nonces.append(rest)
+                    self._intended, self.complete = "", True
+                elif first == _INTEND:
+                    self._intended = rest
+                elif first == _TORN:
+                    self.complete = False
+                else:
+                    mac, _, slot = rest.partition(" ")
+                    self._known[slot, int(first)] = (self.epoch, bytes.fromhex(mac))
+                    self.length += 1
+            self.complete = self.complete and self.untouched and self.same_start and self.length >= least
         except BaseException:
             self.close()
             raise
@@ -404,17 +411,16 @@ class Transcript:
 
         It is told to the ledger once this returns. What does not agree hides releases, in whichever of the two.
         """
-        agreed = self._file.agrees(openings)
+        agreed = self.agrees(openings)
         self.complete = self.complete and agreed
         if not self.complete:  # whoever comes next must know, until a new epoch has begun
-            self._file.add(_TORN)
+            self.add(_TORN)
             self._intended = ""  # it may have begun, where this file does not say so any more
-        self._file.reopen(openings)
-        return openings + 1
+        return super().reopen(openings)
 
     def record(self, slot: str, number: int, mac: bytes) -> None:
         """The release is about to be made; when this returns, no death of the process can hide it."""
-        self._file.add(f"{number} {mac.hex()} {slot}", durable=False)
+        self.add(f"{number} {mac.hex()} {slot}", durable=False)
         self._known[slot, number] = (self.epoch, mac)
         self.length += 1
 
@@ -425,45 +431,16 @@ class Transcript:
         """
         if not self._intended:
             self._intended = os.urandom(8).hex()
-            self._file.add(f"{_INTEND} {self._intended}")
+            self.add(f"{_INTEND} {self._intended}")
         return self._intended
 
     def fork(self) -> int:
         """Begin the epoch that was intended, durably, and return its number."""
         nonce = self.intend()
-        self._file.add(f"{_FORK} {nonce}")
+        self.add(f"{_FORK} {nonce}")
         self._nonces.append(nonce)
         self._intended, self.complete = "", True
         return self.epoch
-
-    def sync(self) -> None:
-        """Bring what was written to the disk."""
-        self._file.sync()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-    def _read(self, run: str) -> None:
-        if self._file.empty:
-            self.complete = not self.resumed
-            if not self.resumed:
-                self._file.reopen(0)
-        elif not self.resumed:  # to begin it anew under the same key would use its noise again
-            raise LedgerError(f"{self.path}: run {run} has begun already; resume it, or start another.")
-        for line in self._file.lines():
-            first, _, rest = line.partition(" ")
-            if first == _FORK:
-                self._nonces.append(rest)
-                self._intended, self.complete = "", True
-            elif first == _INTEND:
-                self._intended = rest
-            elif first == _TORN:
-                self.complete = False
-            else:
-                mac, _, slot = rest.partition(" ")
-                self._known[slot, int(first)] = (self.epoch, bytes.fromhex(mac))
-                self.length += 1
 
 
 _FORK, _INTEND, _TORN = "fork", "intend", "torn"

@@ -24,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives import base
-from quietgrad.objectives.base import Batch, Objective, Query, Records
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, Batch, Objective, Query, Records
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine

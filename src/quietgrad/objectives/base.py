@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -379,6 +379,25 @@ class Query(Protocol):
     def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
         """out += Σ over the batch of each record's contribution."""
         ...
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One kind of query of one kind of release; a plan that others approve is made of these.
+
+    An algorithm declares it, and nothing is found out by trying: a number that is not declared to vary is fixed,
+    and a vector that is declared to be pinned is fixed in every entry.
+
+    Args:
+        query: as it may be asked; several for a choice between them. Its numbers and words are fixed, its vectors
+            have their lengths.
+        between: by field (``"clip"``, ``"whitening.radius"``), the interval in which a number may vary.
+        pinned: fields whose vector is fixed too, because it is public before the run.
+    """
+
+    query: Query | tuple[Query, ...]
+    between: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    pinned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

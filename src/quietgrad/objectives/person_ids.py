@@ -3,15 +3,13 @@
 Two records are one person's exactly if their ids are equal, so nothing is hashed to decide it: two ids that
 collided would make two people one, whose removal one by one is not what add-remove bounds. One person under two ids
 would be protected as neither; ids that look so (missing, of mixed kinds, equal but for spaces or Unicode form) are
-refused.
+refused. Ids are whole numbers or texts.
 """
 
 from __future__ import annotations
 
-import datetime
 import hmac
 import unicodedata
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,15 +27,14 @@ NO_ONE = frozenset(
     ("NA", "N/A", "n/a", "NaN", "nan", "NAN", "None", "none", "null", "NULL", "Null", "NaT", "<NA>", "#N/A", "-nan")
 )
 _INVISIBLE = ("Cc", "Cf")
-_DAYS = ("Y", "M", "W", "D")  # units of numpy's dates that tell no time of the day
 _ONE_EACH = "person: must be one id per record, a list or a column."
 MISSING = (
     "person: a record has no id, or one that spells a missing value (NA, None, nan, null). Remove such records, or "
     "give each an id of its own."
 )
 KINDS = (
-    "person: ids must be all whole numbers, all texts, all bytes or all dates. Convert them to one kind first, so "
-    "that 1 and '1' are not two people."
+    "person: ids must be all whole numbers or all texts. Convert others to texts first, so that 1 and '1' are not "
+    "two people."
 )
 
 
@@ -48,33 +45,20 @@ def factorize_ids(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     (array([0, 1, 0]), 2)
     >>> factorize_ids([1, "1"])
     Traceback (most recent call last):
-    quietgrad.errors.DataError: person: ids must be all whole numbers, all texts, all bytes or all dates. ...
+    quietgrad.errors.DataError: person: ids must be all whole numbers or all texts. ...
     """
-    array = _array(ids)
-    if array.ndim != 1:
-        raise DataError(_ONE_EACH)
-    if records is not None and len(array) != records:
+    cells = _cells(ids)
+    if records is not None and len(cells) != records:
         raise DataError("person: must be one id per record; there are more or fewer ids than records.")
-    if not len(array):
-        raise DataError("person: there are no ids.")
-    if array.dtype.kind == "O":
-        array = _one_kind(array)
-    if array.dtype.kind == "f":
-        array = whole_numbers(array)
-    if array.dtype.kind == "M" and np.isnat(array).any():
-        raise DataError(MISSING)
-    if array.dtype.kind in "US" and (array == array.dtype.type()).any():
-        raise DataError(MISSING)
-    if array.dtype.kind not in "iuUSMO":
-        raise DataError(KINDS)
-    if array.dtype.kind == "O":
-        codes, known = _numbered(array)
-        texts = known if isinstance(known[0], (str, bytes)) else []
+    if cells.dtype.kind == "O":
+        numbers: dict[Any, int] = {}
+        codes = np.fromiter((numbers.setdefault(cell, len(numbers)) for cell in cells), np.int64, len(cells))
+        known = list(numbers)
     else:
-        values, first, codes = np.unique(array, return_index=True, return_inverse=True)
+        values, first, codes = np.unique(cells, return_index=True, return_inverse=True)
         codes = np.argsort(np.argsort(first))[codes]
         known = values.tolist()
-        texts = known if array.dtype.kind in "US" else []
+    texts = known if isinstance(known[0], str) else []
     if not NO_ONE.isdisjoint(texts):
         raise DataError(MISSING)
     if len({_plain(text) for text in texts}) < len(texts):
@@ -91,8 +75,12 @@ def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     >>> call_id_function(lambda record: record // 2, 3)
     [0, 0, 1]
     """
+
+    def number(value: Any) -> Any:  # a tensor of one number as that number
+        return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
+
     try:
-        first, again = ([_number(person(record)) for record in range(records)] for _ in range(2))
+        first, again = ([number(person(record)) for record in range(records)] for _ in range(2))
         same = all(bool(a == b) for a, b in zip(first, again, strict=True))
     except Exception as error:  # what it says may name somebody
         raise DataError(
@@ -107,30 +95,25 @@ def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     return first
 
 
-def _number(value: Any) -> Any:
-    """A tensor of one number as that number."""
-    return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
-
-
 def kind_of(ids: Any) -> str:
     """What ids are: the same people have ids of the same kind wherever they are met.
 
     >>> kind_of([1, 2]), kind_of(["1", "2"])
     ('number', 'text')
     """
-    return _kind(next(iter(_values(ids))))
+    return "text" if isinstance(_cells(ids)[0], str) else "number"
 
 
 def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
-    The kind of the ids is part of it: 1 and "1" are different people here as everywhere. How a number or a time is
-    held is not: an id is the same in a list, an array or a column, and an instant in every time zone.
+    The kind of the ids is part of it: 1 and "1" are different people here as everywhere. How a number is held is
+    not: an id is the same in a list, an array or a column.
 
     >>> hashed_ids([1, 1], b"k" * 32) == hashed_ids([1.0, 1.0], b"k" * 32) != hashed_ids(["1"], b"k" * 32)
     True
     """
-    return {_hashed(value, key) for value in _values(ids)}
+    return {_hashed(value, key) for value in set(_cells(ids).tolist())}
 
 
 def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
@@ -141,18 +124,17 @@ def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
     (array([0, 1, 0]), True)
     """
     codes, _ = factorize_ids(ids)
-    cells = _cells(ids)
     firsts = np.unique(codes, return_index=True)[1]
-    values = cells[firsts] if cells.dtype.kind == "M" else cells[firsts].tolist()
-    return codes, [_hashed(value, key) for value in values]
+    return codes, [_hashed(value, key) for value in _cells(ids)[firsts].tolist()]
 
 
 def _hashed(value: Any, key: bytes) -> bytes:
-    return hmac.digest(key, f"{_kind(value)}\0{_written(value)}".encode(), "sha256")
+    said = f"text\0{_plain(value)}" if isinstance(value, str) else f"number\0{int(value)}"
+    return hmac.digest(key, said.encode(), "sha256")
 
 
 class SeenIds:
-    """Who has come already, as hashes under a key: one that lives as long as this does, unless it is given.
+    """Who has come already, as hashes under a key that lives as long as this does.
 
     >>> met = SeenIds()
     >>> met.add(met.newcomers(["ann", "bob"]))
@@ -161,10 +143,8 @@ class SeenIds:
     quietgrad.errors.DataError: person: a person of this batch was in an earlier one; each person may come once.
     """
 
-    TWICE = "person: a person of this batch was in an earlier one; each person may come once."
-
-    def __init__(self, key: bytes | None = None) -> None:
-        self._key, self._kind = fresh_key() if key is None else key, ""
+    def __init__(self) -> None:
+        self._key, self._kind = fresh_key(), ""
         self._known: set[bytes] = set()
 
     def newcomers(self, ids: Any) -> set[bytes]:
@@ -177,44 +157,12 @@ class SeenIds:
                 "recognised. Give ids of one kind."
             )
         if found & self._known:
-            raise DataError(self.TWICE)
+            raise DataError("person: a person of this batch was in an earlier one; each person may come once.")
         return found
 
     def add(self, newcomers: set[bytes]) -> None:
         """They have come: what was made of them is spent, whatever happens to it."""
         self._known |= newcomers
-
-
-def _values(ids: Any) -> set[Any]:
-    """Each id once; whole numbers as such, and times of arrays as they are."""
-    values = _cells(ids)
-    return set(values) if values.dtype.kind == "M" else set(values.tolist())  # as a list, nanoseconds are numbers
-
-
-def _cells(ids: Any) -> npt.NDArray[Any]:
-    array = _array(ids)
-    if array.ndim != 1:
-        raise DataError(_ONE_EACH)
-    values = _one_kind(array) if array.dtype.kind == "O" else array
-    return whole_numbers(values) if values.dtype.kind == "f" else values
-
-
-def _written(value: Any) -> str:
-    """Equal ids, however they are held, in the same letters; others in other ones."""
-    if isinstance(value, np.datetime64):
-        day = np.datetime_data(value.dtype)[0] in _DAYS
-        text = str(value.astype("M8[D]" if day else f"M8[{_at_most_seconds(value)}]"))
-    elif isinstance(value, datetime.datetime):  # a Timestamp of pandas tells nanoseconds as well
-        text = (value if value.tzinfo is None else value.astimezone(datetime.UTC)).isoformat()
-    else:
-        return str(int(value)) if isinstance(value, np.integer) else str(_plain(value))
-    time, plus, zone = text.partition("+")
-    return (time.rstrip("0").rstrip(".") if "." in time else time) + plus + zone
-
-
-def _at_most_seconds(value: np.datetime64) -> str:
-    unit = np.datetime_data(value.dtype)[0]
-    return "s" if unit in ("h", "m") else unit
 
 
 def _plain(value: Any) -> Any:
@@ -237,18 +185,8 @@ def is_plain_text(value: str | bytes) -> bool:
     return bool(_plain(value) == value)
 
 
-def _kind(value: Any) -> str:
-    if isinstance(value, np.datetime64):
-        return "day" if np.datetime_data(value.dtype)[0] in _DAYS else "time"
-    if isinstance(value, datetime.datetime):
-        return "time" if value.tzinfo is None else "instant"
-    known: tuple[tuple[Any, str], ...] = (
-        ((int, np.integer), "number"), (str, "text"), (bytes, "bytes"), (datetime.date, "day")
-    )  # fmt: skip
-    return next((name for kind, name in known if isinstance(value, kind)), "uuid")
-
-
-def _array(ids: Any) -> npt.NDArray[Any]:
+def _cells(ids: Any) -> npt.NDArray[Any]:
+    """The ids as one array: of whole numbers, or of texts or long numbers as objects, which numpy would cut."""
     if isinstance(ids, (str, bytes)) or callable(ids):
         raise DataError("person: must be one id per record here, not a name or a function.")
     if isinstance(ids, (set, frozenset, Mapping)):
@@ -257,39 +195,39 @@ def _array(ids: Any) -> npt.NDArray[Any]:
         raise DataError(MISSING)
     try:
         if hasattr(ids, "to_numpy"):  # a column of pandas or polars: its own missing values become objects or NaN
-            return np.asarray(ids.to_numpy())
-        if hasattr(ids, "cpu"):  # a tensor
-            return np.asarray(ids.cpu())
-        array = np.asarray(ids)
-        # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one that is missing
-        return array if isinstance(ids, np.ndarray) else np.asarray([*ids, None], dtype=object)[:-1]
+            array = np.asarray(ids.to_numpy())
+        elif hasattr(ids, "cpu"):  # a tensor
+            array = np.asarray(ids.cpu())
+        elif isinstance(ids, np.ndarray):
+            array = ids
+        else:  # numpy would make texts of mixed numbers and texts, and floats of whole numbers with one missing
+            array = np.asarray([*ids, None], dtype=object)[:-1]
     except (TypeError, ValueError):
         raise DataError(_ONE_EACH) from None
-
-
-def _one_kind(cells: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Objects of one kind: floats as an array of them; the others stay objects, whose length numpy would cut."""
-    kinds = {type(cell) for cell in cells}
-    if any(kind.__name__ in _NOTHING for kind in kinds):
-        raise DataError(MISSING)
-    if all(issubclass(kind, (float, np.floating)) for kind in kinds):
-        return cells.astype(np.float64)
-    if any(issubclass(kind, (float, np.floating)) for kind in kinds) and any(
-        isinstance(cell, (float, np.floating)) and cell != cell for cell in cells
-    ):
-        raise DataError(MISSING)
-    for kind in (str, bytes):
-        if all(issubclass(found, kind) for found in kinds):
-            if not all(len(cell) for cell in cells):
+    if array.ndim != 1:
+        raise DataError(_ONE_EACH)
+    if not len(array):
+        raise DataError("person: there are no ids.")
+    if array.dtype.kind == "U":
+        array = array.astype(object)
+    if array.dtype.kind == "O":
+        kinds = {type(cell) for cell in array}
+        if any(kind.__name__ in _NOTHING for kind in kinds) or any(cell != cell for cell in array):
+            raise DataError(MISSING)
+        if all(issubclass(kind, str) for kind in kinds):
+            if not all(array):
                 raise DataError(MISSING)
-            return cells
-    if any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
+            return array
+        if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
+            return array
+        if not all(issubclass(kind, (float, np.floating)) for kind in kinds):
+            raise DataError(KINDS)
+        array = array.astype(np.float64)
+    if array.dtype.kind == "f":
+        return whole_numbers(array)
+    if array.dtype.kind not in "iu":
         raise DataError(KINDS)
-    if all(issubclass(kind, (int, np.integer)) for kind in kinds):
-        return cells
-    if len(kinds) == 1 and issubclass(kinds.pop(), (datetime.date, uuid.UUID)):
-        return cells
-    raise DataError(KINDS)
+    return array
 
 
 def whole_numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -300,9 +238,3 @@ def whole_numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     if not (np.abs(array) < exact).all() or (array != np.floor(array)).any():
         raise DataError("person: ids are fractions or too large to be told apart. Give whole numbers or texts.")
     return array.astype(np.int64)
-
-
-def _numbered(cells: npt.NDArray[Any]) -> tuple[Codes, list[Any]]:
-    known: dict[Any, int] = {}
-    codes = np.fromiter((known.setdefault(cell, len(known)) for cell in cells), np.int64, len(cells))
-    return codes, list(known)

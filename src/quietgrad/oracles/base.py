@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Objective
-from quietgrad.objectives.queries.asked import Asked
+from quietgrad.objectives.base import Asked, Objective
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json

@@ -29,6 +29,7 @@ from quietgrad import settings
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import (
     LARGEST_CLIP,
+    Asked,
     GradientDifferenceQuery,
     GradientQuery,
     JointMomentumQuery,
@@ -36,7 +37,6 @@ from quietgrad.objectives.base import (
     RecursiveMomentumQuery,
     following_clip,
 )
-from quietgrad.objectives.queries.asked import Asked
 from quietgrad.oracles.base import (
     Estimate,
     EstimateError,

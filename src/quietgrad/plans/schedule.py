@@ -502,7 +502,7 @@ def plan(
 
     Args:
         n: the number of records, or of people if they are the ``unit``; a public constant, or what
-            :func:`~quietgrad.curators.counting.public_count` counted, whose price is then part of the plan's.
+            a curator counted, whose price is then part of the plan's.
         budget: the promise, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
         looks: releases made before the algorithm starts, such as labels or ranges found privately; they share

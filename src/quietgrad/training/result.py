@@ -252,9 +252,11 @@ def load(folder: str | Path) -> Result:
     if version != SCHEMA_VERSION:
         raise DataError(f"{path}: schema_version {version!r}; this version reads {SCHEMA_VERSION}.")
     with boundary(f"{path / 'result.json'}: not a result of this version."):
+        privacy = Privacy.from_json(data["privacy"])
+        problem = contradiction(privacy)
         return Result(
             params=params,
-            privacy=checked(Privacy.from_json(data["privacy"])),
+            privacy=privacy if problem is None else refuted(privacy, problem),
             algorithm=str(data["algorithm"]),
             config=dict(data["config"]),
             n_public=int(data["data"]["n_public"]),
@@ -280,20 +282,9 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
         notes = (*notes, the_plan.declared)
     if the_plan.budget is None or spent.event is None:
         return Privacy(
-            epsilon=None,
-            delta=None,
-            relation=None,
-            accountant=None,
-            noise_multiplier=0.0,
-            events=None,
-            releases=spent.releases,
-            sampling=sampling,
-            adversary=ADVERSARY,
-            account=account,
-            is_private=False,
-            notes=("not private", *notes),
-            unit=the_plan.unit,
-        )
+            None, None, None, None, 0.0, None, spent.releases, sampling, ADVERSARY, account, False,
+            ("not private", *notes), the_plan.unit,
+        )  # fmt: skip
     budget = the_plan.budget
     # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
     whole = session.epochs == 1 and (spent.event == the_plan.event or the_plan.schedule.composition == "filter")
@@ -363,12 +354,6 @@ def contradiction(privacy: Privacy) -> str | None:
     return None
 
 
-def checked(privacy: Privacy) -> Privacy:
-    """The statement, or what is left of it: not private, with the reason first among its notes."""
-    problem = contradiction(privacy)
-    return privacy if problem is None else refuted(privacy, problem)
-
-
 def refuted(privacy: Privacy, *problems: str) -> Privacy:
     """The statement with what refutes it."""
     notes = [f"{REFUTED}: {problem}" for problem in problems]
@@ -377,32 +362,32 @@ def refuted(privacy: Privacy, *problems: str) -> Privacy:
 
 def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     """What refutes a saved result: its own events, its schedule, the options of its run, its ledger."""
-    privacy = result.privacy
-    found = [note.removeprefix(f"{REFUTED}: ") for note in privacy.notes if note.startswith(REFUTED)]
+    privacy, stated = result.privacy, result.privacy.epsilon
+    found = [note.removeprefix(f"{REFUTED}: ") for note in privacy.refuted]
     if not found and (problem := contradiction(privacy)) is not None:
         found.append(problem)
-    found += _against_schedule(result)
-    words = PrivacyUnit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else PrivacyUnit.RECORD
-    if words is not privacy.unit:
-        found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
-    if privacy.epsilon is not None:
-        found += _against_options(privacy, folder)
-        found += _against_ledger(result, ledger)
-    return found
-
-
-def _against_schedule(result: Result) -> list[str]:
-    """Releases beyond what was planned, and a curve that ends elsewhere than the statement."""
-    found = []
+    # Releases beyond what was planned, and a curve that ends elsewhere than the statement.
     slots = {str(slot.get("name")): slot for slot in result.details.get("slots", ()) if isinstance(slot, Mapping)}
-    for name, made in result.privacy.releases.items():
+    for name, made in privacy.releases.items():
         if name in slots and made > slots[name].get("count", made):
             found.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
     curve = result.details.get("epsilon_curve") or ()
-    stated = result.privacy.epsilon
     if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + _SLACK) + 1e-9:
         found.append(f"its curve of ε goes beyond the stated {stated:.4g}")
-    return found
+    words = PrivacyUnit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else PrivacyUnit.RECORD
+    if words is not privacy.unit:
+        found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
+    if stated is None:
+        return found
+    found += _against_options(privacy, folder)
+    if ledger is None or not ledger.exists() or privacy.events is None:
+        return found
+    try:
+        held = list(Ledger(ledger).book().held.values())
+    except (LedgerError, DataError) as error:
+        return [*found, f"its ledger is cut or altered: {error}"]
+    said_by = "said_by" in result.details
+    return [*found, *unpaid(privacy, result.details.get("run"), held, ledger.name, of_a_party=said_by)]
 
 
 def _against_options(privacy: Privacy, folder: Path) -> list[str]:
@@ -423,19 +408,6 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
     if unit is not privacy.unit:
         found.append(f"a promise to a {unit} was asked for, one to a {privacy.unit} is stated")
     return found
-
-
-def _against_ledger(result: Result, file: Path | None) -> list[str]:
-    """The reservation that paid for the run must be for these releases, at this δ, under this relation."""
-    privacy = result.privacy
-    if file is None or not file.exists() or privacy.events is None:
-        return []
-    try:
-        held = list(Ledger(file).book().held.values())
-    except (LedgerError, DataError) as error:
-        return [f"its ledger is cut or altered: {error}"]
-    said_by = "said_by" in result.details
-    return unpaid(privacy, result.details.get("run"), held, file.name, of_a_party=said_by)
 
 
 def unpaid(
@@ -481,17 +453,15 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
         return Path(named)
     own = folder / "ledger.jsonl"
     # A copy of a folder may hold what a link led to, without the head that belongs to it: that is no ledger.
-    whole = own.is_symlink() or own.with_name(own.name + ".head").exists()
-    return own if own.exists() and whole else _project_of(folder) or folder / "no ledger"
-
-
-def _project_of(folder: Path) -> Path | None:
-    """The project's ledger, if the run in ``folder`` has an entry there."""
+    if own.exists() and (own.is_symlink() or own.with_name(own.name + ".head").exists()):
+        return own
     try:
         run = read_json(folder / "result.json")["details"]["run"]
-        return project_path() if project_path().exists() and project_ledger().find(str(run)) else None
+        if project_path().exists() and project_ledger().find(str(run)):
+            return project_path()
     except (OSError, ValueError, KeyError, TypeError, LedgerError):
-        return None
+        pass
+    return folder / "no ledger"
 
 
 def event_size(value: Any) -> int:

@@ -134,34 +134,6 @@ class CellSums:
 
 
 @dataclass(frozen=True, eq=False)
-class Correct:
-    """How many of the held-out records ``predict`` gets right: each counts 0 or 1, all others 0.
-
-    >>> records = Scoring().prepare((np.array([[0.0], [2.0], [3.0]]), np.array([0, 1, 0])))
-    >>> out = np.zeros(1)
-    >>> Correct(lambda X: (X[:, 0] > 1) * 1, np.array([0, 1, 2])).sum_into(Scoring(), Batch(records, None), out)
-    >>> out
-    array([2.])
-    """
-
-    predict: Callable[[Any], Any]
-    held_out: npt.NDArray[np.integer[Any]]
-    bound: float = 1.0
-
-    def dim(self, records: Any) -> int:
-        """One count."""
-        return 1
-
-    def sum_into(self, objective: Any, batch: Batch, out: npt.NDArray[np.float64]) -> None:
-        """out += the number of right answers."""
-        shared = rows_of(batch)
-        records = shared.records
-        if len(self.held_out):
-            right = self.predict(records.X[self.held_out]) == records.y[self.held_out]
-            out += float((right * shared.of(self.held_out)).sum())
-
-
-@dataclass(frozen=True, eq=False)
 class MeanScore:
     """Σ over the held-out records of what ``each(X, y)`` gives them, each cut to [0, 1]; all others count 0.
 
