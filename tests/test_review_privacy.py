@@ -28,10 +28,9 @@ from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squ
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.noise import NoiseStream, grid_step, l2_laplace_for, release_l2_laplace, sigma_for
-from quietgrad.privacy.project import project_ledger
 from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan, run
