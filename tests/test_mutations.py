@@ -327,206 +327,122 @@ class Mutation:
     sound: Callable[[], Findings]
 
 
+def switched(bug: str, layer: str, probe: Callable[[bool], Findings]) -> Mutation:
+    """A probe that takes whether it is broken."""
+    return Mutation(bug, layer, partial(probe, True), partial(probe, False))
+
+
+def replaced(bug: str, layer: str, probe: Callable[..., Findings], mutant: Any, sound: Any = None) -> Mutation:
+    """A probe of a curator or an objective, with a broken one in its place; ``sound`` if it has no default."""
+    return Mutation(bug, layer, partial(probe, mutant), probe if sound is None else partial(probe, sound))
+
+
+def session(bug: str, layer: str, probe: Callable[..., Findings], mutant: Any, sound: Any = None) -> Mutation:
+    """The same with a broken class of sessions."""
+    return replaced(bug, layer, probe, broken.Broken(mutant), sound)
+
+
+def each_mechanism(bug: str, layer: str, how: Any, scale: str = "") -> list[Mutation]:
+    """A broken source under every mechanism; where noise is added to sums, its scale may tell first."""
+    return [
+        Mutation(
+            f"{bug} ({m.kind})", scale if scale and m.kind in ("gaussian", "pure") else layer,
+            partial(source, how, m), partial(noise, mechanism=m),
+        )
+        for m in MECHANISMS
+    ]  # fmt: skip
+
+
+def intact(inner: Any) -> Any:
+    """A source of noise as it is."""
+    return inner
+
+
+def long_run(curator: CuratorFactory = central) -> Findings:
+    return audited(curator, runs=20_000)
+
+
+def fresh_records(*curator: Any) -> Findings:
+    return [probe_fresh_records(*curator)]
+
+
+def grid(*curator: Any) -> Findings:
+    return [probe_grid(*curator)]
+
+
+def one_slot(patched: bool) -> Findings:
+    return whitened(broken.Broken(source=broken.Quieter, only="second-moments") if patched else central)
+
+
+SCALE, LAW, FRESH, CHARGE, SAMPLING = (
+    "L0 noise scale", "L0 noise law", "L0 freshness", "L0 charge", "L0 sampling"
+)  # fmt: skip
 TABLE = [
-    Mutation("sensitivity off by 2", "L1", lambda: audited(broken.Broken(noise=0.5)), audited),
-    Mutation("noise × 0.5", "L0 noise scale", lambda: noise(broken.Broken(noise=0.5)), noise),
-    Mutation("noise × 0.9", "L0 noise scale", lambda: noise(broken.Broken(noise=0.9)), noise),
-    Mutation(
-        "noise × 0.9 in a run",
-        "L1",
-        lambda: audited(broken.Broken(noise=0.9), runs=20_000),
-        lambda: audited(runs=20_000),
+    replaced("sensitivity off by 2", "L1", audited, broken.Broken(noise=0.5)),
+    replaced("noise × 0.5", SCALE, noise, broken.Broken(noise=0.5)),
+    replaced("noise × 0.9", SCALE, noise, broken.Broken(noise=0.9)),
+    replaced("noise × 0.9 in a run", "L1", long_run, broken.Broken(noise=0.9)),
+    session("noise before clipping", SCALE, noise, broken.NoiseThenClip),
+    replaced("clips apart", "L1", alternating, broken.SeparateClips, CanaryObjective),
+    replaced(
+        "clips apart in a kernel", "L0 sensitivity", momentum_kernel, broken.SeparatelyClippedLogistic(), Logistic()
     ),
-    Mutation("noise before clipping", "L0 noise scale", lambda: noise(broken.Broken(broken.NoiseThenClip)), noise),
-    Mutation(
-        "clips apart",
-        "L1",
-        lambda: alternating(broken.SeparateClips),
-        lambda: alternating(CanaryObjective),
-    ),
-    Mutation(
-        "clips apart in a kernel",
-        "L0 sensitivity",
-        lambda: momentum_kernel(broken.SeparatelyClippedLogistic()),
-        lambda: momentum_kernel(Logistic()),
-    ),
-    Mutation(
-        "mean over the realised batch",
-        "L1",
-        lambda: realised(broken.Broken(broken.MeanOfRealisedBatch)),
-        lambda: realised(central),
-    ),
-    Mutation("skipped empty batch", "L0 noise scale", lambda: noise(broken.Broken(broken.SkipsEmptyBatch)), noise),
-    Mutation("same seed in all parties", "L0 noise scale", lambda: same_seed(True), lambda: same_seed(False)),
-    Mutation("reused mask stream", "L0 freshness", lambda: reused_masks(True), lambda: reused_masks(False)),
-    Mutation("reused noise", "L0 freshness", lambda: source(broken.SameNoise), noise),
-    Mutation(
-        "Poisson accounting of shuffled batches",
-        "L2",
-        lambda: shuffled(broken.ShufflingCurator),
-        lambda: shuffled(central),
-    ),
-    Mutation("WD-DP as printed", "L0 noise scale", lambda: averaged_noise(8), lambda: averaged_noise(1)),
-    Mutation(
-        "swapped C1 and C2",
-        "L0 sensitivity",
-        lambda: tight_bound(broken.SwappedClips),
-        lambda: tight_bound(RecursiveMomentumQuery),
-    ),
-    Mutation("forgotten step 0", "L1", lambda: forgotten(True), lambda: forgotten(False)),
-    Mutation("ledger charged after release", "L0 ledger", lambda: charged(True), lambda: charged(False)),
-    Mutation(
-        "fresh record used twice",
-        "L0 reuse",
-        lambda: [probe_fresh_records(broken.Broken(broken.TakesRecordsAgain))],
-        lambda: [probe_fresh_records()],
-    ),
-    Mutation("spare round not charged", "L0 charge", lambda: lost_rounds(True), lambda: lost_rounds(False)),
-    Mutation(
-        "float noise off the grid",
-        "L0 grid",
-        lambda: [probe_grid(broken.Broken(broken.FloatNoise))],
-        lambda: [probe_grid()],
-    ),
-    *(
-        Mutation(
-            f"no noise at every 7th release ({m.kind})",
-            "L0 noise scale" if m.kind in ("gaussian", "pure") else "L0 noise law",
-            lambda m=m: source(broken.SilentEverySeventh, m),  # type: ignore[misc]
-            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
-        )
-        for m in MECHANISMS
-    ),
-    *(
-        Mutation(
-            f"noise used twice from release 32 ({m.kind})",
-            "L0 freshness",
-            lambda m=m: source(broken.TwiceFromThirtyTwo, m),  # type: ignore[misc]
-            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
-        )
-        for m in MECHANISMS
-    ),
-    *(
-        Mutation(
-            f"a tenth of the noise ({m.kind})",
-            "L0 noise law",
-            lambda m=m: source(broken.Quieter, m),  # type: ignore[misc]
-            lambda m=m: noise(mechanism=m),  # type: ignore[misc]
-        )
-        for m in MECHANISMS
-    ),
-    Mutation("correlated noise for one turn", "L0 noise scale", lambda: one_turn(True), lambda: one_turn(False)),
-    Mutation("noise of another law", "L0 noise law", lambda: source(broken.UniformNoise), noise),
+    session("mean over the realised batch", "L1", realised, broken.MeanOfRealisedBatch, central),
+    session("skipped empty batch", SCALE, noise, broken.SkipsEmptyBatch),
+    switched("same seed in all parties", SCALE, same_seed),
+    switched("reused mask stream", FRESH, reused_masks),
+    Mutation("reused noise", FRESH, lambda: source(broken.SameNoise), noise),
+    replaced("Poisson accounting of shuffled batches", "L2", shuffled, broken.ShufflingCurator, central),
+    replaced("WD-DP as printed", SCALE, averaged_noise, 8, 1),
+    replaced("swapped C1 and C2", "L0 sensitivity", tight_bound, broken.SwappedClips, RecursiveMomentumQuery),
+    switched("forgotten step 0", "L1", forgotten),
+    switched("ledger charged after release", "L0 ledger", charged),
+    session("fresh record used twice", "L0 reuse", fresh_records, broken.TakesRecordsAgain),
+    switched("spare round not charged", CHARGE, lost_rounds),
+    session("float noise off the grid", "L0 grid", grid, broken.FloatNoise),
+    *each_mechanism("no noise at every 7th release", LAW, broken.SilentEverySeventh, SCALE),
+    *each_mechanism("noise used twice from release 32", FRESH, broken.TwiceFromThirtyTwo),
+    *each_mechanism("a tenth of the noise", LAW, broken.Quieter),
+    switched("correlated noise for one turn", SCALE, one_turn),
+    Mutation("noise of another law", LAW, lambda: source(broken.UniformNoise), noise),
     Mutation("one number for all coordinates", "L0 coordinates", lambda: source(broken.OneNumberForAll), noise),
-    Mutation("noise on half the coordinates", "L0 noise scale", lambda: source(broken.HalfTheCoordinates), noise),
-    Mutation(
-        "noise begun anew after a resume",
-        "L0 freshness",
-        lambda: noise(broken.Broken(broken.BeginsNoiseAnew)),
-        noise,
-    ),
+    Mutation("noise on half the coordinates", SCALE, lambda: source(broken.HalfTheCoordinates), noise),
+    session("noise begun anew after a resume", FRESH, noise, broken.BeginsNoiseAnew),
     *(
         Mutation(
-            f"k − 1 of k releases charged ({m.kind})",
-            "L0 charge",
-            lambda m=m: probe_charges(broken.Broken(broken.ChargesOneLess).charging, [m]),  # type: ignore[misc]
-            lambda m=m: probe_charges(broken.Broken().charging, [m]),  # type: ignore[misc]
+            f"k − 1 of k releases charged ({m.kind})", CHARGE,
+            partial(probe_charges, broken.Broken(broken.ChargesOneLess).charging, [m]),
+            partial(probe_charges, broken.Broken().charging, [m]),
         )
         for m in MECHANISMS
     ),
-    Mutation(
-        "a party's noise on half the coordinates",
-        "L0 noise scale",
-        lambda: party(broken.HalfTheCoordinates),
-        lambda: party(None),
-    ),
-    Mutation(
-        "a party's share on half the coordinates", "L0 noise scale", lambda: shares(True), lambda: shares(False)
-    ),
-    Mutation(
-        "a party's noise used twice", "L0 freshness", lambda: party(broken.TwiceFromThirtyTwo), lambda: party(None)
-    ),
-    Mutation(
-        "a coordinator's noise dropped at every 7th round",
-        "L0 noise scale",
-        lambda: coordinator(broken.SilentEverySeventh),
-        lambda: coordinator(None),
-    ),
-    Mutation(
-        "a coordinator's choice without noise at every 7th round",
-        "L0 noise law",
-        lambda: coordinator(broken.SilentEverySeventh),
-        lambda: coordinator(None),
-    ),
-    Mutation(
-        "a party charges less than it answers",
-        "L0 charge",
-        lambda: party_charge(True),
-        lambda: party_charge(False),
-    ),
-    Mutation(
-        "a random round that is always the last",
-        "L0 rounds",
-        lambda: rounds(broken.Broken(broken.AlwaysTheLastRound)),
-        lambda: rounds(central),
-    ),
-    Mutation(
-        "a tenth of the noise in one slot",
-        "L0 noise scale",
-        lambda: whitened(broken.Broken(source=broken.Quieter, only="second-moments")),
-        lambda: whitened(central),
-    ),
-    Mutation(
-        "the same, from transcripts alone",
-        "L1",
-        lambda: whitened(broken.Broken(source=broken.Quieter, only="second-moments")),
-        lambda: whitened(central),
-    ),
-    Mutation(
-        "moments of rows that were not shortened", "L0 sensitivity", lambda: moments(True), lambda: moments(False)
-    ),
-    Mutation(
-        "one sample for all releases",
-        "L0 sampling",
-        lambda: probe_samples(broken.Broken(broken.SamplesOnce)),
-        probe_samples,
-    ),
-    Mutation(
-        "samples larger than planned",
-        "L0 sampling",
-        lambda: probe_samples(broken.Broken(broken.SamplesMore)),
-        probe_samples,
-    ),
+    replaced("a party's noise on half the coordinates", SCALE, party, broken.HalfTheCoordinates, intact),
+    switched("a party's share on half the coordinates", SCALE, shares),
+    replaced("a party's noise used twice", FRESH, party, broken.TwiceFromThirtyTwo, intact),
     *(
-        Mutation(name, "L0 sampling", partial(probe_samples, broken.Broken(mutant)), probe_samples)
-        for name, mutant in (
-            ("the same steps in every epoch", broken.AllocatesOnce),
-            ("steps by place", broken.AllocatesByPlace),
-            ("a record in two steps of an epoch", broken.AllocatesTwice),
+        replaced(bug, layer, coordinator, broken.SilentEverySeventh, intact)
+        for bug, layer in (
+            ("a coordinator's noise dropped at every 7th round", SCALE),
+            ("a coordinator's choice without noise at every 7th round", LAW),
         )
     ),
-    Mutation("blocks of noise that begin again", "L0 freshness", lambda: blocks(True), lambda: blocks(False)),
-    Mutation("one stream for all slots", "L0 freshness", lambda: streams(True), lambda: streams(False)),
-    Mutation("one key for all sessions", "L0 freshness", lambda: sessions(True), lambda: sessions(False)),
-    Mutation(
-        "clipped in the maximum norm",
-        "L0 clip",
-        lambda: clipped(broken.InfinityClipped()),
-        lambda: clipped(Logistic()),
-    ),
-    Mutation(
-        "replay with another query",
-        "L0 freshness",
-        lambda: probe_replay(broken.Broken(broken.ReplaysByName)),
-        lambda: probe_replay(broken.Broken()),
-    ),
-    Mutation(
-        "replay with another query, not charged",
-        "L0 charge",
-        lambda: probe_replay(broken.Broken(broken.ReplaysByName)),
-        lambda: probe_replay(broken.Broken()),
-    ),
-]
+    switched("a party charges less than it answers", CHARGE, party_charge),
+    session("a random round that is always the last", "L0 rounds", rounds, broken.AlwaysTheLastRound, central),
+    switched("a tenth of the noise in one slot", SCALE, one_slot),
+    switched("the same, from transcripts alone", "L1", one_slot),
+    switched("moments of rows that were not shortened", "L0 sensitivity", moments),
+    session("one sample for all releases", SAMPLING, probe_samples, broken.SamplesOnce),
+    session("samples larger than planned", SAMPLING, probe_samples, broken.SamplesMore),
+    session("the same steps in every epoch", SAMPLING, probe_samples, broken.AllocatesOnce),
+    session("steps by place", SAMPLING, probe_samples, broken.AllocatesByPlace),
+    session("a record in two steps of an epoch", SAMPLING, probe_samples, broken.AllocatesTwice),
+    switched("blocks of noise that begin again", FRESH, blocks),
+    switched("one stream for all slots", FRESH, streams),
+    switched("one key for all sessions", FRESH, sessions),
+    replaced("clipped in the maximum norm", "L0 clip", clipped, broken.InfinityClipped(), Logistic()),
+    session("replay with another query", FRESH, probe_replay, broken.ReplaysByName, broken.Broken()),
+    session("replay with another query, not charged", CHARGE, probe_replay, broken.ReplaysByName, broken.Broken()),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.bug)
