@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.privacy.rng import fresh_key
 
 Codes = npt.NDArray[np.int64]
 
@@ -131,38 +130,6 @@ def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
 def _hashed(value: Any, key: bytes) -> bytes:
     said = f"text\0{_plain(value)}" if isinstance(value, str) else f"number\0{int(value)}"
     return hmac.digest(key, said.encode(), "sha256")
-
-
-class SeenIds:
-    """Who has come already, as hashes under a key that lives as long as this does.
-
-    >>> met = SeenIds()
-    >>> met.add(met.newcomers(["ann", "bob"]))
-    >>> met.newcomers(["cleo", "bob"])
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: person: a person of this batch was in an earlier one; each person may come once.
-    """
-
-    def __init__(self) -> None:
-        self._key, self._kind = fresh_key(), ""
-        self._known: set[bytes] = set()
-
-    def newcomers(self, ids: Any) -> set[bytes]:
-        """The people of a batch, if none of them has come before."""
-        found, kind = hashed_ids(ids, self._key), kind_of(ids)
-        self._kind = self._kind or kind
-        if kind != self._kind:
-            raise DataError(
-                "person: ids are of another kind than those before, so a returning person would not be "
-                "recognised. Give ids of one kind."
-            )
-        if found & self._known:
-            raise DataError("person: a person of this batch was in an earlier one; each person may come once.")
-        return found
-
-    def add(self, newcomers: set[bytes]) -> None:
-        """They have come: what was made of them is spent, whatever happens to it."""
-        self._known |= newcomers
 
 
 def _plain(value: Any) -> Any:
