@@ -236,6 +236,26 @@ class Crash(BaseException):
     """A process that dies: no ``except OSError`` sees it."""
 
 
+def test_deaths_before_the_first_head_leave_a_ledger_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: killed between line and head twice in a row, a young ledger had two lines and no head for ever."""
+    ledger = Ledger(tmp_path / "young.jsonl")
+
+    def dies(*args: Any, **more: Any) -> None:
+        raise Crash
+
+    for _ in range(3):
+        with monkeypatch.context() as patched:
+            patched.setattr("quietgrad.privacy.chain.write_atomically", dies)
+            with pytest.raises(Crash):
+                reserve(Ledger(ledger.path))
+    assert ledger.verify().ok
+    paid = reserve(ledger)
+    assert Ledger(ledger.path).verify().ok
+    assert paid in Ledger(ledger.path).book().held
+
+
 def interrupt(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> Callable[[], int]:
     """Make the ``call``-th system call that changes a file raise; a write leaves half of its bytes behind."""
     seen = 0

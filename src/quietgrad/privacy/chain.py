@@ -223,11 +223,16 @@ class Writer:
 
     def __init__(self, chain: Chain, fd: int, reading: ChainContents) -> None:
         self._chain, self._fd, self.entries = chain, fd, reading.entries
-        if reading.torn:
-            try:
+        try:
+            if reading.torn:
                 os.ftruncate(fd, os.fstat(fd).st_size - len(reading.torn))
-            except OSError as error:
-                raise self._failed(error) from None
+            if len(self.entries) == 1:
+                # Whoever opened the ledger may have died before its head, and its name, were on the disk. Without a
+                # head a second line is refused.
+                self._write_head(self.entries[0])
+                sync_folder(chain.path.parent)
+        except OSError as error:
+            raise self._failed(error) from None
         if not self.entries:
             self.append("open", {"format": FORMAT, "version": 1, "id": os.urandom(8).hex()})
         if reading.torn:
@@ -244,9 +249,7 @@ class Writer:
         try:
             _write_all(self._fd, canonical(vars(entry)) + b"\n")
             os.fsync(self._fd)
-            # The head is replaced in one step. One that is a line behind after a crash is still a true head.
-            head = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
-            write_atomically(self._chain.head, head, sync_name=False)
+            self._write_head(entry)
             if entry.seq == 1:
                 sync_folder(self._chain.path.parent)
         except OSError as error:
@@ -260,6 +263,11 @@ class Writer:
         self.entries = (*self.entries, entry)
         self._chain._seen = ((entry.seq, *_signature(self._fd)), ChainContents(self.entries))
         return entry
+
+    def _write_head(self, entry: ChainEntry) -> None:
+        """Replace the head in one step. A head that is a line behind after a crash is still a true head."""
+        head = canonical({"seq": entry.seq, "hash": entry.hash}) + b"\n"
+        write_atomically(self._chain.head, head, sync_name=False)
 
     def _failed(self, error: OSError) -> LedgerError:
         return LedgerError(
