@@ -278,6 +278,10 @@ def test_the_innovations_are_white_and_the_releases_are_not(k: int, b: int) -> N
     mechanism = BufferedToeplitzNoise.made(T_LAW, k, b)
     released = heard(mechanism)
     assert white(innovations(mechanism, released))
+    probe = mechanism.probe(2.0, 0.5, ADD)  # what an audit makes of the same releases
+    rng = np.random.default_rng(0)
+    listened = np.stack([probe.normals(release, number, rng) for number, release in enumerate(released)])
+    np.testing.assert_allclose(listened, innovations(mechanism, released), rtol=1e-6, atol=1e-6)
     raw = released / (2.0 * 0.5 * mechanism.sensitivity())
     inverse = np.linalg.inv(matrix(mechanism))
     claimed = inverse @ inverse.T
@@ -579,6 +583,7 @@ def test_json_round_trip_and_hostile_coefficients() -> None:
     wire = json.loads(json.dumps(mechanism.to_json()))
     assert from_json(wire) == mechanism
     assert "sensitivity" not in wire  # whoever reads a plan computes it
+    assert all("one Gaussian release" in words for words in (mechanism.describe(2.0), mechanism.stated(2.0)))
     bad = (
         {"alpha": [0.0, *wire["alpha"][1:]]},
         {"alpha": [0.9, 0.9, 0.1, 0.1]},

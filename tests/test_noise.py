@@ -203,6 +203,11 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
         call()
 
 
+def test_a_list_is_not_a_sum() -> None:
+    with pytest.raises(TypeError, match="total is a list"):
+        add_discretized_gaussian([0.0], np.zeros(1), 1.0, grid_step(1.0))
+
+
 @pytest.mark.parametrize("dim", [1, 3, 200])
 def test_l2_laplace_norm_passes_and_wrong_scales_fail(dim: int) -> None:
     scale = 0.7
