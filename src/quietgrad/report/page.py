@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -16,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
 from quietgrad.charts import Bars, Chart, Intervals, Lines, Series
-from quietgrad.errors import DataError, QuietgradError
+from quietgrad.errors import boundary
 from quietgrad.files import write_atomically
 from quietgrad.report.certificate import (
     NOT_COVERED,
@@ -40,6 +39,7 @@ _METRICS = {
     "gradient_norm": "gradient norm",
 }
 WITH_NOISE = "with noise"
+_NOT_SHOWN = "the result holds something that cannot be shown."
 _MOST_COEFFICIENTS = 20
 _MOST_ITEMS = 8  # of a setting that is a list
 
@@ -106,25 +106,15 @@ def write_report(
     return target
 
 
-@contextmanager
-def _shown_or_refused(what: str) -> Iterator[None]:
-    """A result whose parts are of another kind than they should be is refused, whatever trips over it."""
-    try:
-        yield
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        if isinstance(error, QuietgradError):
-            raise
-        raise DataError(
-            f"{what}: the result holds something that cannot be shown ({type(error).__name__})."
-        ) from None
-
-
 def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[ReportedRun]:
     """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
+    found = [(folder, load(folder)) for folder in folders]
+    names = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in found]
     runs = []
-    for k, (name, folder, result) in enumerate(_named(folders)):
+    for k, (folder, result) in enumerate(found):
+        name = names[k] if names.count(names[k]) == 1 else f"{names[k]} ({folder.name})"
         ledger = ledger_of(folder, paid)
-        with _shown_or_refused(str(folder)):
+        with boundary(f"{folder}: {_NOT_SHOWN}"):
             problems = problems_of(result, folder, ledger)
             if problems:
                 result = replace(result, privacy=refuted(result.privacy, *problems))
@@ -148,7 +138,7 @@ def page_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(plain=_plain, power=_power, clauses=_clauses)
+    environment.filters.update(plain=_plain, clauses=_clauses)
     environment.filters["odds"] = lambda epsilon: math.exp(min(epsilon, 700.0))
     return environment
 
@@ -157,7 +147,7 @@ def render(folders: Sequence[Path], runs: Sequence[ReportedRun] | None = None) -
     """The page about the runs in ``folders`` as text."""
     runs = read_runs(folders) if runs is None else runs
     page = page_environment().get_template("page.html.j2")
-    with _shown_or_refused(", ".join(str(folder) for folder in folders)):
+    with boundary(f"{', '.join(map(str, folders))}: {_NOT_SHOWN}"):
         scores = [metric for run in runs for metric in run.metrics]
         better = [metric for metric in scores if metric[2] != "private records"]  # worth a column, if there are any
         return page.render(
@@ -183,16 +173,6 @@ def _clauses(text: str) -> list[str]:
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
 
 
-def _named(folders: Sequence[Path]) -> list[tuple[str, Path, Result]]:
-    """Each folder with a name that tells it from the others."""
-    results = [(folder, load(folder)) for folder in folders]
-    plain = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in results]
-    return [
-        (text if plain.count(text) == 1 else f"{text} ({folder.name})", folder, result)
-        for text, (folder, result) in zip(plain, results, strict=True)
-    ]
-
-
 def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
     """Each chart that has something to show, and its caption."""
     spent = [
@@ -204,6 +184,8 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
         for run in runs
     ]
     (spent, releases), (norms, steps) = _on_one_axis(spent, "releases"), _on_one_axis(norms, "steps")
+    totals = {run.certificate.account.account: run.certificate.account for run in runs if run.certificate.account}
+    accounts = [(name, total.epsilon, total.cap) for name, total in totals.items() if total.epsilon is not None]
     candidates: list[tuple[Chart, str]] = [
         (
             Lines("Privacy spent", spent, releases, "ε", zero=True),
@@ -213,45 +195,27 @@ def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
             Lines("Size of the gradient estimate", norms, steps, "norm of the estimate", log_y=True),
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
-        (_accounts_chart(runs), "ε that all runs of an account have spent, and its cap if it has one."),
+        (Bars("Budget of the account", accounts, "ε"), "ε that all runs of an account have spent, and its cap."),
         _coefficients(runs),
     ]
     return [(chart, caption) for chart, caption in candidates if chart.svg()]
 
 
-def _accounts_chart(runs: Sequence[ReportedRun]) -> Bars:
-    totals = {run.certificate.account.account: run.certificate.account for run in runs if run.certificate.account}
-    rows = [(name, total.epsilon, total.cap) for name, total in totals.items() if total.epsilon is not None]
-    return Bars("Budget of the account", rows, "ε")
-
-
 def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
-    """The coefficients of one linear model; with intervals, those farthest from zero for their error first."""
-    title, label = "Coefficients", "coefficient"
-    nothing = Intervals(title, (), label), ""
+    """The coefficients of one linear model with standard errors, farthest from zero for their error first."""
     result = runs[0].result
-    facts = result.details.get("model", {})
-    covariance = result.details.get("coefficient_covariance")
-    features = facts.get("features") or (None if covariance is None else len(result.params))
-    if len(runs) != 1 or features is None or len(result.params) not in (features, features + 1):
-        return nothing
-    if result.details.get("target_range") is not None:
-        return nothing  # they are of scaled targets
-    names = [*(facts.get("feature_names") or [f"x{k}" for k in range(features)]), "(intercept)"]
-    values = [(str(name), float(value)) for name, value in zip(names, result.params, strict=False)]
-    if covariance is None:
-        largest = sorted(values, key=lambda row: -abs(row[1]))[:_MOST_COEFFICIENTS]
-        rows = [(name, value, value, value) for name, value in largest]
-        caption = "The largest, each per unit of its feature; no standard errors were bought."
-        return Intervals(title, rows, label), caption
+    covariance = result.details.get("coefficient_covariance") or ()
     variances = [float(row[k]) for k, row in enumerate(covariance)]
-    if len(variances) != len(values) or any(not variance > 0.0 for variance in variances):
-        return nothing
-    errors = {name: math.sqrt(variance) for (name, _), variance in zip(values, variances, strict=True)}
-    values.sort(key=lambda row: -abs(row[1]) / errors[row[0]])
-    rows = [(n, v, v - 1.96 * errors[n], v + 1.96 * errors[n]) for n, v in values[:_MOST_COEFFICIENTS]]
+    features = result.details.get("model", {}).get("feature_names") or [f"x{k}" for k in range(len(variances))]
+    rows = []
+    # Coefficients of scaled targets mean nothing to a reader.
+    if len(runs) == 1 and len(variances) == len(result.params) and result.details.get("target_range") is None:
+        names = [*features, "(intercept)"][: len(variances)]
+        values = zip(names, map(float, result.params), map(math.sqrt, variances), strict=True)
+        ranked = sorted(values, key=lambda row: -abs(row[1]) / row[2])[:_MOST_COEFFICIENTS]
+        rows = [(str(name), value, value - 1.96 * error, value + 1.96 * error) for name, value, error in ranked]
     caption = "95 % intervals that cover sampling and privacy noise; the largest of them."
-    return Intervals(title, rows, label), caption
+    return Intervals("Coefficients", rows, "coefficient"), caption
 
 
 def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
@@ -262,21 +226,6 @@ def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
         return series, unit
     shared = [Series(line.name, [(100.0 * x / line.points[-1][0], y) for x, y in line.points]) for line in series]
     return shared, f"% of the run's {unit}"
-
-
-def _power(value: float | None) -> str:
-    """A small number as people write it.
-
-    >>> _power(1e-5), _power(2.5e-7), _power(0.01), _power(None)
-    ('10⁻⁵', '2.5·10⁻⁷', '0.01', '–')
-    """
-    if value is None:
-        return "–"
-    if value >= 1e-3:
-        return f"{value:g}"
-    factor, exponent = f"{value:.3e}".split("e")
-    raised = "⁻" + str(-int(exponent)).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return f"10{raised}" if float(factor) == 1.0 else f"{float(factor):g}·10{raised}"
 
 
 def _plain(value: Any) -> str:
