@@ -24,6 +24,7 @@ from quietgrad.algorithms.range_estimation import Ranges, Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
+from quietgrad.audit.confidence_bounds import dprime_found, dprime_lower
 from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile, learned
 from quietgrad.audit.federated import attack_shared_person, audit_federations, kept_once, priced
 from quietgrad.audit.noise_checks import (
@@ -36,7 +37,7 @@ from quietgrad.audit.noise_checks import (
     probe_slots,
 )
 from quietgrad.audit.replicas import Game
-from quietgrad.audit.report import AuditFinding, AuditReport, judged
+from quietgrad.audit.report import AuditFinding, AuditReport, Verdict, judged
 from quietgrad.audit.running import run
 from quietgrad.audit.single_run import judge_guesses
 from quietgrad.curators.central import CentralCurator
@@ -49,6 +50,7 @@ from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrou
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet, Tabulation
 from quietgrad.plans.counting import PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
+from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.rng import SecureStream, fresh_key
@@ -241,15 +243,22 @@ def _search(runs: int) -> Iterator[AuditReport]:
     shares = np.array([*((1 - 1 / mean) ** (edges - 1) / mean), (1 - 1 / mean) ** 39])
     chance = categories(seen.astype(np.float64), 4000 * shares)
     findings.append(judged("L0 rounds", "the law of K", "p", 1e-7, chance, ok=chance >= 1e-7))
-    best = []
+    best, first = [], []
     for pull in (1.0, -1.0):  # a record moves every score as far as it may
         session = CentralCurator(EmptyObjective(), AnonymousRecords(plan.n_public, 1), account="audit").open(plan)
         query, found = ConstantQuery(1, 1.0, pull), []
         for number in range(runs):
             rounds = _rounds(mean, session.uniform(f"rounds/{number}"))
-            found.append(max(float(session.release("round", query)[0]) for _ in range(rounds)))
-        best.append(np.array(found))
-    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", _ALPHA))
+            found.append([float(session.release("round", query)[0]) for _ in range(rounds)])
+        best.append(np.array([max(scores) for scores in found]))
+        first.append(np.array([scores[0] for scores in found]))
+    findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", _ALPHA / 2))
+    # A round is priced as one Gaussian release, and the theorem about their number does the rest.
+    mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
+    low = dprime_lower(first[0], first[1], _ALPHA / 2)[1]
+    shows = dprime_found(mu, 2.0 * mu, runs, _ALPHA / 2)
+    verdict: Verdict = "violation" if low > mu else "pass" if shows else "vacuous"
+    findings.append(AuditFinding("L1", "one round's score", "μ", mu, low, verdict))
     yield AuditReport.of("private-search", plan, findings, runs=runs, started=started)
 
 
