@@ -23,7 +23,6 @@ from quietgrad.federation.wire import Message, decode, encode, pack, template, u
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
-from quietgrad.privacy.budget import Relation
 
 N = 40
 SLACK = 1e-9
@@ -36,7 +35,6 @@ ALGORITHMS: dict[str, Any] = {
     "dp-adam": qg.DPAdam(steps=10**6, batch_size=N),
     "dp-disk": qg.DPDiSK(steps=10**6, batch_size=N, learning_rate=0.1),
     "dp-gd": qg.DPGD(steps=10**6),
-    "dp-agd": qg.DPAGD(max_steps=10**6, grid=4),
     "stagewise": qg.StagewiseDPSGD(stages=2, first_steps=10**6, batch_size=N),
     "rrpsgd": qg.RRPSGD(steps=10**5, batch_size=N),
     "bassily-sgd": qg.BassilySGD(steps=10**6, batch_size=N),
@@ -134,11 +132,7 @@ class Interrogation:
         setting = _Setting(self._objective, self.plan)
         assert declared(chosen, self._objective, self.plan, initial)[1] == self.plan.dims
         slots = {slot.name for slot in self.plan.schedule.slots}
-        self._asks = [
-            (slot, *template(each, Relation.ADD_REMOVE))
-            for slot, each in chosen.asks(initial, setting)
-            if slot in slots
-        ]
+        self._asks = [(slot, *template(each)) for slot, each in chosen.asks(initial, setting) if slot in slots]
         self._parties = [self._party(self._record(), outputs) for _ in range(2)]
         self._t = 0
         self._draws = dict.fromkeys(slots, 0)
@@ -168,8 +162,7 @@ class Interrogation:
         if rng.random() < 0.03:
             arrays[f"q{rng.integers(4)}"] = absurd(rng, (int(rng.integers(1, 9)),))
         fields = spoiled(rng, fields, allowed)
-        rho = 1.0 if self.plan.schedule.composition == "filter" else None
-        words = {"run": "r", "round": self._t, "slot": slot, "draw": self._draws[slot], "rho": rho, "query": fields}
+        words = {"run": "r", "round": self._t, "slot": slot, "draw": self._draws[slot], "query": fields}
         question = encode(Message("ask", words, arrays))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -29,7 +29,7 @@ objective = qg.objectives.Logistic(); data = (X, y); budget = qg.Budget(1.0, 1e-
 PARTIES = """
 from quietgrad.federation import Party, simulate
 X1, y1, X2, y2, X3, y3 = X[:1000], y[:1000], X[1000:2000], y[1000:2000], X[2000:], y[2000:]
-size = 3 if "cohort=" not in BLOCK else 120
+size = 3
 parties = [Party(X[k::size], y[k::size]) for k in range(size)]
 days = [(X[:200], y[:200])] * 36
 """
@@ -141,7 +141,6 @@ PAGES = {
 SKETCHES = (
     "class Transport(Protocol):",  # what a transport must have; tests/test_federation_processes.py has two
     "FederatedCurator(objective, transport",  # needs a network; tests/test_federate_network.py has one
-    "cohort=100",  # more than a hundred parties; tests/test_federation_cohorts.py has cohorts
     'qd.load("people.csv"',  # a file of the reader's; tests/test_data_readers.py reads such files
     "for mechanism in MECHANISMS:",  # exact probes of every mechanism; tests/test_audit.py makes them
     "DPTrainer(",  # needs transformers; tests/test_torch_hugging_face.py trains with it

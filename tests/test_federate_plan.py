@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 import socket
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan, read_plan
-from quietgrad.federation.provisioning import Credentials, provision, request
+from quietgrad.federation.provisioning import Credentials, asker, provision, request
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.privacy.ledger import Ledger
 from tests.talk import approval, toml_plan
@@ -46,31 +45,20 @@ def test_same_plan_from_another_spelling_has_the_same_digest_and_another_plan_ha
         assert other.plan.digest != file.plan.digest
 
 
-def test_noise_is_rounded_up_so_that_machines_agree() -> None:
-    z = parse_plan(TEXT).plan.noise_multiplier
-    assert float(f"{z:.4g}") == z
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("steps = 20", "stepz = 20", "no setting 'stepz'"),
-        ("steps = 20", 'steps = "many"', "steps"),
         ('name = "dp-gd"', 'name = "dp-gb"', "must be one of"),
-        ('name = "logistic"', 'name = "logit"', "must be logistic"),
         ("features = 30", "", "needs 'features'"),
         ("epsilon = 1.0", "epsilon = -1.0", "epsilon=-1.0"),
-        ("epsilon = 1.0", "epsilon = true", "type float"),
         ('"127.0.0.1:7443"', '"127.0.0.1"', "HOST:PORT"),
         ('name = "hospital-1"', 'name = "Hospital 1"', "small letters"),
         ('name = "hospital-1"', 'name = "coordinator"', "names are taken"),
-        ('name = "hospital-1"', 'name = "hospital-2"', "different names"),
-        ("records = 150", "", "needs 'records'"),
         ("records = 150", "records = 150\nweight = 1.0", "every party a weight"),
         ('secure = "masks"', "", "exactly when trust"),
         ("timeout = 30", "timeout = 0", "seconds > 0"),
         ("[data]", "[date]", "section 'date'"),
-        ("[data]", "data]", "not a TOML file"),
         ("spare = 5", "private = false", "exactly when"),
     ],
 )
@@ -130,7 +118,8 @@ def test_folders_that_are_not_keys_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_member_can_keep_its_keys_to_itself(tmp_path: Path) -> None:
-    asked = request("a", tmp_path / "mine")
+    asked = request("a", tmp_path / "mine").rename(tmp_path / "a (1).json")  # mail programs rename files
+    assert asker(asked) == "a"
     assert "PRIVATE" not in asked.read_text()
     home = provision(["a", "b", "coordinator"], tmp_path / "keys", {"a": asked})[0]
     assert not (home / "key.pem").exists()
@@ -175,38 +164,6 @@ def refusal(capfd: pytest.CaptureFixture[str], words: str, code: int = 1) -> str
     return err[-1]
 
 
-def test_requests_come_by_mail_and_go_back(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        assert main(["federate", "provision", "plan.toml", "--request", name, "--out", f"{name}-keys"]) == 0
-        shutil.copy(f"{name}-keys/{name}.request.json", f"{name} (1).json")  # mail programs rename files
-    assert "the answer goes into" in capfd.readouterr().out
-    assert "copy it from the folder" in refusal(capfd, "party plan.toml --keys a-keys --data rows.csv")
-    words = ["federate", "provision", "plan.toml", "--out", "all", "--with", "a (1).json", "--with"]
-    assert main([*words, "a-keys/a.request.json"]) == 2
-    assert "are both of 'a'" in capfd.readouterr().err
-    assert main([*words, "b (1).json"]) == 0
-    said = capfd.readouterr().out
-    assert "send back to a, b: ca.pem, cert.pem, member.json." in said
-    assert "for coordinator: hand each folder" in said
-    assert "ca.key" in said
-    prints = set()
-    for name in ("a", "b"):
-        for file in ("ca.pem", "cert.pem", "member.json"):
-            shutil.copy(f"all/{name}/{file}", f"{name}-keys/{file}")
-        assert main(["federate", "show", "plan.toml", "--keys", f"{name}-keys", "--json"]) == 0
-        prints.add(json.loads(capfd.readouterr().out)["identities"])
-    assert len(prints) == 1
-    assert main(["federate", "show", "plan.toml", "--keys", "a-keys"]) == 0
-    assert prints.pop() in capfd.readouterr().out
-    assert Credentials.read("keys/a").fingerprint != Credentials.read("a-keys").fingerprint
-
-
-def test_files_that_are_no_requests_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert "no such request" in refusal(capfd, "provision plan.toml --out all --with none.json")
-    assert "not a request" in refusal(capfd, "provision plan.toml --out all --with rows.csv")
-    assert not (folder / "all").exists()
-
-
 @pytest.mark.parametrize(
     ("old", "new", "say"),
     [
@@ -231,7 +188,7 @@ def test_keys_and_options_of_somebody_else(folder: Path, capfd: pytest.CaptureFi
     assert "'coordinator' is no party" in say
     assert "at least 16" in refusal(capfd, "party plan.toml --keys keys/a --data rows.csv --pin abc", 2)
     (folder / "keys/a/cert.pem").write_bytes((folder / "keys/b/cert.pem").read_bytes())
-    assert "member.json is of 'a' and cert.pem of 'b'" in refusal(capfd, "show plan.toml --keys keys/a")
+    assert "member.json is of 'a' and cert.pem of another" in refusal(capfd, "show plan.toml --keys keys/a")
     assert not (folder / "run").exists()
 
 

@@ -16,14 +16,10 @@ import pytest
 
 from quietgrad.errors import BudgetError, QuietgradError
 from quietgrad.federation.exchange import Responder
-from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import Credentials, provision
 from quietgrad.federation.transport import Bytes, tls_connection
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
-from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.secure.identity import DropoutError
-from tests.talk import Talk, approval
-from tests.test_federate_plan import TEXT
+from tests.talk import Talk
 
 MOST = 100_000
 
@@ -100,19 +96,9 @@ def test_messages_and_the_end_reach_everybody(members: Members) -> None:
     large = np.random.default_rng(0).bytes(90_000)
     replies, _ = members.talk.exchange({"a": large}, timeout=20.0)
     assert bytes(replies["a"]) == large[::-1]
-    assert [(row.name, row.answered) for row in members.server.attendance()] == [("a", 6), ("b", 5)]
     members.talk.finish("well done", b"model")
     assert [members.end(name) for name in ("a", "b")] == ["well done"] * 2
     assert members.handed == {"a": b"model", "b": b"model"}
-
-
-def test_who_never_comes_is_missing_after_the_grace(keys: dict[str, Credentials]) -> None:
-    members = Members(keys)
-    members.join("a")
-    _, missing = members.talk.exchange({"a": b"1", "b": b"1"}, timeout=2.0)
-    assert missing == ["b"]
-    assert members.talk.why["b"] == "has not called yet"
-    members.talk.finish("over")
 
 
 def test_slow_answer_is_missing_and_never_taken_for_another(members: Members) -> None:
@@ -181,7 +167,7 @@ def test_party_refuses_a_coordinator_with_another_plan(members: Members, monkeyp
 def test_strangers_and_impostors_are_refused(members: Members, tmp_path: Path) -> None:
     foreign = Credentials.read(provision(["a", "coordinator"], tmp_path / "foreign")[0])
     members.join("a", label="foreign authority", credentials=foreign, patience=0.5)
-    assert "certificate is foreign" in str(members.end("foreign authority"))
+    assert "certificate is not accepted" in str(members.end("foreign authority"))
     # A certificate of the right authority, by someone without a seat.
     extra = provision(["a", "b", "c", "coordinator"], tmp_path / "more")
     server = TlsServer(Credentials.read(extra[3]), ("127.0.0.1", 0), ["a"], agreement="plan", most=MOST)
@@ -214,14 +200,6 @@ def test_second_process_with_the_same_keys_takes_the_seat(members: Members) -> N
     assert bytes(members.talk.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"second"
 
 
-def test_absent_coordinator_is_named(keys: dict[str, Credentials]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    party = TlsParty(keys["a"], ("127.0.0.1", port), Responder(bytes), agreement="plan", most=MOST, patience=0.3)
-    with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
-        party.run()
-
-
 def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) -> None:
     members = Members(keys)
     members.join("a")
@@ -234,50 +212,3 @@ def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) 
     assert bytes(replies["a"]) == b"21"
     talk.finish("over")
     assert members.end("a") == "over"
-
-
-def test_party_refuses_what_its_plan_does_not_allow(keys: dict[str, Credentials], tmp_path: Path) -> None:
-    text = TEXT.split("[[party]]")[0].replace('trust = "secure"', 'trust = "local"').replace('secure = "masks"', "")
-    plan = text + '[[party]]\nname = "a"\nrecords = 40\n[[party]]\nname = "b"\nrecords = 60\n'
-    mine = approval(plan, keys["a"].folder, tmp_path, ledger=str(tmp_path / "l.jsonl"))
-    X = np.random.default_rng(0).normal(size=(40, 30)) / 10.0
-    file, party = mine.file, mine.party((X, X[:, 0] > 0))
-    members = Members(keys)
-    members.join("a", party.handle)
-
-    def ask(message: Message) -> Message:
-        return decode(members.talk.exchange({"a": encode(message)}, timeout=20.0)[0]["a"])
-
-    other = parse_plan(text.replace("clip = 1.0", "clip = 2.0") + TEXT[TEXT.index("[[party]]") :])
-    assert ask(Message("open", {"run": "r1", "plan": other.plan.digest})).fields["code"] == "plan"
-    assert ask(Message("open", {"run": "r1", "plan": file.plan.digest})).kind == "ready"
-    good = {"run": "r1", "round": 0, "slot": "gradient", "draw": 0, "rho": None, "dim": 31}
-    params = np.zeros(31)
-    for name, query in attacks(params).items():
-        reply = ask(Message("ask", {**good, "query": query[0]}, query[1]))
-        assert (name, reply.kind) == (name, "refused")
-    fields, arrays = honest(params)
-    first = ask(Message("ask", {**good, "query": fields}, arrays))
-    again = ask(Message("ask", {**good, "query": fields}, arrays))  # the same answer, not a second release
-    np.testing.assert_array_equal(first.arrays["total"], again.arrays["total"])
-    arrays = {name: array + 1.0 for name, array in arrays.items()}
-    assert ask(Message("ask", {**good, "query": fields}, arrays)).kind == "refused"  # the same round, another point
-    members.talk.finish("over")
-
-
-def honest(params: Any) -> tuple[Any, Any]:
-    from quietgrad.federation.wire import pack
-    from quietgrad.objectives.base import GradientQuery
-
-    return pack(GradientQuery(params, 1.0))
-
-
-def attacks(params: Any) -> dict[str, tuple[Any, Any]]:
-    from quietgrad.federation.wire import pack
-    from quietgrad.objectives.base import GradientQuery
-
-    return {
-        "a larger clip": pack(GradientQuery(params, 10.0)),
-        "a shorter vector": pack(GradientQuery(params[:5], 1.0)),
-        "nonsense": ({"kind": "nonsense"}, {}),
-    }

@@ -71,8 +71,6 @@ SHORT = qg.DPGD(steps=2, learning_rate=1.0)
 TURNS = qg.DPSGD(steps=3, sampling="turns", cohorts=2, noise="correlated", learning_rate=0.5)
 MATRIX: dict[str, dict[str, Any]] = {
     **{label(each): {**each, "algorithm": SHORT} for each in ALL},
-    "cohorts of masks": {"trust": "secure", "secure": "masks", "cohort": 3, "algorithm": SHORT},
-    "cohorts in the open": {"trust": "local", "cohort": 3, "algorithm": SHORT},
     "correlated, masks": {"trust": "secure", "secure": "masks", "algorithm": TURNS},
     "correlated, servers": {"trust": "secure", "secure": "servers", "algorithm": TURNS},
 }
@@ -106,7 +104,7 @@ def test_a_lost_frame_is_sent_again_and_costs_nothing(settings: dict[str, Any], 
         assert (result.privacy.releases["gradient"], result.details["lost_rounds"]) == (SHORT.steps, 0)
 
 
-@pytest.mark.parametrize("seconds", [1.0, 60.0, 3600.0])
+@pytest.mark.parametrize("seconds", [1.0, 3600.0])
 @pytest.mark.parametrize("mode", MATRIX)
 def test_an_outage_at_any_point_costs_nothing_but_time(mode: str, seconds: float) -> None:
     """Of a party, and of a server where there is one; no spare rounds, everybody needed."""
@@ -116,8 +114,7 @@ def test_an_outage_at_any_point_costs_nothing_but_time(mode: str, seconds: float
     for name in who:
         for first in range(frames(settings, name)):
             result = outcome(**settings, transport=faulty([Fault(name, "outage", first=first, seconds=seconds)]))
-            if "cohort" not in settings:  # a cohort that is not there is drawn again
-                np.testing.assert_allclose(result.params, calm.params, atol=1e-9)
+            np.testing.assert_allclose(result.params, calm.params, atol=1e-9)
             assert (result.privacy.releases, result.details["lost_rounds"]) == (calm.privacy.releases, 0)
 
 
@@ -175,11 +172,6 @@ def test_quorum_completes_rounds_without_the_missing(settings: dict[str, Any]) -
     assert not np.allclose(gone.params, result.params, atol=1e-9)
 
 
-def test_a_quorum_that_hides_nobody_is_refused_in_plain_words() -> None:
-    with pytest.raises(ValueError, match="quorum of 2 or more"):
-        outcome(trust="secure", secure="masks", quorum=1)
-
-
 def test_a_quorum_that_could_open_no_sum_is_refused_in_plain_words() -> None:
     """Three of four parties must hold shares to open a secret of masks; servers need none of them."""
     with pytest.raises(ValueError, match="3 of 4 parties to open a sum"):
@@ -208,13 +200,6 @@ def test_a_revoked_party_is_left_out_whatever_carries_the_frames(settings: dict[
     assert "party-4" not in exchange.finish("over", b"model")
     assert before.answered == answered
     assert not before.over
-
-
-def test_garbage_is_called_garbage() -> None:
-    plan, federation = assemble(ALGORITHM, Logistic(), people(), budget=None, seed=1)
-    handlers = {**federation.handlers, "party-3": lambda data: b"garbage"}
-    with pytest.raises(DropoutError, match=r"party-3.*no message"):
-        train(ALGORITHM, FederatedCurator(Logistic(), InProcess(handlers), seed=1), plan, np.zeros(3))
 
 
 def liar(change: Callable[[Message], Message]) -> Callable[..., Any]:
@@ -344,15 +329,10 @@ def test_resumed_private_run_is_charged_once(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("settings", ALL, ids=label)
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_a_round_that_the_kill_cut_short(
-    settings: dict[str, Any], cut: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Floats
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Floats
 ) -> None:
-    """In the open the same question is asked again, and answered as before; a secure sum pays one round.
-
-    ``cut``: the coordinator's file has also lost what it wrote of the last rounds. The parties say where they are,
-    and no stale round is asked.
-    """
+    """In the open the same question is asked again, and answered as before; a secure sum pays one round."""
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
 
     def dying(data: Bytes) -> Bytes:
@@ -362,7 +342,7 @@ def test_a_round_that_the_kill_cut_short(
         return federation.handlers["party-4"](data)
 
     secure = settings["trust"] == "secure"
-    spare = 2 * cut + secure
+    spare = int(secure)
     plan, federation = assemble(
         ALGORITHM, Logistic(), people(), budget=None, seed=1, spare=spare, folder=tmp_path, **settings
     )
@@ -370,10 +350,6 @@ def test_a_round_that_the_kill_cut_short(
     transport = InProcess({**federation.handlers, "party-4": dying})
     with pytest.raises(Killed):
         train(ALGORITHM, FederatedCurator(Logistic(), transport, seed=1, **known), plan, np.zeros(3))
-    if cut:
-        kept = tmp_path / "aggregates.bin"
-        content = kept.read_bytes()
-        kept.write_bytes(content[: content.index(b'{"asked": 2')])
     again = FederatedCurator(Logistic(), InProcess(federation.handlers), seed=1, **known)
     result = train(ALGORITHM, again, plan, np.zeros(3))
     np.testing.assert_allclose(result.params, undisturbed, atol=1e-9)
@@ -387,28 +363,6 @@ def test_kept_run_of_another_plan_is_refused(tmp_path: Path, monkeypatch: pytest
         outcome(folder=tmp_path / "run", callback=killing(2))
     with pytest.raises(DataError, match="another plan"):
         outcome(folder=tmp_path / "run", spare=1)
-
-
-@pytest.mark.parametrize("settings", ALL, ids=label)
-def test_restarted_party_rejoins_between_rounds(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Floats
-) -> None:
-    """A new process in a party's place, with its journal: same reservation, new keys for the secure sums."""
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    fixed = {"budget": None, "seed": 1, **settings}
-    plan, federation = assemble(ALGORITHM, Logistic(), people(), folder=tmp_path / "a", **fixed)
-    transport = InProcess(federation.handlers)
-    curator = FederatedCurator(
-        Logistic(), transport, seed=1, identity=federation.identity, roster=federation.roster
-    )
-
-    def restart(progress: qg.Progress) -> None:
-        if progress.step == 2:
-            transport.replace("party-2", federation.again("party-2"))
-
-    result = train(ALGORITHM, curator, plan, np.zeros(3), callback=restart)
-    np.testing.assert_allclose(result.params, undisturbed, atol=1e-9)
-    assert result.privacy.releases["gradient"] == STEPS  # found out before anything was asked
 
 
 def test_party_that_forgot_its_fresh_records_is_refused() -> None:
@@ -440,7 +394,7 @@ def test_a_member_that_comes_back_with_nonsense_is_named(said: Any) -> None:
         if kind == "open":
             opened.append(data)
             if len(opened) > 1:
-                return encode(Message("ready", {"round": said, "draws": {}}))
+                return encode(Message("ready", {"round": said}))
         if kind == "ask" and len(opened) == 1:
             return encode(Message("refused", {"code": "stranger"}))
         return federation.handlers["party-1"](data)
@@ -448,15 +402,6 @@ def test_a_member_that_comes_back_with_nonsense_is_named(said: Any) -> None:
     curator = FederatedCurator(Logistic(), InProcess({**federation.handlers, "party-1": lie}), seed=1)
     with pytest.raises(ProtocolError, match="party-1: says that it is ready"):
         train(algorithm, curator, plan, np.zeros(3))
-
-
-def test_a_party_that_could_not_begin_leaves_no_folder_locked(tmp_path: Path) -> None:
-    good, bad = people()[:2], [*people()[:1], Party(np.zeros((9, 2)), np.zeros(9))]
-    settings: dict[str, Any] = {"budget": qg.Budget(1.0, 1e-5), "folder": tmp_path, "ledger": tmp_path / "l.jsonl"}
-    with pytest.raises(DataError, match="shape") as kept:  # which holds on to all that was made
-        simulate(qg.DPGD(steps=2), Logistic(), bad, **settings)
-    assert simulate(qg.DPGD(steps=2), Logistic(), good, **settings).privacy.is_private
-    del kept
 
 
 @pytest.mark.parametrize("lie", ["another question", "a stranger who opens nothing"])

@@ -16,7 +16,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode, limit, pack
+from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode, pack
 from quietgrad.objectives.base import GradientDifferenceQuery, GradientQuery, Query, RecursiveMomentumQuery
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
@@ -49,19 +49,12 @@ def opened(plan: FederatedPlan) -> PartyCurator:
 
 def ask(someone: PartyCurator, query: Query, **fields: Any) -> Message:
     packed, arrays = pack(query)
-    words = {"run": RUN, "round": 0, "slot": "first", "draw": 0, "rho": None, "query": packed, **fields}
+    words = {"run": RUN, "round": 0, "slot": "first", "draw": 0, "query": packed, **fields}
     return decode(bytes(someone.handle(encode(Message("ask", words, arrays)))))
 
 
 FIRST = GradientQuery(np.zeros(D), 0.5)
 NEXT = RecursiveMomentumQuery(np.ones(D), np.zeros(D), 0.3, 0.5, 0.2)
-
-
-def test_planned_queries_are_answered() -> None:
-    someone = opened(made())
-    assert ask(someone, FIRST).kind == "sum"
-    assert ask(someone, NEXT, slot="next", round=1).kind == "sum"
-    assert ask(someone, NEXT, slot="next", round=7, draw=4).kind == "sum"
 
 
 OFF_PLAN: dict[str, tuple[Query, dict[str, Any], str]] = {
@@ -73,7 +66,6 @@ OFF_PLAN: dict[str, tuple[Query, dict[str, Any], str]] = {
     "another length": (GradientQuery(np.zeros(D + 1), 0.5), {}, "not a vector of shape"),
     "a slot that is not planned": (FIRST, {"slot": "hessian"}, "not in the plan"),
     "one too many": (FIRST, {"draw": 1}, "beyond the planned 1"),
-    "a budget of its own": (FIRST, {"rho": 1e9}, "no zCDP filter"),
 }
 
 
@@ -119,18 +111,6 @@ def test_other_plans_and_other_runs_are_refused() -> None:
     assert decode(someone.handle(encode(Message("reveal", {"run": RUN})))).kind == "refused"
 
 
-def test_filter_is_kept_by_the_party() -> None:
-    plan = made(qg.DPAGD(max_steps=5, clip=0.5))
-    someone, rho = opened(plan), plan.event_rho
-    query = GradientQuery(np.zeros(D), 0.5)
-    first = {"slot": "gradient", "rho": 0.7 * rho}
-    assert ask(someone, query, **first).kind == "sum"
-    reply = ask(someone, query, **first, round=1, draw=1)
-    assert reply.fields["code"] == "plan"
-    assert "left of the plan" in reply.fields["reason"]
-    assert ask(someone, query, slot="gradient", rho=0.3 * rho, round=1, draw=1).kind == "sum"
-
-
 def test_sensitivity_of_a_fit_is_proved_by_the_party() -> None:
     plan = made(qg.WeightedAverage(steps=20), budget=qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE))
     fit = local_fit(OBJECTIVE, 2 * N, 20, qg.WeightedAverage().step_size(OBJECTIVE), start=np.zeros(D))
@@ -169,7 +149,6 @@ def test_failures_say_nothing_about_records() -> None:
     [
         qg.DPSRM(steps=6, batch_size=10, returns="random"),
         qg.StagewiseDPSGD(stages=2, first_steps=3, batch_size=10),
-        qg.DPAGD(max_steps=4),
         qg.WhitenedGD(steps=3),
         qg.DPSGD(steps=4, batch_size=10, sampling="fixed-size"),
     ],
@@ -199,13 +178,6 @@ MESSAGE = encode(
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.binary(max_size=200))
-def test_noise_is_not_a_message(data: bytes) -> None:
-    with pytest.raises(WireError):
-        decode(data)
-
-
-@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 8 * len(MESSAGE) - 1))
 def test_every_flipped_bit_is_noticed(bit: int) -> None:
     damaged = bytearray(MESSAGE)
@@ -217,35 +189,10 @@ def test_every_flipped_bit_is_noticed(bit: int) -> None:
     assert encode(message) == MESSAGE  # the bit was padding
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, len(MESSAGE) - 1))
-def test_cut_messages_are_refused(length: int) -> None:
-    with pytest.raises(WireError):
-        decode(MESSAGE[:length])
-
-
-def test_large_messages_are_refused_before_they_are_read() -> None:
-    with pytest.raises(WireError, match="agreed"):
-        decode(bytes(1000), most=999)
-    assert len(encode(Message("sum", {}, {"total": np.zeros(10**5)}))) < limit(10**5, 1)
-
-
-def test_a_party_survives_any_bytes() -> None:
-    someone = opened(made())
-    rng = np.random.default_rng(0)
-    for size in (0, 1, 24, 100, 1000):
-        assert decode(someone.handle(rng.bytes(size))).kind == "refused"
-    for fields in ({}, {"run": RUN}, {"run": RUN, "slot": 3}, {"run": RUN, "slot": "first", "round": 0, "draw": 0}):
-        assert decode(someone.handle(encode(Message("ask", fields)))).kind == "refused"
-    nested = {"kind": "Whitening", "transform": None, "column": 0.0, "outputs": 1, "radius": 1.0}
-    words = {"run": RUN, "round": 0, "slot": "first", "draw": 0, "query": nested}
-    assert decode(someone.handle(encode(Message("ask", words)))).kind == "refused"
-
-
 def test_names_on_the_wire_are_fixed_texts() -> None:
     """A renamed class must not change what members say, nor the digest of a plan that was approved before."""
     assert set(_KINDS) == {
         "Gradient", "GradientDifference", "RecursiveMomentum", "JointMomentum", "Loss", "LocalFit",
         "FeatureMean", "SecondMomentMatrix", "MeanSquares", "RowNormHistogram",
-        "WhitenedGradient", "Scores", "Whitening", "Affine",
+        "WhitenedGradient", "Whitening", "Affine",
     }  # fmt: skip

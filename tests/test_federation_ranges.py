@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,6 @@ from quietgrad.objectives.base import (
     LARGEST_CLIP,
     SMALLEST_CLIP,
     ClippingRule,
-    GradientQuery,
-    Query,
     following_clip,
 )
 from quietgrad.objectives.queries.local_fit import local_fit
@@ -56,7 +53,7 @@ def opened(plan: FederatedPlan, objective: Any, X: Any, y: Any) -> PartyCurator:
 
 
 def asked(handle: Any, slot: str, fields: Any, arrays: Any) -> Message:
-    words = {"run": "r", "round": 0, "slot": slot, "draw": 0, "rho": None, "query": fields}
+    words = {"run": "r", "round": 0, "slot": slot, "draw": 0, "query": fields}
     return decode(bytes(handle(encode(Message("ask", words, arrays)))))
 
 
@@ -130,17 +127,12 @@ def test_the_start_of_a_fit_is_pinned_by_value(trust: dict[str, Any]) -> None:
     assert said[:4] == said[4:]
 
 
-def test_a_start_whose_scores_could_overflow_is_refused_before_a_record_is_touched() -> None:
-    with pytest.raises(ValueError, match="overflow"):
-        local_fit(FIT, 80, 20, 1.0, start=np.array([1.79e308, -1.79e308]))
-
-
 @pytest.mark.parametrize("which", list(pairs()), ids=lambda pair: f"{pair[0]}, {pair[1]}")
 def test_questions_of_a_hostile_coordinator(which: tuple[str, str]) -> None:
-    """60 for every algorithm and loss; 10⁵ in ``benchmarks/federation_questions.py``."""
+    """40 for every algorithm and loss; 10⁵ in ``benchmarks/federation_questions.py``."""
     rng = np.random.default_rng(len("".join(which)))
     asking = Interrogation(*which, features=7, rng=rng)
-    kinds = [asking.ask() for _ in range(60)]
+    kinds = [asking.ask() for _ in range(40)]
     assert "refused" in kinds
 
 
@@ -171,21 +163,6 @@ def test_a_malformed_message_ends_nobody(secure: Any) -> None:
                     str(rng.choice(["0", "frame", "deliver", "-1", "x", "99999"])): rng.integers(0, 9, 5, "u1")
                 }
                 reply = decode(bytes(handle(encode(Message(kind, fields, arrays if rng.random() < 0.5 else {})))))
-                assert reply.kind in ("refused", "ready", "hello", "ok", "noise", "frame", "closed", "present"), (
-                    name
-                )
+                assert reply.kind in GOOD, name
     servers = {name for name, member in federation._here.items() if isinstance(member, SumMember)}
     assert servers == set(plan.servers)
-
-
-def test_central_and_federated_paths_build_the_same_queries() -> None:
-    """A clip that one path refuses no other path takes."""
-    X, y = np.ones((N, 3)) / 2.0, np.arange(N) % 2
-    with pytest.raises(ValueError, match="clip"):
-        qg.minimize(Logistic(), (X, y), qg.DPGD(steps=1, clip=1e-300), budget=qg.Budget(1.0, 1e-5))
-    with pytest.raises(ValueError, match="clip"):
-        made(qg.DPGD(steps=1, clip=1e-300), Logistic(), 3)
-    query: Query = GradientQuery(np.zeros(3), 1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert query.bound == 1.0

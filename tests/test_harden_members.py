@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import socket
 import ssl
 import threading
@@ -14,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.errors import BudgetError, DataError, LedgerError
+from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation import approved
-from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision
 from quietgrad.secure.identity import DropoutError
@@ -60,45 +57,6 @@ def test_digests_can_be_read_out_and_typed_in(
     wrong = ("1" if groups[0] == "0" else "0") + groups[1:]
     with pytest.raises(BudgetError, match="nothing was given"):
         approval(plan, keys["a"], plan.parent, pin=wrong)
-
-
-def test_a_party_says_where_its_secret_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.cli.federate_roles import tell_state
-    from quietgrad.privacy.keys import KeyFile
-
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    said: list[str] = []
-    journal = Journal(tmp_path, "a", "digest")
-    journal.bind("run")
-    tell_state(tmp_path, "a", said.append)
-    path = tmp_path / "a.journal"
-    assert len(said) == 1
-    assert str(path) in said[0]
-    assert (tmp_path / "a.journal.key").read_bytes() == journal.key  # it is true
-    KeyFile.create("orphan", tmp_path / "gone")
-    tell_state(tmp_path, "a", said.append)
-    assert "quietgrad keys list" in said[-1]
-    journal.discard()
-
-
-def test_a_full_disk_is_named_and_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal(tmp_path, "a", "digest")
-    journal.bind("run")
-    before = (tmp_path / "a.journal").read_bytes()
-    write = os.write
-
-    def full(file: int, data: bytes) -> int:
-        if len(data) > 5:
-            return write(file, data[:5])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("quietgrad.curators.transcript.os.write", full)
-    with pytest.raises(LedgerError, match=r"ENOSPC.*nothing was given"):
-        journal.record(0, "x", 0, None)
-    monkeypatch.undo()
-    assert (tmp_path / "a.journal").read_bytes() == before
-    assert journal.last_round == -1
-    journal.discard()
 
 
 def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import errno
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import provision
 from quietgrad.federation.wire import Message, blobs, decode, encode
+from quietgrad.privacy.events import gaussian
 from quietgrad.secure.identity import ProtocolError
 from quietgrad.training.result import Result, load
 from tests.faults import Fault, Faulty
@@ -29,10 +29,6 @@ SECURE = PLAN.decode()
 CURATOR = SECURE.replace('"secure"\nsecure = "masks"', '"curator"\nspare = 2')
 LOCAL = SECURE.replace('"secure"\nsecure = "masks"', '"local"')
 BARE = CURATOR.replace("[budget]\nepsilon = 1.0\ndelta = 1e-5\n", "").replace("spare", "private = false\nspare")
-# Ends when its budget is used up, or after these steps: neither looks at the records.
-FILTER = CURATOR.replace('"dp-gd"\nsteps = 3', '"dp-agd"\nmax_steps = 2')
-
-
 Ran = tuple[PlanFile, Result, list[tuple[Approved, PartyCurator]]]
 
 
@@ -51,9 +47,7 @@ def federation(text: str, home: Path, faults: list[Fault] | None = None) -> Ran:
     return file, result, parties
 
 
-@pytest.mark.parametrize(
-    "text", [SECURE, CURATOR, LOCAL, BARE, FILTER], ids=["secure", "curator", "local", "bare", "filter"]
-)
+@pytest.mark.parametrize("text", [SECURE, CURATOR, LOCAL, BARE], ids=["secure", "curator", "local", "bare"])
 def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
     file, result, parties = federation(text, tmp_path)
     for mine, party in parties:
@@ -70,86 +64,35 @@ def test_an_honest_statement_is_kept(text: str, tmp_path: Path) -> None:
         party.close()
 
 
-def test_an_honest_statement_with_lost_rounds_is_kept(tmp_path: Path) -> None:
-    text = CURATOR.replace("spare = 2", "quorum = 1")
-    _, result, parties = federation(text, tmp_path, [Fault("b", "outage", first=2, seconds=1e9)])
-    assert result.details["lost_rounds"] == 2  # complete, without one
-    for mine, party in parties:
-        mine.save_model(final_message(result), party)
-        party.close()
-
-
-def less_epsilon(said: dict[str, Any]) -> None:
-    said["privacy"]["epsilon"] = 0.01
-
-
-def no_epsilon(said: dict[str, Any]) -> None:
-    said["privacy"].update(epsilon=None, is_private=False)
-
-
-def smaller_delta(said: dict[str, Any]) -> None:
-    said["privacy"]["delta"] = 1e-9
-
-
-def another_relation(said: dict[str, Any]) -> None:
-    said["privacy"]["relation"] = "replace-one"
-
-
-def fewer_releases(said: dict[str, Any]) -> None:
-    said["privacy"]["releases"]["gradient"] = 1
-
-
-def more_releases(said: dict[str, Any]) -> None:
-    said["privacy"]["releases"]["gradient"] = 1000
-
-
-def releases_of_something_else(said: dict[str, Any]) -> None:
-    said["privacy"]["releases"]["hessian"] = 1
-
-
-def cheaper_event(said: dict[str, Any]) -> None:
-    """ε follows from the events; only the plan knows that there was less noise."""
-    from quietgrad.privacy.events import gaussian
-
-    said["privacy"].update(epsilon=0.5, event=gaussian(100.0, 3).to_json())
-
-
-def more_noise(said: dict[str, Any]) -> None:
-    said["privacy"]["noise_multiplier"] *= 10.0
-
-
-def no_event(said: dict[str, Any]) -> None:
-    said["privacy"]["event"] = None
-
-
-def another_algorithm(said: dict[str, Any]) -> None:
-    said["algorithm"] = "dp-sgd"
-
-
-def another_plan(said: dict[str, Any]) -> None:
-    said["details"]["plan_file"] = "0" * 64
-
-
-def no_statement(said: dict[str, Any]) -> None:
-    del said["privacy"]
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return federation(CURATOR, tmp_path_factory.mktemp("ran"))
 
 
-FORGED = (
-    less_epsilon, no_epsilon, smaller_delta, another_relation, fewer_releases, more_releases,
-    releases_of_something_else, cheaper_event, more_noise, no_event, another_algorithm, another_plan, no_statement,
-)  # fmt: skip
+FORGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "less ε": ("privacy", {"epsilon": 0.01}),
+    "no ε": ("privacy", {"epsilon": None, "is_private": False}),
+    "smaller δ": ("privacy", {"delta": 1e-9}),
+    "another relation": ("privacy", {"relation": "replace-one"}),
+    "fewer releases": ("privacy", {"releases": {"gradient": 1}}),
+    "more releases": ("privacy", {"releases": {"gradient": 1000}}),
+    "releases of something else": ("privacy", {"releases": {"gradient": 3, "hessian": 1}}),
+    # ε follows from the events; only the plan knows that there was less noise.
+    "a cheaper event": ("privacy", {"epsilon": 0.5, "event": gaussian(100.0, 3).to_json()}),
+    "more noise": ("privacy", {"noise_multiplier": 99.0}),
+    "no event": ("privacy", {"event": None}),
+    "another algorithm": ("", {"algorithm": "dp-sgd"}),
+    "another plan": ("details", {"plan_file": "0" * 64}),
+    "no statement": ("", {"privacy": None}),
+}
 
 
-@pytest.mark.parametrize("change", FORGED)
-def test_a_forged_statement_is_not_kept(ran: Ran, change: Callable[[dict[str, Any]], None]) -> None:
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_statement_is_not_kept(ran: Ran, name: str) -> None:
     _, result, [(mine, party), _] = ran
     said = copy.deepcopy(result.to_json())
-    change(said)
+    section, change = FORGED[name]
+    (said[section] if section else said).update(change)
     with pytest.raises(ProtocolError, match="refutes") as refusal:
         mine.save_model(spoken(said, result.params), party)
     assert "\n" not in str(refusal.value)

@@ -125,7 +125,7 @@ def test_a_journal_forgets_its_key_when_the_run_is_over(
     """A journal outlives a run that gave no model, so that its approval stays used; the samples' key does not."""
     journal = Journal(tmp_path, "p", "digest")
     journal.bind("run")
-    journal.record(0, "gradient", 0, None)
+    journal.record(0, "gradient", 0)
     path, key = tmp_path / "p.journal", tmp_path / "p.journal.key"
     assert key.exists()
     if killed:

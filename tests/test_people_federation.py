@@ -43,8 +43,10 @@ def planned(times: int, method: Any = None, relation: Any = Relation.ADD_REMOVE,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("trust", ["curator", "secure", "local"])
-@pytest.mark.parametrize("settings", [{}, {"combine": "sum"}, {"records_per_person": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("trust", "settings"),
+    [("curator", {}), ("secure", {"combine": "sum"}), ("local", {"records_per_person": 2})],
+)
 def test_a_run_on_people_of_several_parties(trust: Any, settings: Any) -> None:
     secure: Any = "masks" if trust == "secure" else None
     result = simulate(
@@ -212,6 +214,9 @@ def test_a_plan_file_names_the_column_of_people(tmp_path: Any) -> None:
     rows = [f"{a},{b},p{i},{int(t)}" for (a, b), i, t in zip(X, ids, y, strict=True)]
     path.write_text("\n".join(["x1,x2,patient,y", *rows]) + "\n")
     table = approved.records(file, path)
-    assert len(PartyCurator("a", file.objective, approved.party_data(table), file.plan).records) == 60
+    assert (
+        len(PartyCurator("a", file.objective, RecordsWithIds((table.X, table.y), table.person), file.plan).records)
+        == 60
+    )
     with pytest.raises(DataError, match="say how many parties may know one person"):
         _ = parse_plan(TWO_CLINICS.format(how="")).plan

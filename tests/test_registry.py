@@ -15,7 +15,7 @@ from quietgrad.algorithms.learning_rates import StepDecay
 from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.cli.settings import algorithm_from, objective_from
 from quietgrad.errors import DataError
-from quietgrad.federation.plan_file import algorithm_of, objective_of
+from quietgrad.federation.plan_file import objective_of
 from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
 from tests.probes.records import labels
@@ -50,7 +50,7 @@ def from_command_line(name: str, settings: dict[str, Any]) -> Any:
 
 def from_plan_file(name: str, settings: dict[str, Any]) -> Any:
     try:
-        return algorithm_of({"name": name, **settings})
+        return entry(name).make(settings)
     except ValueError as error:
         return str(error)
 
@@ -106,7 +106,7 @@ def test_nothing_that_was_said_is_dropped() -> None:
 def test_oracles_by_name_take_their_settings_from_both() -> None:
     for name in ORACLES:
         spoken: Any = algorithm_from("perturbed-sgd", {"batch_size": 40}, [f"oracle={name}"])
-        written = algorithm_of({"name": "perturbed-sgd", "oracle": {"name": name, "batch_size": 40}})
+        written = entry("perturbed-sgd").make({"oracle": {"name": name, "batch_size": 40}})
         assert spoken == written
         assert type(spoken.oracle) is oracle_class(name)
     with pytest.raises(ValueError, match="no setting 'law'"):

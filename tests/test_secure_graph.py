@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import random
 from collections.abc import Sequence
-from fractions import Fraction
 from itertools import combinations, product
 
 import numpy as np
@@ -24,7 +22,6 @@ from quietgrad.federation import (
     SecureSumConfig,
 )
 from quietgrad.secure.channel import FrameType
-from quietgrad.secure.discrete_gaussian import decode
 from quietgrad.secure.graph import (
     CommunicationGraph,
     choose_graph,
@@ -34,8 +31,6 @@ from quietgrad.secure.graph import (
     masking_neighbours,
 )
 from quietgrad.secure.identity import SurvivorAttestation, pack_members, write_hello
-from quietgrad.secure.masking import self_mask_words
-from quietgrad.secure.secret_sharing import reconstruct
 
 D = 3
 M = 80
@@ -71,7 +66,7 @@ class Large:
 
     def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
         packed = pack_members(survivors, M)
-        signature = SurvivorAttestation.signed(self.server._identity, self.server.context, t, packed).signature
+        signature = SurvivorAttestation.sign(self.server._identity, self.server.context, t, packed)
         return self.server._seal(to, FrameType.SURVIVORS, t, packed + signature)
 
     def run(
@@ -85,17 +80,6 @@ class Large:
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("population", "marked", "drawn", "above"), [(30, 7, 10, 3), (99, 5, 40, 1), (12, 12, 5, 4)]
-)
-def test_tails_are_those_of_exact_fractions(population: int, marked: int, drawn: int, above: int) -> None:
-    ways = sum(
-        math.comb(marked, j) * math.comb(population - marked, drawn - j) for j in range(above + 1, drawn + 1)
-    )
-    exact = Fraction(ways, math.comb(population, drawn))
-    assert float(exact) <= 2.0 ** log2_tail(population, marked, drawn, above) <= float(exact) * (1 + 1e-5)
 
 
 def test_the_bound_on_a_cut_holds_in_drawn_graphs() -> None:
@@ -128,12 +112,6 @@ def test_chosen_graphs_keep_their_bounds_also_when_fewer_drop(m: int, c: int, x:
         assert log2_cut(m, removed, graph.partners) <= -41
     for fewer in range(c):
         assert math.log2(m) + log2_tail(m - 1, fewer, graph.neighbours, graph.near) <= -41
-
-
-def test_neighbourhoods_grow_like_a_logarithm() -> None:
-    sizes = [choose_graph(m, m // 20, m // 10).neighbours for m in (300, 1000, 3000, 10_000)]
-    assert sizes == sorted(sizes)
-    assert sizes[-1] < 2 * sizes[0]  # for 33 times as many parties
 
 
 def test_the_failure_of_a_drawing_is_charged_to_delta() -> None:
@@ -186,31 +164,6 @@ def test_a_lying_server_cannot_leave_out_more_than_computed() -> None:
     assert min(fewest(told, m, c, threshold) for told in ways) == m - c - x == m - c - left_out(m, c, x, threshold)
 
 
-@pytest.mark.parametrize(("threshold", "left"), [(6, 6), (8, 7)])
-def test_a_lying_server_in_a_complete_graph_gets_no_sum_of_too_few(threshold: int, left: int) -> None:
-    """Ten parties, two may drop, one colludes: seven honest shares of noise are promised.
-
-    With T = 6, all that the two secrets of a party need, differing lists leave out a third; with T = 8 they do not.
-    """
-    m, c, x = 10, 1, 2
-    terms = SecureSumConfig("masks", m, D, bound=10.0, sigma=1.0, honest=7)
-    assert terms.server_may_deviate
-    assert terms.threshold == 8
-    assert m - c - left_out(m, c, x, threshold) == left
-    rng, best = random.Random(0), m
-    for _ in range(2000):  # everybody is told that two of three dropped, as evenly as chance has it
-        count = dict.fromkeys(range(3), 0)
-        told: dict[int, Told] = {}
-        for i in rng.sample(range(m - c), m - c):
-            dropped = sorted((j for j in count if j != i), key=lambda j: (count[j] >= threshold - c, rng.random()))[
-                :x
-            ]
-            count.update({j: count[j] + 1 for j in dropped})
-            told[i] = (frozenset(range(m)), frozenset(range(m)) - {*dropped})
-        best = min(best, fewest([told[i] for i in range(m - c)], m, c, threshold))
-    assert best == left if threshold == 6 else best >= left
-
-
 def test_a_lying_server_is_withstood_where_the_documentation_says_so() -> None:
     for m in range(3, 65):
         for c in (1, 2):
@@ -228,19 +181,6 @@ def test_sums_are_exact_whoever_drops() -> None:
     world.run(0)
     world.run(1, prepare=(3, 4), submit=(10, 11, 12), reveal=(20, 21))
     world.run(2)
-
-
-def test_parties_that_miss_the_beginning_are_left_out() -> None:
-    world = Large(absent=(5, 6))
-    world.run(0, submit=(7, 8))
-
-
-def test_a_party_meets_her_neighbours_only() -> None:
-    world = Large()
-    graph = world.terms.graph
-    met = [len(p._channels) for p in world.parties.values()]
-    assert max(met) < M
-    assert np.mean(met) <= 2 * graph.neighbours + 1
 
 
 def test_noise_of_a_sum_with_dropouts_is_what_the_terms_say() -> None:
@@ -323,46 +263,6 @@ def test_a_neighbour_who_invents_a_second_list_convicts_herself() -> None:
             party.deliver(1, delivery[i])
 
 
-def test_a_server_that_lies_about_dropouts_isolates_a_party_in_a_large_sum() -> None:
-    """The attack that drawn neighbours do not prevent: claim that all of a party's partners dropped.
-
-    Her vector is then open under her own share of the noise only. The threat model says so: with drawn neighbours
-    the server must be honest about who dropped; whoever cannot trust it so far asks for everybody as neighbour.
-    """
-    m = 30
-    # One partner drawn: the attack then lacks holders with a probability below 1e-5.
-    graph = CommunicationGraph(m, neighbours=12, partners=1, near=0, threshold=7, failure=0.0, lost=0.0)
-    sparse = type("Sparse", (SecureSumConfig,), {"graph": graph})("masks", m, D, bound=10.0, sigma=0.0, honest=9)
-    people = [Identity(f"phone-{i}") for i in range(m)] + [Identity("server")]
-    roster, run = Roster.of(people), os.urandom(16)
-    parties = [MaskingParty(p, roster, sparse, run) for p in people[:-1]]
-    server = MaskingServer(people[-1], roster, sparse, run)
-    server.meet([p.hello for p in parties])
-    for p in parties:
-        p.meet(server.introductions()[p.me])
-    delivery = server.relay(0, {p.me: p.prepare(0) for p in parties})
-    for p in parties:
-        p.deliver(0, delivery[p.me])
-    vectors = np.random.default_rng(0).normal(size=(m, D))
-    frames = {p.me: p.submit(0, vectors[p.me]) for p in parties}
-    assert not sparse.server_may_deviate
-    near = server._neighbourhoods()[0]
-    claimed = tuple(i for i in range(m) if i not in near.partners)
-    seen = {i: server._words(i, server._open(i, FrameType.MASKED, 0, frames[i])) for i in range(m)}
-    state = server._round(0)
-    state.survivors, state.total = claimed, seen[0].copy()
-    packed = pack_members(claimed, m)
-    signature = SurvivorAttestation.signed(server._identity, server.context, 0, packed).signature
-    answers = {
-        i: parties[i].reveal(0, server._seal(i, FrameType.SURVIVORS, 0, packed + signature)) for i in claimed
-    }
-    shares = server._verified(state, 0, answers)
-    total = seen[0] - self_mask_words(reconstruct(shares[0], graph.threshold) or b"", 0, D)
-    for j in near.partners:
-        total -= server._lost_masks(state, 0, j, reconstruct(shares[j], graph.threshold), {0})
-    np.testing.assert_allclose(decode(total, sparse.step), vectors[0], atol=1e-9)
-
-
 def test_both_secrets_of_one_party_are_never_opened() -> None:
     """The server tells one half that phone-0 dropped and the other half that she did not: neither opens."""
     world = Large()
@@ -378,7 +278,7 @@ def test_both_secrets_of_one_party_are_never_opened() -> None:
     found = {"self": 0, "key": 0}
     for i, frame in answers.items():
         payload = world.server._open(i, FrameType.REVEAL, 0, frame)
-        dealers = sorted([i, *world.server._neighbourhoods()[i].dealers])
+        dealers = sorted([i, *world.server._near[i].dealers])
         share = payload[33 * dealers.index(0) : 33 * dealers.index(0) + 33]
         rank = world.terms.graph.rank(0, i, world.parties[0].picks)
         for kind in ("self", "key"):

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import pytest
 from scipy.special import chdtrc
 
-from quietgrad import federation
 from quietgrad.errors import DataError
 from quietgrad.federation import (
     NoiseServer,
@@ -24,8 +23,7 @@ from quietgrad.federation import (
     threat_model,
 )
 from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import Endpoint, FrameType, NoiseShare
+from quietgrad.secure.channel import FrameType, NoiseShare
 from quietgrad.secure.discrete_gaussian import encode
 from quietgrad.secure.local_session import _Shared
 from quietgrad.secure.terms import Mode
@@ -34,7 +32,7 @@ MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("m", range(2, 21))
+@pytest.mark.parametrize("m", [2, 3, 7, 20])
 def test_sum_without_noise_is_exact(mode: Mode, m: int) -> None:
     rng = np.random.default_rng(m)
     vectors = rng.normal(size=(m, 37)) * 0.05
@@ -106,17 +104,6 @@ def test_noise_the_adversary_does_not_know_is_all_of_sigma(
     assert abs(left - 1) < 4.9 * math.sqrt(2.0 / d)
 
 
-def test_more_parties_than_planned_for_take_more_noise_off() -> None:
-    """The counter-check: two who pool with one planned for are left with 3/4 of σ² (h = 4; false alarm 1e-6)."""
-    d = 40_000
-    terms = SecureSumConfig("masks", parties=5, dimension=d, bound=1.0, sigma=1.0)
-    total = SecureSession(terms, seed=9).sum(np.zeros((5, d))) / terms.step
-    for role in (0, 1):
-        total -= NoiseShare(terms, role, 9).draw(0).view(np.int64)
-    left = float((total**2).mean()) / terms.noise_units**2
-    assert abs(left / 0.75 - 1) < 4.9 * math.sqrt(2.0 / d)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_seeded_noise_repeats_and_fresh_noise_does_not(mode: Mode) -> None:
     def run(seed: int | None) -> list[float]:
@@ -125,45 +112,6 @@ def test_seeded_noise_repeats_and_fresh_noise_does_not(mode: Mode) -> None:
     assert run(5) == run(5)
     assert run(5) != run(6)
     assert run(None) != run(None)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_rounds_have_fresh_noise_and_may_be_prepared_ahead(mode: Mode) -> None:
-    session = SecureSession(SecureSumConfig(mode, parties=3, dimension=8, bound=1.0, sigma=1.0), seed=1)
-    first = session.sum(np.zeros((3, 8)))
-    session.prepare()
-    session.prepare()
-    second = session.sum(np.zeros((3, 8)))
-    assert not np.isclose(first, second).any()
-    assert session.round == 1
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_large_vector_passes(mode: Mode) -> None:
-    d = 10**6
-    vectors = [np.full(d, 1e-4), np.full(d, 2e-4)]
-    total = secure_sum(vectors, clip=1.0, noise_multiplier=1e-4, mode=mode)
-    assert abs(total.mean() - 3e-4) < 1e-6
-
-
-@pytest.mark.parametrize("d", [22, 123, 26_010])
-def test_a_party_of_five_sends_little_more_than_her_vector(d: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[str, int] = {}
-    original = Endpoint._seal
-
-    def counted(self: Endpoint, peer: int, kind: FrameType, round: int, payload: bytes | memoryview) -> bytes:
-        frame = original(self, peer, kind, round, payload)
-        if kind is not FrameType.ENVELOPE:  # envelopes travel inside another frame
-            sent[self.name] = sent.get(self.name, 0) + len(frame)
-        return frame
-
-    monkeypatch.setattr(Endpoint, "_seal", counted)
-    for mode in MODES:
-        sent.clear()
-        SecureSession(SecureSumConfig(mode, parties=5, dimension=d, bound=1.0, sigma=1.0)).sum(np.zeros((5, d)))
-        assert max(n for name, n in sent.items() if name.startswith("party")) <= 1.1 * 8 * d + 4096
-        # 20 MB at d = 62 006 for the busiest server, the five answers included.
-        assert max(sent.values()) <= 20e6 / 62_006 * d + 65_536
 
 
 def test_servers_tolerate_missing_parties_down_to_the_quorum() -> None:
@@ -205,17 +153,6 @@ def test_threat_model_states_the_numbers_of_the_terms(mode: Mode) -> None:
     assert "not differentially private" in silent
 
 
-def test_threat_model_tells_what_dropouts_cost() -> None:
-    strict = dict(threat_model(SecureSumConfig("masks", parties=5, dimension=1, bound=1.0, sigma=1.0)).rows)
-    loose = dict(
-        threat_model(SecureSumConfig("masks", parties=5, dimension=1, bound=1.0, sigma=1.0, honest=2)).rows
-    )
-    assert strict["parties that drop"].startswith("up to 0 ")
-    assert loose["parties that drop"].startswith("up to 1 ")
-    assert "semi-honest" in loose["server"]
-    assert "semi-honest" not in strict["server"]
-
-
 def test_importing_the_room_is_light() -> None:
     code = (
         "import sys, quietgrad.federation as f; f.secure_sum; "
@@ -233,31 +170,6 @@ def test_threat_model_of_many_parties_states_its_probabilities() -> None:
     assert "the server alone" in rows["to see one party's vector"]
     few = dict(threat_model(SecureSumConfig("masks", parties=10, dimension=1, bound=1.0, sigma=1.0, honest=7)).rows)
     assert "opens no sum of fewer than 7 honest parties" in few["server"]
-
-
-@pytest.mark.parametrize("mode", ["servers", "mpc"])
-def test_a_party_meets_the_servers_only(mode: Mode) -> None:
-    session = SecureSession(SecureSumConfig(mode, parties=20, dimension=2, bound=1.0, sigma=0.0))
-    assert {len(party._channels) for party in session._roles.parties} == {session.terms.server_count}
-    np.testing.assert_allclose(session.sum([[0.25, 0.0]] * 20), [5.0, 0.0], atol=1e-9)
-
-
-def test_one_set_of_weights_opens_everybodys_masks() -> None:
-    """m parties cost m joins of T shares with common Lagrange weights: O(m²), not an interpolation for each."""
-    secret_sharing._weights.cache_clear()
-    terms = SecureSumConfig("masks", parties=20, dimension=2, bound=1.0, sigma=0.0, honest=16)
-    SecureSession(terms).sum([[0.25, 0.0]] * 17 + [None] * 3)
-    info = secret_sharing._weights.cache_info()
-    assert info.hits + info.misses == 20
-    assert info.misses <= 6  # the ranks of those who stayed differ a little from dealer to dealer
-
-
-@pytest.mark.parametrize(
-    ("former", "now"), [("Terms", "SecureSumConfig"), ("View", "TranscriptRecorder"), ("threats", "threat_model")]
-)
-def test_former_names_warn_and_are_the_same(former: str, now: str) -> None:
-    with pytest.warns(DeprecationWarning, match=now):
-        assert getattr(federation, former) is getattr(federation, now)
 
 
 D = 4096
@@ -303,14 +215,6 @@ def test_the_server_of_a_masked_sum_sees_uniform_vectors(vectors: npt.NDArray[np
             assert is_uniform(y - other)
 
 
-def test_the_uniformity_test_would_notice_a_missing_mask() -> None:
-    view = TranscriptRecorder()
-    session = SecureSession(SecureSumConfig("servers", parties=3, dimension=D, bound=1.0, sigma=1.0), view=view)
-    released = np.rint(session.sum(INPUTS[1]) / session.terms.step).astype(np.int64)
-    assert is_uniform(view.of("server-1", FrameType.PARTIAL)[0].payload)
-    assert not is_uniform(released.tobytes()), "the released sum is small numbers, not uniform words"
-
-
 @pytest.mark.parametrize("vectors", INPUTS, ids=["zeros", "constants"])
 @pytest.mark.parametrize("mode", ["servers", "mpc"])
 def test_one_server_sees_uniform_shares(mode: Mode, vectors: npt.NDArray[np.float64]) -> None:
@@ -353,21 +257,6 @@ def test_what_one_server_holds_does_not_tell_the_sign_of_the_noise() -> None:
             assert abs(agree - 0.5) < 5.4 * 0.5 / np.sqrt(signs.size)
 
 
-def test_two_servers_together_do_know_it() -> None:
-    """The counter-check: with the third component the sign is known, as the threat model says."""
-    session = SecureSession(SecureSumConfig("mpc", parties=1, dimension=D, bound=1.0, sigma=1.0))
-    noise = session.sum([np.zeros(D)])
-    assert isinstance(session._roles, _Shared)
-    first, second, _ = session._roles.servers
-    assert isinstance(first, NoiseServer)
-    assert isinstance(second, NoiseServer)
-    streams = [first._streams[first.previous], first._streams[first.next], second._streams[second.next]]
-    sign = np.bitwise_xor.reduce([s.uint64(2, D // 64) for s in streams])
-    bits = np.unpackbits(sign.view(np.uint8), bitorder="little").astype(bool)
-    large = np.abs(noise) > 0.5
-    assert (bits == (noise < 0))[large].all()
-
-
 @pytest.mark.parametrize("mode", ["masks", "servers", "mpc"])
 def test_parties_see_nothing_of_each_other(mode: Mode) -> None:
     _, view = run(mode, INPUTS[0])
@@ -403,20 +292,3 @@ def test_no_stream_serves_twice_over_rounds_and_restarts(mode: Mode, monkeypatch
         "mpc": {"noise share", "share", "replicated"},
     }
     assert set(drawn) == expected[mode]
-
-
-def test_processes_never_share_a_stream() -> None:
-    code = (
-        "import numpy as np\n"
-        "from quietgrad.federation import SecureSession, SecureSumConfig, TranscriptRecorder\n"
-        "from quietgrad.secure.channel import FrameType\n"
-        "view = TranscriptRecorder()\n"
-        "terms = SecureSumConfig('masks', parties=2, dimension=4, bound=1.0, sigma=0.0)\n"
-        "SecureSession(terms, view=view).sum(np.zeros((2, 4)))\n"
-        "print(*(s.payload.hex() for s in view.of('server', FrameType.MASKED)))\n"
-    )
-    out = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        for _ in range(2)
-    ]
-    assert len({*out[0], *out[1]}) == 4

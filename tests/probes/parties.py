@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from quietgrad.algorithms.dp_agd import DPAGD
 from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
 from quietgrad.audit.federated import TRUSTS
@@ -26,13 +25,13 @@ from quietgrad.federation.parties import Party
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.base import GradientQuery, LossQuery
+from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Schedule
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import account
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism, spread_choice
+from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
 from quietgrad.sampling import CyclicCohorts, FullBatch
 from quietgrad.secure.channel import FrameType, TranscriptRecorder
 from quietgrad.secure.local_session import SecureSession
@@ -112,7 +111,9 @@ def probe_federation(
         )  # fmt: skip
 
         def ask(count: int, *, end: bool) -> tuple[Floats, dict[str, list[Floats]]]:
-            ears = RecordingHandlers({name: people.again(name) for name in people.makers}, plan.names)
+            ears = RecordingHandlers(
+                {name: people.again(name) for name in (*plan.names, *plan.servers)}, plan.names
+            )
             session = FederatedCurator(
                 objective, InProcess(ears.handlers), identity=people.identity, roster=people.roster, ledger=own,
                 folder=folder,
@@ -165,23 +166,6 @@ def _units(sums: Floats, mechanism: Mechanism, factor: float) -> Floats:
     return np.stack([probe.normals(row, t, np.random.default_rng()) for t, row in enumerate(sums)])
 
 
-def probe_federated_choice(*, releases: int = 600) -> list[AuditFinding]:
-    """A trusted coordinator's noisy choice among equals, which must be uniform and independent."""
-    grid, objective = 5, CanaryObjective("constant")
-    holders = [Party(CanaryRecords(("silent",), 1, 2), n_public=1) for _ in range(PARTIES)]
-    algorithm = DPAGD(grid=grid, max_steps=releases)
-    plan, people = assemble(algorithm, objective, holders, budget=_BUDGET, trust="curator")
-    session = FederatedCurator(
-        objective, InProcess(people.handlers), identity=people.identity, roster=people.roster
-    ).open(plan)
-    rng, shares = np.random.default_rng(0), np.full(grid, 1.0 / grid)
-    rho = session.rho_left / (2.0 * releases)
-    queries = [LossQuery(np.zeros(2), algorithm.loss_clip)] * grid
-    z = [spread_choice(session.choose("length", queries, rho=rho), shares, rng) for _ in range(releases)]
-    session.close("enough")
-    return check_normals(np.stack(z), "choices of a coordinator")
-
-
 def probe_lost_rounds(*, spare: int = 2) -> AuditFinding:
     """What a federation that lost ``spare`` rounds is charged, against the cost of all sums that were made."""
     steps, register = 3, Register(1)
@@ -219,7 +203,6 @@ def probe_federations() -> Iterator[AuditFinding]:
             yield from probe_federation(trust, mechanism=L2LaplaceNoise())
         if secure != "mpc":
             yield from probe_federation(trust, secure, mechanism=BufferedToeplitzNoise.made(ROUNDS + 1, 4, 51))
-    yield from probe_federated_choice()
     yield probe_masks()
     yield probe_lost_rounds()
     for mode in ("masks", "servers", "mpc"):

@@ -8,13 +8,12 @@ zCDP filter ends the run, so the adaptive spending never passes the total.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Asked, GradientQuery, LossQuery
+from quietgrad.objectives.base import GradientQuery, LossQuery
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.mechanisms import ExponentialMechanism
 from quietgrad.sampling import FullBatch
@@ -70,10 +69,6 @@ class DPAGD(Algorithm):
             ),
             "filter",
         )
-
-    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "gradient", Asked(GradientQuery(x0, self.clip))
-        yield "length", Asked((LossQuery(x0, self.loss_clip),) * self.grid)
 
     def init(self, x0: Vector) -> State:
         return State(params=copy(x0), extra={"longest": self.longest_step, "recent": []})

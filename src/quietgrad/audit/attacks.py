@@ -26,7 +26,7 @@ from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
 from quietgrad.audit.confidence_bounds import dprime_found, dprime_lower
 from quietgrad.audit.distinguishers import PrivacyClaim, attack_profile, learned
-from quietgrad.audit.federated import attack_shared_person, audit_federations, kept_once, priced
+from quietgrad.audit.federated import attack_shared_person, audit_federations
 from quietgrad.audit.noise_checks import (
     AnonymousRecords,
     ConstantQuery,
@@ -331,7 +331,7 @@ def _people(runs: int) -> Iterator[AuditReport]:
         started = time.perf_counter()
         found = [attack_person(size, max(400, runs // 2), relation=relation) for size in PERSON_SIZES]
         few = max(400, runs // 4)
-        found += [attack_shared_person(few, joining, relation=relation) for joining in (priced, kept_once)]
+        found.append(attack_shared_person(few, relation=relation))
         yield AuditReport.of("people", _person_plan(relation), found, runs=runs, started=started)
 
 

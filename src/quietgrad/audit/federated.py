@@ -31,14 +31,13 @@ from quietgrad.audit.replicas import BlockVector, Pattern, Views, walk
 from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.curators.base import Session
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.parties import Party, matched
+from quietgrad.federation.parties import Party
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.simulation import Federation, assemble
 from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.rng import fresh_key
 from quietgrad.training import plan as make_plan
 
 TRUSTS: tuple[tuple[str, str | None], ...] = (
@@ -138,35 +137,24 @@ def _opened(
     return plan, curator.open(plan), federation
 
 
-Joining = Callable[[Sequence[Party]], tuple[Sequence[Party], dict[str, Any]]]
-"""What is done about people in several parties: the parties as they take part, and the plan's settings."""
-
-
-def priced(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]]:
-    """Add noise for both contributions."""
-    return parties, {"parties_per_person": 2}
-
-
-def kept_once(parties: Sequence[Party]) -> tuple[Sequence[Party], dict[str, Any]]:
-    """Match ids by a keyed hash: one of the two parties keeps the person."""
-    found, matching = matched(parties, fresh_key())
-    return found, {"matching": matching}
-
-
-def attack_shared_person(
-    runs: int, joining: Joining = priced, *, relation: Relation = Relation.ADD_REMOVE
-) -> AuditFinding:
+def attack_shared_person(runs: int, *, relation: Relation = Relation.ADD_REMOVE) -> AuditFinding:
     """Tell from one published sum whether a person known to two of three parties is in it.
 
-    >>> attack_shared_person(400, kept_once).verdict
+    >>> attack_shared_person(400).verdict
     'pass'
     """
     loss, budget, scores = Logistic(), Budget(6.0, 1e-5, relation), []
     claimed = None
     for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
-        parties, settings = joining([_party(place, sign, relation) for place in range(3)])
+        parties = [_party(place, sign, relation) for place in range(3)]
         plan, session, federation = _opened(
-            DPGD(steps=runs), loss, parties, budget=budget, unit="person", noise_multiplier=0.8, **settings
+            DPGD(steps=runs),
+            loss,
+            parties,
+            budget=budget,
+            unit="person",
+            noise_multiplier=0.8,
+            parties_per_person=2,
         )
         slot = plan.schedule["gradient"]
         claimed = replace(plan, schedule=replace(plan.schedule, slots=(replace(slot, count=1),)))
@@ -175,7 +163,7 @@ def attack_shared_person(
         session.close("steps")
         federation.close()
     assert claimed is not None
-    what = f"a person known to two parties, {joining.__name__}, {relation}"
+    what = f"a person known to two parties, {relation}"
     return attack_profile((scores[0], scores[1]), PrivacyClaim(claimed), what, 1e-6)
 
 

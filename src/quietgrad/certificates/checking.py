@@ -25,8 +25,8 @@ from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.certificates.document import Json, PrivacyCertificate, canonical, signature_holds
 from quietgrad.certificates.independent_accountant import second_proof, sensitivity_again
 from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableError
-from quietgrad.federation.plan import MATCHED, of_several_parties
-from quietgrad.federation.planning import ADVERSARIES, BUT_FOR_LISTS
+from quietgrad.federation.plan import of_several_parties
+from quietgrad.federation.planning import ADVERSARIES
 from quietgrad.files import read_bytes
 from quietgrad.plans.counting import COUNT, PublicCount
 from quietgrad.plans.schedule import DECLARED, Schedule, Slot
@@ -37,6 +37,13 @@ from quietgrad.privacy.events import Composed, Event, MaxOverParties, TotalVaria
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.ledger_state import LedgerState, compose_events, is_part
 from quietgrad.training.result import ADVERSARY, REFUTED, SEEDED, Privacy, event_size, unpaid
+
+# Texts of certificates of 0.2, in which parties could match their people by lists of hashed ids.
+MATCHED = "ids were matched between the parties by a keyed hash"
+BUT_FOR_LISTS = (
+    "; the parties matched their people by lists of hashed ids, so ε is not about whether somebody is known to a "
+    "party against the other parties, who have its list, but about what is recorded of them"
+)
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine

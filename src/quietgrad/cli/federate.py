@@ -12,7 +12,6 @@ from quietgrad.cli.federate_roles import (
     approval,
     coordinate,
     handing_out,
-    matched,
     member_logger,
     remember_reading,
     simulated,
@@ -42,8 +41,6 @@ Account = Annotated[str, Option(help="Ledger account to charge: a name for the p
 CapEpsilon = Annotated[float | None, Option(help="Refuse if the account would exceed this ε.")]
 Address = Annotated[str | None, Option(help="HOST:PORT, if not the plan's.")]
 Data = Annotated[Path, Option(help="This party's records: LIBSVM, CSV, npz or parquet.")]
-PeopleKey = Annotated[Path | None, Option(help="Matched people: the parties' key.")]
-PeopleLists = Annotated[Path | None, Option(help="Matched people: folder of all parties' lists.")]
 Patience = Annotated[float, Option(help="Seconds to wait for others who are away before giving up.")]
 
 
@@ -72,8 +69,6 @@ def simulate(
     quorum: Annotated[int | None, Option(help="Fewest parties a round is completed with; else all.")] = None,
     colluders: Annotated[int, Option(help="masks: parties that may work with the coordinator.")] = 1,
     spare: Annotated[int, Option(help="Rounds reserved in the budget to replace lost ones.")] = 0,
-    cohort: Annotated[int | None, Option(help="Parties asked in a round, drawn anew; else all.")] = None,
-    processes: Annotated[bool, Option("--processes", help="A process for every party.")] = False,
     quiet: Quiet = False,
     explain: Explain = False,
     as_json: Json = False,
@@ -84,7 +79,7 @@ def simulate(
         secure = "masks"
     federation: dict[str, Any] = {
         "trust": trust, "secure": secure, "weights": weights, "quorum": quorum,
-        "colluders": colluders, "spare": spare, "cohort": cohort, "processes": processes,
+        "colluders": colluders, "spare": spare,
     }  # fmt: skip
     split = {"unevenness": unevenness, "dirichlet": dirichlet}
     result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
@@ -167,25 +162,6 @@ def revoke(
     answer(as_json, known, advice, table=(f"revoked for {credentials.name}", list(known.items())))
 
 
-@app.command(
-    epilog="Example: quietgrad federate match plan.toml --name hospital-1 --data h1.csv --key people.key --new-key"
-)
-def match(
-    plan: Plan,
-    name: Annotated[str, Option(help="This party's name in the plan.", show_default=False)],
-    data: Annotated[Path, Option(help="This party's records, with the plan's column of people.")],
-    key: Annotated[Path, Option(help="The parties' secret key; the coordinator never sees it.")],
-    lists: Annotated[Path, Option(help="Folder of lists: this party's is written, others are read.")] = Path(
-        "lists"
-    ),
-    new_key: Annotated[bool, Option("--new-key", help="Draw the key: at one party, once.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Find, with the other parties, the people that several of them know, by a keyed hash of ids."""
-    rows = matched(read_plan(plan), name, data, key, lists, new_key=new_key)
-    answer(as_json, dict(rows), table=(f"people of {name}, matched", rows))
-
-
 @app.command(epilog="Example: quietgrad federate server plan.toml --keys keys/coordinator --out runs/model")
 def server(
     plan: Plan,
@@ -232,15 +208,13 @@ def party(
     account: Account = "default",
     cap_epsilon: CapEpsilon = None,
     pin: Pin = None,
-    people_key: PeopleKey = None,
-    people_lists: PeopleLists = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
     """Take part with this site's records: answer what the approved plan allows, and refuse everything else."""
     mine = approval(
         plan, keys, out, pin=pin, address=address, data=data, ledger=ledger, account=account,
-        cap_epsilon=cap_epsilon, people_key=people_key, people_lists=people_lists,
+        cap_epsilon=cap_epsilon,
     )  # fmt: skip
     tell = member_logger(mine.credentials.name, quiet or as_json)
     if cap_epsilon is not None and ledger is None:
@@ -267,14 +241,11 @@ def approve(
     ledger: Ledger = None,
     account: Account = "default",
     cap_epsilon: CapEpsilon = None,
-    people_key: PeopleKey = None,
-    people_lists: PeopleLists = None,
     as_json: Json = False,
 ) -> None:
     """Approve one plan for an engine that already runs here; the approval is a local file that is never sent."""
     mine = approval(
         plan, keys, out, pin=pin, data=data, ledger=ledger, account=account, cap_epsilon=cap_epsilon,
-        people_key=people_key, people_lists=people_lists,
     )  # fmt: skip
     if mine.credentials.name != "coordinator":
         mine.member().close()  # whatever is wrong with keys, records or cap is told here

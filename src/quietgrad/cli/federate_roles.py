@@ -20,7 +20,7 @@ from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.settings import objective_from
 from quietgrad.cli.train import check_folder, finish
 from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.federation import approved, matching
+from quietgrad.federation import approved
 from quietgrad.federation.approved import Approved, readable_digest
 from quietgrad.federation.coordinator import AGGREGATES
 from quietgrad.federation.party import PartyCurator
@@ -30,7 +30,6 @@ from quietgrad.federation.planning import adversary, multiplicity
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.transport.local_socket import serve
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
-from quietgrad.objectives.person_ids import factorize_ids
 from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.sanitize import sanitize
 from quietgrad.secure.identity import DropoutError
@@ -58,7 +57,7 @@ def member_logger(name: str, quiet: bool) -> Tell:
 def approval(
     plan: Path, keys: Path, out: Path, *, pin: str | None = None, address: str | None = None,
     data: Path | None = None, ledger: Path | None = None, account: str = "default",
-    cap_epsilon: float | None = None, people_key: Path | None = None, people_lists: Path | None = None,
+    cap_epsilon: float | None = None,
 ) -> Approved:  # fmt: skip
     """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
     text = read_text(plan)
@@ -74,8 +73,7 @@ def approval(
 
     found = Approved(
         plan=text, digest=digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
-        ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, people_key=absolute(people_key),
-        people_lists=absolute(people_lists), address=address,
+        ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, address=address,
     )  # fmt: skip
     with usage():
         found.check()
@@ -117,38 +115,6 @@ def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
         ("protects against", adversary(plan)),
         ("noise in the sum", f"variance {plan.variance_factor:.4g} times that of a trusted curator"),
         *people,
-    ]
-
-
-def matched(
-    file: PlanFile, name: str, data: Path, key: Path, lists: Path, *, new_key: bool
-) -> list[tuple[str, str]]:
-    """Write the list of a party's people; where all lists are there, also what they are agreed on by."""
-    if name not in file.parties:
-        raise DataError(f"{name!r} is not a party of this plan: {', '.join(file.parties)}.")
-    table = approved.records(file, data)
-    if table.person is None:
-        raise DataError('the plan names no column of people: add [data] person = "COLUMN".')
-    secret = matching.new_key(key) if new_key else matching.read_key(key)
-    mine = matching.write_list(lists, matching.HashedIdList.of(name, table.person, secret), secret)
-    rows = [("people key", f"{key}: for the parties alone, never for the coordinator")] if new_key else []
-    rows += [("list of people", f"{mine}: send it to the other parties, not by way of the coordinator")]
-    absent = [other for other in file.parties if not (lists / f"{other}{matching.SUFFIX}").exists()]
-    if absent:
-        return [
-            *rows,
-            ("still missing", f"the lists of {', '.join(absent)}; put them into {lists}, give this again"),
-        ]
-    both = matching.RecordLinkage.read(secret, lists, file.parties)
-    kept = both.kept(name, approved.party_data(table))
-    return [
-        *rows,
-        ("[federation]", f'matched = "{both.digest}"'),
-        (
-            f"[[party]] {name}",
-            f"records = {factorize_ids(kept.person)[1]} (under add-remove, rounded), of "
-            f"{factorize_ids(table.person)[1]} people known here",
-        ),
     ]
 
 
@@ -215,8 +181,6 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
     finally:
         transport.close()
     tell(f"digest of the model, the same at all members: {readable_digest(approved.model_digest(out))}")
-    for row in transport.attendance():
-        tell(f"{row.name}: {row.answered} answers, {row.missed} missed, {row.mean_seconds:.3f} s on average")
     return result
 
 

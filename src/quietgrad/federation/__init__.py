@@ -5,7 +5,6 @@ The secure sums themselves are in :mod:`quietgrad.secure`; its public names are 
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from quietgrad.secure.local_session import SecureSession, secure_sum
     from quietgrad.secure.masking import MaskingParty, MaskingServer
     from quietgrad.secure.servers import NoiseServer, SharingParty, SumServer
-    from quietgrad.secure.terms import SecureSumConfig, ThreatModel, slack, threat_model
+    from quietgrad.secure.terms import SecureSumConfig, ThreatModel, threat_model
 
 # Where each public name lives; imported when first used.
 _HOMES = {
@@ -31,7 +30,7 @@ _HOMES = {
         "federation.planning": ("federate",),
         "federation.plan": ("FederatedPlan", "Shape"),
         "secure.local_session": ("secure_sum", "SecureSession"),
-        "secure.terms": ("SecureSumConfig", "slack", "ThreatModel", "threat_model"),
+        "secure.terms": ("SecureSumConfig", "ThreatModel", "threat_model"),
         "secure.discrete_gaussian": ("sensitivity_growth",),
         "secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
         "secure.masking": ("MaskingParty", "MaskingServer"),
@@ -40,21 +39,16 @@ _HOMES = {
     }.items()
     for name in names
 }
-_FORMER = {"Terms": "SecureSumConfig", "View": "TranscriptRecorder", "threats": "threat_model"}
 
 __all__ = [
     "simulate", "Party", "deal", "federate", "FederatedPlan", "Shape", "secure_sum", "SecureSession",
-    "SecureSumConfig", "slack", "ThreatModel", "threat_model", "sensitivity_growth", "Identity", "Roster",
+    "SecureSumConfig", "ThreatModel", "threat_model", "sensitivity_growth", "Identity", "Roster",
     "ProtocolError", "DropoutError", "MaskingParty", "MaskingServer", "SharingParty", "SumServer", "NoiseServer",
     "TranscriptRecorder",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        now = _FORMER[name]
-        warnings.warn(f"{__name__}.{name} is called {now} now.", DeprecationWarning, stacklevel=2)
-        name = now
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)

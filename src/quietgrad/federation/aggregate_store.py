@@ -38,7 +38,6 @@ class AggregateStore:
     def __init__(self, path: Path | None, *, digest: str, run: str, public_key: bytes) -> None:
         self.run, self.public_key = run, public_key
         self.asked: dict[str, int] = {}
-        self.rho = 0.0
         self.last_round = -1
         self.unfinished: str | None = None
         """The slot of the last round, if it was asked and its aggregate is not here."""
@@ -55,10 +54,9 @@ class AggregateStore:
             self.close()
             raise
 
-    def ask(self, t: int, slot: str, rho: float | None) -> None:
-        """Record that round ``t`` is about to be asked."""
-        self._write({"asked": t, "slot": slot, "rho": rho})
-        self._count(t, slot, rho)
+    def ask(self, t: int, slot: str) -> None:
+        self._write({"asked": t, "slot": slot})
+        self._count(t, slot)
 
     def finish(self, t: int, slot: str, value: Floats) -> None:
         """Round ``t`` gave ``value``, which may be used once this returns."""
@@ -82,17 +80,15 @@ class AggregateStore:
         if self._file is not None:
             self._file.close()
 
-    def _count(self, t: int, slot: str, rho: float | None) -> None:
+    def _count(self, t: int, slot: str) -> None:
         self.last_round, self.unfinished = t, slot
         self.asked[slot] = self.asked.get(slot, 0) + 1
-        self.rho += rho or 0.0
 
     def _write(self, line: dict[str, Any], body: bytes = b"") -> None:
         if self._file is not None:
             self._file.append(json.dumps(line).encode() + b"\n" + body)
 
     def _read(self, kept: LockedAppendFile, digest: str) -> bool:
-        """Read what was kept, and whether there was anything."""
         with kept.path.open("rb") as file:
             first = file.readline()
             if not first.endswith(b"\n"):  # killed while the file was made: nothing was asked yet
@@ -107,7 +103,7 @@ class AggregateStore:
                 if "ended" in entry:
                     self.ended = True
                 elif "asked" in entry:
-                    self._count(entry["asked"], entry["slot"], entry["rho"])
+                    self._count(entry["asked"], entry["slot"])
                 else:
                     body = file.read(8 * entry["numbers"])
                     if len(body) < 8 * entry["numbers"] or zlib.crc32(body) != entry["crc"]:

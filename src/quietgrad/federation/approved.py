@@ -24,14 +24,13 @@ from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
-from quietgrad.federation.matching import RecordLinkage, read_matching
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
-from quietgrad.federation.secure_roles import Member, SumMember
+from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import train
-from quietgrad.federation.transport import Bytes, Handler, Transport
+from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, read_json, write_atomically
 from quietgrad.objectives.person_ids import factorize_ids
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
 PROGRESS = "progress.json"
 """What `federate status` reads."""
 _EVERY = 0.2  # seconds between two lines: faster rounds share one
-_WIDTH = 20
 
 
 class RunStatus:
@@ -57,12 +55,14 @@ class RunStatus:
 
     def __init__(self, folder: Path, name: str, file: PlanFile, tell: Tell) -> None:
         self._folder, self._tell, self._next = folder, tell, 0.0
+        spent = "NOT PRIVATE"
+        if file.budget is not None:
+            spent = f"ε = {file.budget.epsilon:g} (δ = {file.budget.delta:g}) is charged, all of the plan"
         self._facts: dict[str, Any] = {
             "member": name, "federation": file.name, "plan": file.digest, "of": file.plan.schedule.releases,
-            "spent": _spent(file), "rounds": 0, "lost": 0, "words": "waiting for the others",
+            "spent": spent, "rounds": 0, "lost": 0,
         }  # fmt: skip
-        # Of a run that goes on, or only hands out its model:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # of a run that goes on
             before = read_json(folder / PROGRESS)
             if before.get("plan") == file.digest and before.get("member") == name:
                 self._facts |= {key: int(before[key]) for key in ("rounds", "lost") if key in before}
@@ -70,69 +70,39 @@ class RunStatus:
     def callback(self, progress: Progress) -> None:
         if progress.step:
             lost = max(0, progress.releases - progress.planned)  # spare rounds pay for those that were lost
-            self._round(progress.releases - lost, lost, last=progress.done)
+            self.answered(progress.releases - lost, lost)
 
-    def watching(self, member: Member) -> Handler:
-        """The member's handler, with a line for every round that it answers."""
-        if not isinstance(member, PartyCurator):
-            return member.handle
-
-        def handle(message: Bytes) -> Bytes:
-            reply = member.handle(message)
-            answered = sum(member.answered().values())
-            if answered != self._facts["rounds"]:
-                self._round(answered, 0, last=answered >= self._facts["of"])
-            return reply
-
-        return handle
-
-    def end(self, words: str) -> None:
-        self._facts["words"] = words
-        self._write()
-
-    def _round(self, rounds: int, lost: int, *, last: bool) -> None:
-        self._facts |= {"rounds": rounds, "lost": max(lost, 0), "words": "running"}
-        if not last and time.monotonic() < self._next:
+    def answered(self, rounds: int, lost: int = 0) -> None:
+        """Tell how many rounds are complete, or answered by this party."""
+        if (rounds, lost) == (self._facts["rounds"], self._facts["lost"]):
             return
-        self._next = time.monotonic() + _EVERY
-        self._tell(line(self._facts))
-        self._write()
+        self._facts |= {"rounds": rounds, "lost": lost}
+        if rounds >= self._facts["of"] or time.monotonic() >= self._next:
+            self._next = time.monotonic() + _EVERY
+            self._tell(line(self._facts))
+            self.write("running")
 
-    def _write(self) -> None:
-        facts = {**self._facts, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-        fresh = self._folder / f".{PROGRESS}.tmp"
-        with contextlib.suppress(OSError):  # nothing depends on it: a full disk ends no run here
+    def write(self, words: str) -> None:
+        """Keep where the run is; nothing depends on it, so a full disk ends no run here."""
+        facts = {**self._facts, "words": words, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(facts) + "\n", encoding="utf-8")
-            fresh.replace(self._folder / PROGRESS)
+            write_atomically(self._folder / PROGRESS, (json.dumps(facts) + "\n").encode())
 
 
 def line(facts: dict[str, Any]) -> str:
-    """A round in one line.
-
-    >>> line({"rounds": 15, "of": 60, "lost": 1, "spent": "ε = 1 is charged"})
-    'round 15 of 60 [█████···············] 1 lost; ε = 1 is charged'
-    """
-    done = min(_WIDTH, round(_WIDTH * facts["rounds"] / max(1, facts["of"])))
-    lost = f" {facts['lost']} lost;" if facts["lost"] else ""
-    return f"round {facts['rounds']} of {facts['of']} [{'█' * done}{'·' * (_WIDTH - done)}]{lost} {facts['spent']}"
+    lost = f" ({facts['lost']} lost)" if facts["lost"] else ""
+    return f"round {facts['rounds']} of {facts['of']}{lost}; {facts['spent']}"
 
 
 def read_status(folder: Path) -> dict[str, Any]:
     try:
         facts = dict(read_json(folder / PROGRESS))
-        facts["line"] = line(facts)
-        return facts
+        return {**facts, "line": line(facts)}
     except FileNotFoundError:
         raise DataError(f"{folder}: no run was begun here.") from None
     except (ValueError, KeyError, TypeError):
         raise DataError(f"{folder / PROGRESS}: cannot be read; it is made anew with the next round.") from None
-
-
-def _spent(file: PlanFile) -> str:
-    if file.budget is None:
-        return "NOT PRIVATE"
-    return f"ε = {file.budget.epsilon:g} (δ = {file.budget.delta:g}) is charged, all of the plan"
 
 
 FILE = "quietgrad.json"
@@ -156,8 +126,6 @@ class Approved:
     ledger: str | None = None
     account: str = "default"
     cap_epsilon: float | None = None
-    people_key: str | None = None
-    people_lists: str | None = None
     address: str | None = None
 
     def write(self, path: Path) -> None:
@@ -179,7 +147,6 @@ class Approved:
 
     @cached_property
     def file(self) -> PlanFile:
-        """The plan, which must be the approved one."""
         file = parse_plan(self.plan, "the approved plan")
         if file.digest != self.digest:
             raise BudgetError(f"the approval names plan {self.digest[:16]}… and holds {file.digest[:16]}…")
@@ -190,17 +157,15 @@ class Approved:
 
     @cached_property
     def credentials(self) -> Credentials:
-        """The member's keys; those of a revoked federation are refused."""
         found = Credentials.read(self.keys)
         if found.name not in self.file.members:
             raise DataError(f"{self.keys}: {found.name!r} is not a member of this plan.")
-        if found.name != COORDINATOR:  # the coordinator leaves a revoked party out and may do without it
+        if found.name != COORDINATOR:  # which leaves a revoked party out and may do without it
             check_none_revoked(self.keys, self.file.members)
         return found
 
     @cached_property
     def roster(self) -> Roster | None:
-        """Who is who in secure sums, if the plan has them."""
         plan = self.file.plan
         if plan.secure is None:
             return None
@@ -246,16 +211,14 @@ class Approved:
             raise DataError(f"{self.keys}: {name!r} is no party with records; give --data.")
         table = records(file, self.data)
         tell(described(file, name, self.data, table))
-        party = self.party(party_data(table), read_matching(self.people_key, self.people_lists, file.parties))
-        if file.plan.matched:
-            tell(f"{len(party.records)} people are kept here; others that are known here are kept by another party")
-        return party
+        return self.party(
+            (table.X, table.y) if table.person is None else RecordsWithIds((table.X, table.y), table.person)
+        )
 
-    def party(self, data: Any, matching: RecordLinkage | None = None) -> PartyCurator:
+    def party(self, data: Any) -> PartyCurator:
         """Approve one run of the plan for these records, or continue the one that the folder has begun.
 
-        Raises if the plan does not prove its guarantee or the data do not fit it. Without a cap, here or in the
-        ledger, the account may spend what the plan costs and no more.
+        Without a cap, here or in the ledger, the account may spend what the plan costs and no more.
         """
         file, keys, cap = self.file, self.credentials, self.cap
         if (self.folder / "result.json").exists():
@@ -267,7 +230,7 @@ class Approved:
             cap = file.budget
         member = PartyCurator(
             keys.name, file.objective, data, file.plan, ledger=self.books, account=self.account, cap=cap,
-            identity=keys.identity, roster=self.roster, folder=self.folder, matching=matching,
+            identity=keys.identity, roster=self.roster, folder=self.folder,
         )  # fmt: skip
         try:
             member.check_cap()  # now, and not when the others have paid already
@@ -280,6 +243,12 @@ class Approved:
         """Wrap the member for a transport: it answers, and takes what is handed out at the end."""
         status = RunStatus(self.folder, member.name, self.file, tell)
 
+        def handle(message: Bytes) -> Bytes:
+            reply = member.handle(message)
+            if isinstance(member, PartyCurator):
+                status.answered(sum(member.answered().values()))
+            return reply
+
         def finish(words: str, model: Bytes) -> None:
             try:
                 if not len(model):
@@ -291,11 +260,11 @@ class Approved:
                 if isinstance(member, PartyCurator):
                     charged = "what the plan costs stays charged"
                     tell("nothing was asked, so nothing is charged" if member.withdraw() else charged)
-                status.end(str(error))
+                status.write(str(error))
                 raise
-            status.end(words)
+            status.write(words)
 
-        return Responder(status.watching(member), self.digest, finish, self.credentials.identity)
+        return Responder(handle, self.digest, finish, self.credentials.identity)
 
     def coordinate(
         self, transport: Transport, tell: Tell, *, wait: float = 600.0, patience: float = PATIENCE
@@ -316,7 +285,7 @@ class Approved:
         try:
             result = before or self.train(exchange, tell, status.callback, wait)
         except QuietgradError as error:
-            status.end(f"aborted: {error}")
+            status.write(f"aborted: {error}")
             exchange.finish(f"aborted: {error}")
             raise
         path = self.folder / _DELIVERED  # who has confirmed the model
@@ -326,7 +295,7 @@ class Approved:
         write_atomically(path, json.dumps(sorted(have)).encode())
         if late := [name for name in missing if name not in have]:
             tell(f"{', '.join(late)} did not confirm the model; when they are back, the same command hands it out")
-        status.end(_COMPLETE)
+        status.write(_COMPLETE)
         return result
 
     def train(
@@ -435,7 +404,6 @@ def readable_digest(digest: str) -> str:
 
 
 def records(file: PlanFile, path: str | Path) -> Dataset:
-    """A party's table, read as the plan says."""
     from quietgrad.data import load as load_table
 
     data = load_table(path, **file.reading)
@@ -445,19 +413,11 @@ def records(file: PlanFile, path: str | Path) -> Dataset:
     return data
 
 
-def party_data(data: Dataset) -> Any:
-    """What a party's curator takes of its table."""
-    table = (data.X, data.y)
-    return table if data.person is None else RecordsWithIds(table, data.person)
-
-
 def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str:
     """Describe a party's table, for that party alone: the numbers are exact."""
-    said = file.sizes[file.parties.index(name)]
-    found = f"{len(data.y)} records"
-    if data.person is not None:
-        found = f"{factorize_ids(data.person)[1]} people, {found}"
+    people = "" if data.person is None else f"{factorize_ids(data.person)[1]} people, "
+    found = f"{people}{len(data.y)} records (the plan says {file.sizes[file.parties.index(name)]})"
     columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""
     classes = file.model.get("class_names") or ()
     labels = f"; any label but {', '.join(classes)} counts as {classes[0]}" if classes else ""
-    return f"{path}: {found} (the plan says {said}){columns}{labels}"
+    return f"{path}: {found}{columns}{labels}"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Account, Charge
-from quietgrad.curators.base import SessionCost, offsets_above_minimum
+from quietgrad.curators.base import SessionCost
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation.aggregate_store import AggregateStore
 from quietgrad.federation.exchange import Exchange, Tell
@@ -32,13 +32,12 @@ from quietgrad.federation.rounds import (
     named,
     quorate,
 )
-from quietgrad.federation.secure_roles import invite_parties, rescaling
 from quietgrad.federation.transport import Transport
-from quietgrad.federation.wire import Message, Scores, encode, pack, template_mismatch
+from quietgrad.federation.wire import Message, encode, pack, template_mismatch
 from quietgrad.objectives.base import Objective, Query, Regularizer
 from quietgrad.plans.schedule import Plan
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
@@ -60,13 +59,11 @@ class FederatedSession:
         self.regularizer: Regularizer = curator.objective.regularizer
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that failed or lack a party: number, and by name what happened."""
-        self._store, self._exchange, self._charge = store, curator.exchange, charge
+        self.store, self._exchange, self._charge = store, curator.exchange, charge
         self.epochs, self.run = 1, store.run
         self._answered: set[str] = set()
         self._tell = curator.tell
         curator.admitted = self._admitted
-        # With cohorts another party may turn out to be away each time.
-        self._vain = _VAIN + (len(plan.names) if plan.cohort else 0)
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds: PlainRounds | SecureRounds = PlainRounds(plan, curator.exchange)
@@ -81,10 +78,7 @@ class FederatedSession:
         self._draws = dict(self._made)
         self._replay = list(reversed(store.done))
         self._round = store.last_round
-        self._claimed = curator.claimed
-        self._filter = plan.schedule.composition == "filter"
-        self._rho = plan.event_rho if self._filter and plan.budget is not None else math.inf
-        self.rho_left = self._rho
+        self.rho_left = math.inf
         self.closed = False
         if store.resumed and not store.done:
             self._catch_up()
@@ -103,13 +97,15 @@ class FederatedSession:
         return self._plan.schedule[slot].sampling.expected_batch(self._plan.n_public)
 
     def uniform(self, label: str) -> float:
-        word = SecureStream(self._store.public_key, f"public/{label}").uint64(0, 1)[0]
+        word = SecureStream(self.store.public_key, f"public/{label}").uint64(0, 1)[0]
         return float(word >> np.uint64(11)) * 2.0**-53
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
-        total = self._replayed(slot, rho)
+        if self.closed:
+            raise BudgetError("this session is closed; open a new one for a new plan.")
+        total = self._replayed(slot)
         if total is None:
-            total = self._ask(slot, query, rho)
+            total = self._ask(slot, query)
         if isinstance(self._zero, np.ndarray) or len(total) != len(self._zero):
             return total
         return self._zero.new_tensor(total)
@@ -117,16 +113,7 @@ class FederatedSession:
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
     ) -> int:
-        """The least of several sums: by the exponential mechanism of a trusted curator, else from noisy sums.
-
-        ``offsets`` are added here, once: parties answer for their records only.
-        """
-        relation = Relation.ADD_REMOVE if self._plan.budget is None else self._plan.budget.relation
-        public = offsets_above_minimum(offsets, len(queries))
-        chosen = self._replayed(slot, rho)
-        if chosen is None:
-            chosen = self._ask(slot, Scores(tuple(queries), relation), rho, public)
-        return int(chosen[0]) if len(chosen) == 1 else int(np.argmin(chosen + public))
+        raise BudgetError("a noisy choice needs one curator of all records.")
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         raise BudgetError("a noisy search needs one curator of all held-out records; parties use Algorithm 4.")
@@ -136,59 +123,47 @@ class FederatedSession:
         if self.closed:
             raise BudgetError("this session is closed already; open a new one for a new plan.")
         self.closed = True
-        self._store.end()
+        self.store.end()
         # A party who does not hear of the end keeps the whole plan charged, which is what it books anyway.
-        message = encode(Message("close", {"run": self._store.run, "reason": reason}))
+        message = encode(Message("close", {"run": self.store.run, "reason": reason}))
         self._exchange.call(dict.fromkeys(self._plan.names, message), {})
         event = self._charge.close(self._spent_event(), reason=reason, data_dependent=data_dependent)
         return SessionCost(event, self.used, reason, data_dependent)
 
-    def forget(self) -> None:
-        """The result is safe: remove what was kept to continue the run."""
-        self._store.remove()
-
-    def leave(self) -> None:
-        """Close what was kept, so that a later process can continue the run."""
-        self._store.close()
-
-    # --- rounds -----------------------------------------------------------------------------------------------
-
-    def _ask(self, slot: str, query: Query, rho: float | None, offsets: Floats | None = None) -> Floats:
+    def _ask(self, slot: str, query: Query) -> Floats:
         """Ask until a round is complete, each time as a new release, and keep the aggregate before it is used."""
-        if self.closed:
-            raise BudgetError("this session is closed; open a new one for a new plan.")
-        if self._store.ended:
+        if self.store.ended:
             raise BudgetError("the kept run had ended and this one asks for more; not the same run.")
         if self._made[slot] >= (planned := self._plan.schedule[slot].count):
             raise ExhaustedError(f"the plan allows {planned} releases of {slot!r} and all were made.")
         dim = query.dim(self._plan.shape)
         if query.bound == 0.0:  # exactly zero whatever the data: no party is asked
-            self._begin(slot, self._round + 1, rho)
+            self._begin(slot, self._round + 1)
             return self._keep(slot, np.zeros(dim), self._round)
         fields, arrays = pack(query)
         if (reason := template_mismatch(self._plan.templates[slot], fields, arrays)) is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; no party was asked.")  # as every party would say
-        multiplier = self._plan.multiplier(slot, rho)
-        self._check_left(slot, rho)
+        multiplier = self._plan.multiplier(slot)
+        self._check_fresh(slot)
         vain = 0
         while True:
             # The question that an interrupted run left open is asked again as it was: the answers are the same.
-            again = self._store.unfinished == slot and self._plan.secure is None
+            again = self.store.unfinished == slot and self._plan.secure is None
             t, draw = self._round + 1 - again, self._draws[slot] - again
-            if not again:
-                self._check_spare(slot)
+            if not again and self._draws[slot] - self._made[slot] > self._plan.spare:
+                last = self.faults[-1] if self.faults else (self.store.last_round, {"coordinator": "interrupted"})
+                why = f"round {last[0]} was lost ({named(last[1])}) and the plan's {self._plan.spare} spare rounds"
+                raise DropoutError(list(last[1]), f"{why} are used up")
             faults: dict[str, str] = {}
-            cohort = invite_parties(self._plan, self._key, t, self._exchange.away)
-            words = {"run": self._store.run, "round": t, "slot": slot, "draw": draw, "rho": rho, "dim": dim,
-                     "query": fields}  # fmt: skip
+            words = {"run": self.store.run, "round": t, "slot": slot, "draw": draw, "dim": dim, "query": fields}
             ask = RoundRequest(
-                cohort, self._present(cohort, faults), slot, words, arrays, float(query.bound), multiplier, faults,
-                partial(self._begin, slot, t, rho),
+                self._present(faults), slot, words, arrays, float(query.bound), multiplier, faults,
+                partial(self._begin, slot, t),
             )  # fmt: skip
             try:
-                total, present = self._rounds.collect(ask)
+                total = self._rounds.collect(ask)
             except FailedRoundError as lost:
-                self._store.unfinished = None
+                self.store.unfinished = None
                 vain = 0 if self._round >= t else vain + 1
                 self._lost(t, slot, lost.faults, vain)
                 continue
@@ -196,16 +171,15 @@ class FederatedSession:
                 self.faults.append((t, faults))
                 self._tell(f"round {t} is complete without some ({named(faults)})")
             self._answered.update(name for name in ask.invited if name not in faults)
-            finished = self._finished(ask, query, total, rho, offsets)
-            if not isinstance(query, Scores):
-                finished *= rescaling(self._plan, present)
-            return self._keep(slot, finished, t)
+            if self._plan.trust == "curator" and multiplier > 0.0:
+                self._sources[slot].add(total, draw, multiplier, ask.bound * self._plan.reach)
+            return self._keep(slot, total, t)
 
-    def _present(self, names: tuple[str, ...], faults: dict[str, str]) -> tuple[str, ...]:
-        """Those of a round who are there, once they are a quorum and the servers are there too."""
+    def _present(self, faults: dict[str, str]) -> tuple[str, ...]:
+        """Those who are there, once they are a quorum and the servers are there too."""
         servers = self._plan.servers
         enough = quorate(self._plan, *servers)
-        here = self._exchange.here((*names, *servers), enough, faults)
+        here = self._exchange.here((*self._plan.names, *servers), enough, faults)
         if not enough(here):
             raise DropoutError(
                 list(faults),
@@ -222,7 +196,7 @@ class FederatedSession:
             self._tell(f"round {t} is lost ({named(faults)}); {left} spare rounds are left")
             return
         self._tell(f"round {t} is begun anew ({named(faults)}); it has cost nothing")
-        if vain > self._vain:
+        if vain > _VAIN:
             raise DropoutError(list(faults), f"round {t} cannot begin: {named(faults)}")
         self._exchange.transport.clock.sleep(0.1 * 2.0 ** min(vain, 8))
 
@@ -233,54 +207,27 @@ class FederatedSession:
         if fresh and name in self._answered and reply.fields["round"] < 0:
             raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
 
-    def _check_spare(self, slot: str) -> None:
-        if self._draws[slot] - self._made[slot] > self._plan.spare:
-            t, faults = self.faults[-1] if self.faults else (self._store.last_round, {"coordinator": "interrupted"})
-            why = f"round {t} was lost ({named(faults)}) and the plan's {self._plan.spare} spare rounds are used up"
-            raise DropoutError(list(faults), why)
-
-    def _check_left(self, slot: str, rho: float | None) -> None:
-        if rho is not None and self._plan.is_private and not 0.0 < rho <= self.rho_left:
-            raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
+    def _check_fresh(self, slot: str) -> None:
         sampling = self._plan.schedule[slot].sampling
-        if sampling.fresh and self._taken() + sampling.fresh > sampling.pass_size:
-            raise ExhaustedError(f"fresh records are used up: {self._taken()} of {sampling.pass_size} were taken.")
+        taken = sum(each.sampling.fresh * self._draws[each.name] for each in self._plan.schedule.slots)
+        if sampling.fresh and taken + sampling.fresh > sampling.pass_size:
+            raise ExhaustedError(f"fresh records are used up: {taken} of {sampling.pass_size} were taken.")
 
-    def _begin(self, slot: str, t: int, rho: float | None) -> None:
+    def _begin(self, slot: str, t: int) -> None:
         """Charge a release of ``slot``, durably: its question leaves now."""
         if t <= self._round:  # it was charged when it was asked the first time
             return
-        self._check_left(slot, rho)
-        if rho is not None and self._plan.is_private:
-            self.rho_left -= rho
+        self._check_fresh(slot)
         self._round = t
         self._draws[slot] += 1
-        self._store.ask(t, slot, rho)
-
-    def _taken(self) -> int:
-        return sum(slot.sampling.fresh * self._draws[slot.name] for slot in self._plan.schedule.slots)
-
-    def _finished(
-        self, ask: RoundRequest, query: Query, total: Floats, rho: float | None, offsets: Floats | None
-    ) -> Floats:
-        if not self._plan.curator_noise or ask.multiplier == 0.0:
-            return total
-        source, number = self._sources[ask.slot], ask.fields["draw"]
-        if isinstance(query, Scores):
-            assert rho is not None
-            most = max(each.bound for each in query.candidates) * self._plan.reach
-            scores = total if offsets is None else total + offsets
-            return np.array([float(source.choose(scores, number, rho, most))])
-        source.add(total, number, ask.multiplier, ask.bound * self._plan.reach)
-        return total
+        self.store.ask(t, slot)
 
     def _keep(self, slot: str, total: Floats, t: int) -> Floats:
-        self._store.finish(t, slot, total)
+        self.store.finish(t, slot, total)
         self._made[slot] += 1
         return total
 
-    def _replayed(self, slot: str, rho: float | None) -> Floats | None:
-        """The aggregate that an interrupted run already released here, if there is one."""
+    def _replayed(self, slot: str) -> Floats | None:
         if not self._replay:
             return None
         done = self._replay.pop()
@@ -288,39 +235,24 @@ class FederatedSession:
             raise BudgetError(f"the kept run released {done.slot!r} here, and {slot!r} is asked: not the same run.")
         self._made[slot] += 1
         self._draws[slot] += 1
-        if rho is not None and self._plan.is_private:
-            self.rho_left -= rho
         if not self._replay:
             self._catch_up()
         return done.value
 
     def _catch_up(self) -> None:
         """Count the rounds that were asked and never finished: they are spent."""
-        self._draws = {name: self._store.asked.get(name, 0) for name in self._made}
-        # What parties have answered beyond what is kept here was released and is lost, unless it is what would be
-        # asked next: then they repeat it.
-        last, draws = self._claimed
-        if last > self._round + (self._plan.secure is None):
-            self._round, self._store.unfinished = last, None
-            self._draws = {name: max(n, draws.get(name, 0)) for name, n in self._draws.items()}
-        if self._filter and self._plan.is_private:
-            self.rho_left = self._rho - self._store.rho
+        self._draws = {name: self.store.asked.get(name, 0) for name in self._made}
 
     def _spent_event(self) -> events.Event | None:
-        """The whole plan, or what its zCDP filter counted.
+        """The whole plan.
 
         Spare rounds that were not needed are not given back: whether a round is lost is up to any member, who has
         seen earlier releases by then.
         """
-        if self._plan.budget is None:
-            return None
-        if self._filter and self.rho_left < self._rho:
-            return self._plan.filter_event(self._rho - self.rho_left)
-        return self._plan.event
+        return None if self._plan.budget is None else self._plan.event
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What went wrong on the way, for the result."""
         return tuple(f"round {t}: {named(faults)}" for t, faults in self.faults)
 
 
@@ -332,7 +264,6 @@ class FederatedCurator:
     """Coordinates parties that each hold their own records.
 
     Args:
-        over: how to reach the parties (and servers): a transport, or an exchange over one.
         ledger, account, cap: the coordinator's own record of what the run releases; each party keeps its own too.
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
@@ -360,8 +291,6 @@ class FederatedCurator:
         self.tell = tell
         self.admitted: Callable[[str, Message], None] = lambda name, reply: None
         """Is told of every party that comes back in mid-run."""
-        self.claimed: tuple[int, dict[str, int]] = (-1, {})
-        """The last round that a party says it has answered, and the draws of each slot."""
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._identity, self._roster = identity, roster
@@ -405,35 +334,16 @@ class FederatedCurator:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
         message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        self.exchange.opens(message, partial(self._admit, plan))
+        self.exchange.opening, self.exchange.admit = message, partial(self._admit, plan)
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
-        faults |= {name: why for name, reply in replies.items() if (why := self._hear(plan, reply)) is not None}
+        faults |= {name: why for name, reply in replies.items() if (why := _not_ready(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise FailedRoundError(faults)
 
     def _admit(self, plan: FederatedPlan, name: str, reply: Message) -> None:
-        """A member is back in mid-run."""
-        if (why := self._hear(plan, reply)) is not None:
+        if (why := _not_ready(plan, reply)) is not None:
             raise ProtocolError(name, why)
         self.admitted(name, reply)
-
-    def _hear(self, plan: FederatedPlan, reply: Message) -> str | None:
-        """Note where a party says it is, or why it cannot be there.
-
-        A coordinator whose own file was cut continues from the furthest.
-        """
-        if reply.kind != "ready":
-            return "says that this run is over"
-        last, draws = reply.fields.get("round"), reply.fields.get("draws")
-        limits = {slot.name: plan.limit(slot.name) for slot in plan.schedule.slots}
-        if type(last) is not int or not isinstance(draws, dict) or not -1 <= last < sum(limits.values()):
-            return "says that it is ready, and not where it was"
-        said = {slot: draws.get(slot, 0) for slot in limits}
-        if not all(type(n) is int and 0 <= n <= limits[slot] for slot, n in said.items()):
-            return "says that it has answered more than the plan allows"
-        known = self.claimed[1]
-        self.claimed = max(self.claimed[0], last), {slot: max(n, known.get(slot, 0)) for slot, n in said.items()}
-        return None
 
     def _call_off(self, plan: FederatedPlan, store: AggregateStore, why: str) -> None:
         """The run could not be opened: those who paid get it back, for they were asked nothing."""
@@ -441,3 +351,10 @@ class FederatedCurator:
         with contextlib.suppress(ProtocolError):
             self.exchange.call(dict.fromkeys(plan.names, over), {}, grace=1.0)
         store.remove()
+
+
+def _not_ready(plan: FederatedPlan, reply: Message) -> str | None:
+    if reply.kind != "ready":
+        return "says that this run is over"
+    last, limits = reply.fields.get("round"), [plan.limit(slot.name) for slot in plan.schedule.slots]
+    return None if type(last) is int and -1 <= last < sum(limits) else "says that it is ready, and not where it was"

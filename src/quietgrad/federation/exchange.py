@@ -61,16 +61,12 @@ class Introduction:
         self.frame = Envelope(WHO, 0, os.urandom(16), os.urandom(32)).around(b"")
 
     @staticmethod
-    def signed(identity: Identity, frame: Bytes) -> bytes:
-        return identity.sign(_introduced(identity.name, frame))
+    def signed(name: str, frame: Bytes) -> bytes:
+        """What the member of this name signs."""
+        return b"quietgrad introduction 1\0" + name.encode() + b"\0" + bytes(frame[: _HEAD.size])
 
     def is_by(self, name: str, key: bytes, reply: Bytes) -> bool:
-        """Whether the member of this name and public key replied."""
-        return len(reply) > _HEAD.size and is_signed(key, bytes(body(reply)), _introduced(name, self.frame))
-
-
-def _introduced(name: str, frame: Bytes) -> bytes:
-    return b"quietgrad introduction 1\0" + name.encode() + b"\0" + bytes(frame[: _HEAD.size])
+        return len(reply) > _HEAD.size and is_signed(key, bytes(body(reply)), self.signed(name, self.frame))
 
 
 def body(frame: Bytes) -> memoryview:
@@ -78,21 +74,19 @@ def body(frame: Bytes) -> memoryview:
 
 
 def agreement_of(digest: str) -> bytes:
-    """A plan file's digest as it stands in envelopes."""
     return hashlib.sha256(digest.encode()).digest()
 
 
 class Exchange:
     """Asks members through a transport until as many as needed have answered.
 
+    Once enough have answered, another has ``timeout`` seconds to answer, or ``grace`` to come back if it cannot be
+    reached. As long as too few have, they are waited for ``patience`` seconds.
+
     Args:
         agreement: digest of the plan file; a member that approved another one refuses.
-        timeout: seconds that a member has to answer once enough others have.
-        grace: seconds that a member who cannot be reached has to come back once enough others have answered.
-        patience: seconds to wait as long as too few have answered.
         most: the largest reply in bytes.
         revoked: by name, why members are no longer trusted; looked at before every frame.
-        tell: is told which members are waited for and which are back.
     """
 
     def __init__(
@@ -112,15 +106,13 @@ class Exchange:
         self.transport, self.timeout, self.patience, self.most = transport, timeout, patience, most
         self._grace, self._revoked, self._tell = min(grace, timeout), revoked, tell
         self._agreement, self._session, self._number = agreement_of(agreement), os.urandom(16), 0
-        self._opening = bytearray()
-        self._admit: Callable[[str, Message], None] = lambda name, reply: None
+        self.opening = bytearray()
+        """What a member is told that does not know the run."""
+        self.admit: Callable[[str, Message], None] = lambda name, reply: None
+        """Looks at a returning member's ``ready`` before it is asked."""
         self.away: dict[str, str] = {}
         """By name, why those who did not answer the last time did not."""
         self._probe: dict[str, tuple[float, float]] = {}  # when to look next for a member, and the pause
-
-    def opens(self, message: Bytes, admit: Callable[[str, Message], None]) -> None:
-        """What a member is told that does not know the run, and who looks at its ``ready`` before it is asked."""
-        self._opening, self._admit = bytearray(message), admit
 
     def call(
         self,
@@ -140,13 +132,8 @@ class Exchange:
         grace = self._grace if grace is None else grace
         timeout = max(grace, self.timeout) if timeout is None else timeout
         patience = max(timeout, self.patience) if patience is None else patience
-        return _Asking(self, messages, faults, enough or _any, (grace, timeout, patience), kind).run()
-
-    def greet(
-        self, names: Iterable[str], faults: dict[str, str], enough: Enough, **seconds: float
-    ) -> dict[str, Message]:
-        """Open the run at ``names``, or find that they know it: who is there, at no cost."""
-        return self.call(dict.fromkeys(names, self._opening), faults, enough, kind=ASK, **seconds)
+        everybody_counts = enough or (lambda good: True)
+        return _Asking(self, messages, faults, everybody_counts, (grace, timeout, patience), kind).run()
 
     def here(self, names: Iterable[str], enough: Enough, faults: dict[str, str]) -> tuple[str, ...]:
         """Those of ``names`` who can be asked now; waits until they are enough.
@@ -165,9 +152,10 @@ class Exchange:
         if enough(present):
             lost = [name for name in lost if now >= self._probe.get(name, (now, 0.0))[0]]
         if lost:
-            back = self.greet(lost, {}, lambda good: enough([*present, *good]), grace=1e-3, timeout=1.0)
+            opening = dict.fromkeys(lost, self.opening)  # which costs nothing
+            back = self.call(opening, {}, lambda good: enough([*present, *good]), grace=1e-3, timeout=1.0)
             for name, reply in back.items():
-                self._admit(name, reply)
+                self.admit(name, reply)
                 self._tell(f"{name} is back")
             for name in set(lost) - back.keys():
                 pause = min(2.0 * self._probe.get(name, (0.0, 0.5))[1], self._grace)
@@ -186,10 +174,6 @@ class Exchange:
         last = dict.fromkeys(self.transport.parties() if names is None else names, end)
         replies = self.call(last, {}, grace=seconds, timeout=seconds, kind=FINISH)
         return tuple(name for name, reply in replies.items() if reply.kind == "confirmed")
-
-
-def _any(good: Collection[str]) -> bool:
-    return True
 
 
 class _Asking:
@@ -216,7 +200,9 @@ class _Asking:
         self._number(self.messages)
         pause = _PAUSES[0]
         while self.frames:
-            self._leave_out()
+            shut = self.over._revoked()
+            for name in [name for name in self.frames if name in shut]:
+                self._drop(name, f"is revoked here ({shut[name]})")
             before = len(self.good)
             got = self.over.transport.send(self.frames, self._seconds())
             for name, reply in got.items():
@@ -225,14 +211,21 @@ class _Asking:
                     self.why[name] = str(reply)
                 else:
                     self._take(name, reply)
-            if not self.frames or self._over():
+            if not self.frames or self._is_over():
                 break
             self._tell()
             pause = _PAUSES[0] if len(self.good) > before else pause
             if all(name in self.since for name in self.frames):  # all are away: pause before asking again
                 self.clock.sleep(min(pause, max(1e-3, self._seconds())))
                 pause = min(2.0 * pause, _PAUSES[1])
-        self._name_the_missing()
+        for name in self.good:
+            self.over.away.pop(name, None)
+            self.over._probe.pop(name, None)
+        waited = self.clock.now() - self.begun
+        for name in self.frames:
+            why = self.why.get(name)
+            words = f"is away ({why})" if why is not None else f"did not answer within {waited:.3g} s"
+            self.faults[name] = self.over.away[name] = "sends what is no message" if name in self.damaged else words
         return self.good
 
     def _number(self, messages: Mapping[str, Bytes]) -> None:
@@ -244,11 +237,6 @@ class _Asking:
                 head = Envelope(self.kind, self.over._number, self.over._session, self.over._agreement)
                 made[id(message)] = head.around(message)
             self.frames[name], self.numbers[name] = made[id(message)], self.over._number
-
-    def _leave_out(self) -> None:
-        shut = self.over._revoked()
-        for name in [name for name in self.frames if name in shut]:
-            self._drop(name, f"is revoked here ({shut[name]})")
 
     def _deadline(self, name: str) -> float:
         """Until when a member is waited for once enough others have answered."""
@@ -264,7 +252,7 @@ class _Asking:
             left = self.begun + self.patience - now
         return min(max(left, 1e-3), _PAUSES[1] if self.since else _SLICE)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         now = self.clock.now()
         if self.enough(self.good):
             return all(now >= self._deadline(name) for name in self.frames)
@@ -292,7 +280,7 @@ class _Asking:
         reason = reason.removeprefix(f"{name}: ")
         if code == "plan" and self.kind == ASK:
             raise ProtocolError(name, f"refuses: {reason}")
-        if code == "stranger" and self.over._opening and name not in self.readmitted:
+        if code == "stranger" and self.over.opening and name not in self.readmitted:
             self._readmit(name)
         else:
             self._drop(name, f"refuses: {reason}")
@@ -300,9 +288,9 @@ class _Asking:
     def _readmit(self, name: str) -> None:
         """A member that does not know the run has restarted: open it there again, then ask what was asked."""
         self.readmitted.add(name)
-        found = self.over.call({name: self.over._opening}, {}, lambda good: bool(good) or self.enough(self.good))
+        found = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
         if name in found:
-            self.over._admit(name, found[name])
+            self.over.admit(name, found[name])
             self.over._tell(f"{name} restarted and is back")
             self._number({name: self.messages[name]})
         else:
@@ -319,18 +307,6 @@ class _Asking:
         self.told = True
         missing = "; ".join(f"{name} ({self.why[name]})" for name in list(self.since)[:5] if name in self.why)
         self.over._tell(f"waiting for {missing or 'members'}, up to {self.patience:g} s; it costs nothing")
-
-    def _name_the_missing(self) -> None:
-        for name in self.good:
-            self.over.away.pop(name, None)
-            self.over._probe.pop(name, None)
-        waited = self.clock.now() - self.begun
-        for name in self.frames:
-            why = self.why.get(name)
-            words = f"is away ({why})" if why is not None else f"did not answer within {waited:.3g} s"
-            if self.damaged.get(name):
-                words = "sends what is no message"
-            self.faults[name] = self.over.away[name] = words
 
 
 class Responder:
@@ -371,7 +347,7 @@ class Responder:
             except WireError as error:
                 return Envelope(0, 0, bytes(16), bytes(32)).around(refusal("protocol", str(error)))
             if envelope.kind == WHO and self._identity is not None:
-                return envelope.around(Introduction.signed(self._identity, frame))
+                return envelope.around(self._identity.sign(Introduction.signed(self._identity.name, frame)))
             if self._agreement is None:
                 return envelope.around(self._handler(b""))
             if envelope.agreement != self._agreement:
@@ -404,5 +380,4 @@ class Responder:
 
 
 def refusing(reason: str) -> Responder:
-    """A responder that refuses everything and says why."""
     return Responder(lambda message: refusal("plan", reason), agreement=None)

@@ -14,6 +14,7 @@ _HOME = "quietgrad.federation.transport"
 CLASSES = (f"{_HOME}.flare.QuietgradController", f"{_HOME}.flare.QuietgradExecutor")
 """What FLARE's sites have on their ``class_allow_list``."""
 _APP = "quietgrad_app"
+_FLOWER_END = "from {home}.flower import {end}_app as app\n\n__all__ = ['app']\n"
 _PYPROJECT = """\
 [build-system]
 requires = ["hatchling"]
@@ -50,33 +51,25 @@ def write_job(file: PlanFile, engine: str, folder: Path) -> list[Path]:
         raise ValueError(f"engine={engine!r}: must be one of {', '.join(get_args(Engine))}.")
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder}: is not empty; choose another folder for the job.")
-    made = _flare(file) if engine == "flare" else _flower(file)
-    for name, content in made.items():
+    if engine == "flare":
+        base = {"format_version": 2, "task_data_filters": [], "task_result_filters": [], "components": []}
+        controller, executor = ({"path": path, "args": {}} for path in CLASSES)
+        content = {
+            "meta.json": {
+                "name": f"quietgrad-{file.name}", "resource_spec": {}, "deploy_map": {"app": ["@ALL"]},
+                "min_clients": file.plan.quorum + len(file.plan.servers),
+            },
+            "app/config/config_fed_server.json": {**base, "workflows": [{"id": "quietgrad", **controller}]},
+            "app/config/config_fed_client.json": {
+                **base, "executors": [{"tasks": ["quietgrad"], "executor": executor}],
+            },
+        }  # fmt: skip
+        made = {name: json.dumps(each, indent=2) + "\n" for name, each in content.items()}
+    else:
+        made = {f"{_APP}/{end}.py": _FLOWER_END.format(home=_HOME, end=end) for end in ("server", "client")}
+        made[f"{_APP}/__init__.py"] = ""
+        made["pyproject.toml"] = _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP)
+    for name, text in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
     return [folder / name for name in made]
-
-
-def _flare(file: PlanFile) -> dict[str, str]:
-    base = {"format_version": 2, "task_data_filters": [], "task_result_filters": [], "components": []}
-    controller, executor = ({"path": path, "args": {}} for path in CLASSES)
-    content = {
-        "meta.json": {
-            "name": f"quietgrad-{file.name}", "resource_spec": {}, "deploy_map": {"app": ["@ALL"]},
-            "min_clients": file.plan.quorum + len(file.plan.servers),
-        },
-        "app/config/config_fed_server.json": {**base, "workflows": [{"id": "quietgrad", **controller}]},
-        "app/config/config_fed_client.json": {
-            **base, "executors": [{"tasks": ["quietgrad"], "executor": executor}],
-        },
-    }  # fmt: skip
-    return {name: json.dumps(each, indent=2) + "\n" for name, each in content.items()}
-
-
-def _flower(file: PlanFile) -> dict[str, str]:
-    return {
-        "pyproject.toml": _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP),
-        f"{_APP}/__init__.py": "",
-        f"{_APP}/server.py": f"from {_HOME}.flower import server_app as app\n\n__all__ = ['app']\n",
-        f"{_APP}/client.py": f"from {_HOME}.flower import client_app as app\n\n__all__ = ['app']\n",
-    }

@@ -6,8 +6,7 @@ and the party's ledger counts openings too, so a journal that was copied, restor
 key of the seals and samples lies beside it until the run is over; keys of noise are kept nowhere.
 
 The plan's whole cost is in the ledger before the first answer and stays there, because the coordinator decides
-when a run stops after it has seen releases. Two cases give budget back: a run in which nothing was asked, and a
-zCDP filter.
+when a run stops after it has seen releases. Only a run in which nothing was asked gives budget back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from quietgrad.errors import BudgetError, DataError, LedgerError
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.files import parse_json, read_bytes, write_atomically
-from quietgrad.privacy.events import Event, MaxOverParties
+from quietgrad.privacy.events import Event
 from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 _DAMAGED = "is damaged, so what was answered is unknown; choose another folder, and pay for a new run."
@@ -59,12 +58,10 @@ class Journal:
         self.resumed = False
         """Whether an earlier process of this party made it."""
         self.last_round = -1
-        self.rho = 0.0
         self._places = ""  # a MAC of the records in their order
         self._draws: dict[str, int] = {}
 
     def draws(self, slot: str) -> int:
-        """One more than the largest draw of a slot that was answered."""
         return self._draws.get(slot, 0)
 
     def bind(self, run: str) -> None:
@@ -84,10 +81,9 @@ class Journal:
         self._file.reopen(openings)
         return agreed
 
-    def record(self, t: int, slot: str, draw: int, rho: float | None) -> None:
-        """Round ``t`` is about to be answered."""
-        self._write({"round": t, "slot": slot, "draw": draw, "rho": rho})
-        self._apply(t, slot, draw, rho)
+    def record(self, t: int, slot: str, draw: int) -> None:
+        self._write({"round": t, "slot": slot, "draw": draw})
+        self._apply(t, slot, draw)
 
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
@@ -141,10 +137,9 @@ class Journal:
                 self.discard()
             self._file.close()
 
-    def _apply(self, t: int, slot: str, draw: int, rho: float | None) -> None:
+    def _apply(self, t: int, slot: str, draw: int) -> None:
         self.last_round = t
         self._draws[slot] = draw + 1
-        self.rho += rho or 0.0
 
     def _write(self, line: dict[str, Any]) -> None:
         if isinstance(self._file, SealedLog):
@@ -196,7 +191,7 @@ class Journal:
                 elif "places" in line:
                     self._places = str(line["places"])
                 else:
-                    self._apply(int(line["round"]), str(line["slot"]), int(line["draw"]), line["rho"])
+                    self._apply(int(line["round"]), str(line["slot"]), int(line["draw"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LedgerError(f"{self._path}: {_DAMAGED}") from None
         if other:
@@ -300,7 +295,6 @@ class Approval:
 
     @property
     def in_use(self) -> bool:
-        """Whether a run was opened here that is paid for and not over."""
         return bool(self._charges) and not self.journal.ended
 
     @property
@@ -337,7 +331,7 @@ class Approval:
             if self.journal.last_round < 0 and len(self._charges) == 1:
                 charge.cancel(reason or "nothing was asked")
             else:
-                charge.close(self._filtered(), reason=reason, data_dependent=True)
+                charge.close(None, reason=reason, data_dependent=True)
         self.journal.end()
 
     def withdraw(self) -> bool:
@@ -360,7 +354,8 @@ class Approval:
                 agreed = self.journal.reopen(self._account.openings(entry))
                 self._account.resume(entry)
             charges = [self._reopened(entry) or self._reserve(entry)]
-            charges += [found for nonce in self._account.epochs(entry) if (found := self._reopened(entry, nonce))]
+            later = (self._reopened(f"{entry}{EPOCH}{nonce}") for nonce in self._account.epochs(entry))
+            charges += [charge for charge in later if charge is not None]
             over = charges[0].paid  # killed after its ledger was closed, before the journal said so; or restored
             if not agreed and not over:  # rounds may have been answered that the journal does not know of
                 charges.append(self._reserve(f"{entry}{EPOCH}{os.urandom(8).hex()}"))
@@ -373,23 +368,11 @@ class Approval:
             self.journal.end()
 
     def _reserve(self, run: str) -> Charge:
+        plan, note = self._plan, f"{self._plan.algorithm}, party {self._plan.names[self._place]}"
+        contents = None if self._account.ledger is None else self._contents()
         return self._account.reserve(
-            self._event,
-            self._plan.budget,
-            run=run,
-            note=f"{self._plan.algorithm}, party {self._plan.names[self._place]}",
-            contents=None if self._account.ledger is None else self._contents(),
-            unit=self._plan.unit,
+            self._event, plan.budget, run=run, note=note, contents=contents, unit=plan.unit
         )
 
-    def _reopened(self, entry: str, nonce: str = "") -> Charge | None:
-        plan, run = self._plan, f"{entry}{EPOCH}{nonce}" if nonce else entry
-        return self._account.reopen(self._event, plan.budget, run=run, unit=plan.unit)
-
-    def _filtered(self) -> Event | None:
-        """What the plan's zCDP filter counted, if it has one."""
-        rho = self.journal.rho
-        if not self._plan.is_private or self._plan.schedule.composition != "filter":
-            return None
-        event = self._plan.filter_event(rho) if 0.0 < rho < self._plan.event_rho else None
-        return event.parties[self._place] if isinstance(event, MaxOverParties) else event
+    def _reopened(self, run: str) -> Charge | None:
+        return self._account.reopen(self._event, self._plan.budget, run=run, unit=self._plan.unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.errors import DataError
-from quietgrad.federation.matching import RecordLinkage
 from quietgrad.objectives.person_ids import factorize_ids, hashed_ids, kind_of
 from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
@@ -60,20 +59,13 @@ class Party:
         """The same, with whose each record is, if that is known."""
         return self.data if self.person is None else RecordsWithIds(self.data, self.person)
 
-    @property
-    def rows(self) -> int:
-        """The true number of records."""
-        return int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
-
     @cached_property
-    def people(self) -> int:
-        """The true number of people."""
-        return self.rows if self.person is None else factorize_ids(self.person, self.rows)[1]
-
-    @property
     def size(self) -> int:
         """The declared number of records, or people, or the true one."""
-        return self.people if self.n_public is None else self.n_public
+        if self.n_public is not None:
+            return self.n_public
+        rows = int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
+        return rows if self.person is None else factorize_ids(self.person, rows)[1]
 
 
 def check_people(parties: Sequence[Party], most: int | None) -> bool:
@@ -97,28 +89,13 @@ def check_people(parties: Sequence[Party], most: int | None) -> bool:
     return any(whose)
 
 
-def matched(parties: Sequence[Party], key: bytes) -> tuple[list[Party], RecordLinkage]:
-    """The parties without the people that another one keeps, and the lists of hashed ids."""
-    if any(party.person is None for party in parties):
-        raise ValueError("match_people: give all parties person=.")
-    names = names_of(parties)
-    matching = RecordLinkage.of({name: party.person for name, party in zip(names, parties, strict=True)}, key)
-    found = []
-    for name, party in zip(names, parties, strict=True):
-        kept = matching.kept(name, party.held)
-        X, y = kept.data if party.y is not None else (kept.data, None)
-        found.append(replace(party, X=X, y=y, person=kept.person))
-    return found, matching
-
-
 def names_of(parties: Sequence[Party]) -> tuple[str, ...]:
     """The parties' names, made up where they have none."""
     if not parties:
         raise ValueError("parties: must be at least one Party(X, y).")
     names = tuple(party.name or f"party-{i + 1}" for i, party in enumerate(parties))
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"parties: the name {twice[0]!r} is given twice.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"parties {names}: must have different names.")
     return names
 
 

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from quietgrad.curators.account import Account
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
-from quietgrad.federation.matching import RecordLinkage
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.secure_roles import (
     Answer,
@@ -64,7 +63,7 @@ def samplers(
     for slot in plan.schedule.slots:
         stream, local = SecureStream(key, f"sample/{slot.name}{owner}"), slot.sampling.at_party(plan.sizes, party)
         if local is None:
-            found[slot.name] = _nobody
+            found[slot.name] = lambda draw: np.empty(0, np.int64)
         elif local.fresh:
             if fresh is None:
                 # Each record has a secret slot of n, by a keyed hash of its id: a replaced record keeps its slot.
@@ -72,18 +71,10 @@ def samplers(
                 slots = hashed_slots(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
                 fresh = SlotSampler(slots, local.pass_size)
             fresh.skip_to(fresh.position + local.fresh * drawn(slot.name))
-            found[slot.name] = partial(_take, fresh, local.fresh)
+            found[slot.name] = lambda draw, fresh=fresh, count=local.fresh: fresh.take(count)  # type: ignore[misc]
         else:
             found[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
     return found
-
-
-def _take(fresh: SlotSampler, count: int, draw: int) -> npt.NDArray[np.int64]:
-    return fresh.take(count)
-
-
-def _nobody(draw: int) -> npt.NDArray[np.int64]:
-    return np.empty(0, np.int64)
 
 
 Floats = npt.NDArray[np.float64]
@@ -95,15 +86,12 @@ class PartyCurator(Member):
     """A data holder's end of a federation.
 
     Args:
-        name: this party's name in the plan.
-        objective: the loss, the same for all parties.
         data: what ``objective.prepare`` takes.
         plan: the plan this party approved; a coordinator with another one is refused.
         ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.
         identity, roster: who is who, for secure sums.
         folder: keep a journal here, so that this party can restart within the run; without it a restarted party
             has approved another run and is charged for the whole plan again. One process at a time.
-        matching: the parties' lists of people and their key, exactly if the plan is of matched people.
         seed: fixed randomness, for tests: the run is then **not private**.
         ids: whole numbers that name the records, by which parties of one seed sample.
     """
@@ -121,7 +109,6 @@ class PartyCurator(Member):
         identity: Identity | None = None,
         roster: Roster | None = None,
         folder: str | Path | None = None,
-        matching: RecordLinkage | None = None,
         ids: npt.ArrayLike | None = None,
         seed: int | None = None,
     ) -> None:
@@ -129,9 +116,7 @@ class PartyCurator(Member):
         if isinstance(data, RecordsWithIds) != isinstance(self.objective, UserLevelObjective):
             what = "leave out" if isinstance(data, RecordsWithIds) else "say"
             raise DataError(f"{name}: the plan counts a {plan.unit} as one; {what} whose each record is.")
-        if plan.matched != ("" if matching is None else matching.digest):
-            raise DataError(f"{name}: give the people key and the lists that the plan was agreed on.")
-        self.records = self.objective.prepare(data if matching is None else matching.kept(name, data))
+        self.records = self.objective.prepare(data)
         self._place = plan.index(name)
         self._check_records()
         # What is kept goes on after a restart, and without a ledger nothing does.
@@ -146,10 +131,14 @@ class PartyCurator(Member):
         if plan.secure is not None:
             if identity is None or roster is None:
                 raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
-            self._member = (MaskingMember if plan.masked else SharingMember)(plan, identity, roster, seed)
+            self._member = (MaskingMember if plan.secure == "masks" else SharingMember)(
+                plan, identity, roster, seed
+            )
         self._zero = zeros_like(self.objective.initial(self.records))
         self._inner: dict[str, SecureStream] = {}
-        self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + _most_arrays(plan)))
+        templates = [each for some in plan.templates.values() for each in some]
+        vectors = max([1, *(sum(isinstance(value, list) for value in each.values()) for each in templates)])
+        self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + vectors))
         self._samplers: dict[str, Draw] = {}
         in_run = {"ask": self._ask} | ({} if self._member is None else self._member.kinds)
         self._kinds = {kind: partial(self._in_run, answer) for kind, answer in in_run.items()}
@@ -190,14 +179,11 @@ class PartyCurator(Member):
 
     @property
     def run(self) -> str | None:
-        """The run that this approval was used for, if it was."""
         return self._journal.run
 
     def answered(self) -> dict[str, int]:
         """How many draws of each slot this party answered in the run it knows."""
         return {slot.name: self._journal.draws(slot.name) for slot in self.plan.schedule.slots}
-
-    # --- messages ---------------------------------------------------------------------------------------------
 
     def _known_run(self, message: Message) -> str:
         run = self._journal.run
@@ -232,8 +218,7 @@ class PartyCurator(Member):
         if not self._samplers:
             self._keep_places()
             self._draw_keys()
-        state = {"run": run, "round": self._journal.last_round, "draws": self.answered()}
-        return Message("ready", {**state})
+        return Message("ready", {"run": run, "round": self._journal.last_round})
 
     def _draw_keys(self) -> None:
         """Samples go on where an earlier process of this run was; noise is of this process alone."""
@@ -254,13 +239,11 @@ class PartyCurator(Member):
             self.plan, self._place, samples, len(self.records), self._ids, self._journal.draws
         )
 
-    # --- one release ------------------------------------------------------------------------------------------
-
     def _ask(self, message: Message) -> Message:
         question = b"" if self._member is not None else digest_of(message)
         if self._member is None and (again := self._last.to(question, self._journal.last_round)) is not None:
             return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
-        slot, draw, t, rho = self._check_turn(message)
+        slot, draw, t = self._check_turn(message)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
         reason = template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
@@ -270,9 +253,12 @@ class PartyCurator(Member):
             query = unpack(packed, arrays, self._zero)
         except ValueError as error:  # a number outside of what such a query may have
             raise BudgetError(f"slot {slot!r}: {error} Nothing was given.") from None
-        if isinstance(query, LocalFit):
-            self._check_stability(query)
-        multiplier = self.plan.multiplier(slot, rho)
+        if isinstance(query, LocalFit):  # its noise follows from its claimed sensitivity: prove that here
+            n, loss = self.plan.n_public, public_loss(self.objective)
+            proved = local_fit(loss, n, query.steps, query.step_size, query.row_bound).sensitivity
+            if query.n != n or query.sensitivity < proved * (1.0 - 1e-12):
+                raise BudgetError(f"a fit of sensitivity {query.sensitivity:g} is asked; it is {proved:g}.")
+        multiplier = self.plan.multiplier(slot)
         if self._member is not None:
             self._member.ready(message)
         try:
@@ -280,7 +266,7 @@ class PartyCurator(Member):
             if self._member is None:
                 self._last.keep(question, t, reply)
         finally:
-            self._journal.record(t, slot, draw, rho)  # before anything leaves, and whatever happened
+            self._journal.record(t, slot, draw)  # before anything leaves, and whatever happened
         return reply
 
     def _answer(self, message: Message, slot: str, draw: int, query: Query, multiplier: float) -> Message:
@@ -293,14 +279,8 @@ class PartyCurator(Member):
             self._sources[slot].add(total, draw, multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": message.fields["round"]}, {"total": total})
 
-    def _check_stability(self, fit: LocalFit) -> None:
-        """A fit's noise follows from its claimed sensitivity: prove it here instead of believing it."""
-        proved = local_fit(public_loss(self.objective), self.plan.n_public, fit.steps, fit.step_size, fit.row_bound)
-        if fit.n != self.plan.n_public or fit.sensitivity < proved.sensitivity * (1.0 - 1e-12):
-            raise BudgetError(f"a fit of sensitivity {fit.sensitivity:g} is asked; it is {proved.sensitivity:g}.")
-
-    def _check_turn(self, message: Message) -> tuple[str, int, int, float | None]:
-        slot, draw, rho = (message.fields.get(name) for name in ("slot", "draw", "rho"))
+    def _check_turn(self, message: Message) -> tuple[str, int, int]:
+        slot, draw = message.fields.get("slot"), message.fields.get("draw")
         t = round_of(message)
         if not isinstance(slot, str) or type(draw) is not int:
             raise ProtocolError("coordinator", "asks without slot and draw")
@@ -312,12 +292,7 @@ class PartyCurator(Member):
             raise ProtocolError("coordinator", f"asks for draw {draw} in round {t}; they are the same here")
         if not self._journal.draws(slot) <= draw < limit:
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
-        if rho is not None:
-            if not isinstance(rho, float) or not rho > 0.0:
-                raise BudgetError(f"rho={rho!r}: must be > 0.")
-            if self.plan.is_private and self._journal.rho + rho > self.plan.event_rho * (1.0 + 1e-12):
-                raise BudgetError(f"rho={rho:g}: more than what is left of the plan's {self.plan.event_rho:g}.")
-        return slot, draw, t, rho
+        return slot, draw, t
 
     def _sum(self, slot: str, draw: int, query: Query) -> Floats:
         dim = query.dim(self.records)
@@ -339,8 +314,6 @@ class PartyCurator(Member):
             total *= factor
         return np.asarray(total, np.float64)
 
-    # --- the end ----------------------------------------------------------------------------------------------
-
     def withdraw(self) -> bool:
         """The coordinator gave up: if it asked nothing, all is given back and the folder as before; whether so."""
         self._samplers = {}
@@ -356,9 +329,3 @@ class PartyCurator(Member):
     def close(self) -> None:
         self._last.close()
         self._journal.close()
-
-
-def _most_arrays(plan: FederatedPlan) -> int:
-    """The most vectors that a query of the plan carries."""
-    templates = [each for some in plan.templates.values() for each in some]
-    return max([1, *(sum(isinstance(value, list) for value in each.values()) for each in templates)])

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -28,7 +27,6 @@ from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import noise_multiplier_for_rho
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.correlated import BufferedToeplitzNoise
 from quietgrad.sampling import Sampling
@@ -36,7 +34,6 @@ from quietgrad.secure.terms import Mode, SecureSumConfig
 
 Trust = Literal["curator", "secure", "local"]
 
-MATCHED = "ids were matched between the parties by a keyed hash"
 _REACH = 2.0**20  # L2 bound of one party's vector in units of σ: 2^48 grid steps, beyond which it is shortened
 
 
@@ -51,24 +48,16 @@ class Shape(NamedTuple):
 class FederatedPlan(Plan):
     """A plan for many parties. Build it with :func:`quietgrad.federation.planning.federate`.
 
+    Settings are those of :func:`~quietgrad.federation.simulation.simulate`, and:
+
     Args:
-        trust: ``"curator"``, ``"secure"`` or ``"local"``.
-        names: the parties, in order.
-        sizes: their public numbers of records; they sum to ``n_public``.
+        names, sizes: the parties in order, and their public numbers of records, which sum to ``n_public``.
         factors: what each party multiplies its sum by. 1 weighs every record the same (w_j = n_j/n); weights w_j
             give w_j·n/n_j, and one record then counts up to max(factors)·C.
-        secure: how sums are made when trust is ``"secure"``.
-        quorum, colluders, spare: as in :func:`~quietgrad.federation.simulation.simulate`.
-        cohort: how many parties, drawn anew for every round, are asked in it; 0 asks all. Who was
-            drawn is public, so ε claims nothing for it: each party is charged as if it were in every round.
-        servers: names of the servers that ``"servers"`` and ``"mpc"`` need.
         templates, dims: by slot, the queries that may be asked, and the length of an answer.
         parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
             and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
             add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.
-        matched: with people as the unit, the digest of the lists by which parties found who is known to several
-            (:mod:`quietgrad.federation.matching`): one party keeps each of them, so parties' people are disjoint.
-        combine, records_per_person: how a person's records count, at every party alike.
     """
 
     trust: Trust = "curator"
@@ -80,12 +69,10 @@ class FederatedPlan(Plan):
     colluders: int = 1
     servers: tuple[str, ...] = ()
     spare: int = 0
-    cohort: int = 0
     shape: Shape = field(default_factory=lambda: Shape(1))
     templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     parties_per_person: int = 1
-    matched: str = ""
     combine: Combine = "mean"
     records_per_person: int | None = None
 
@@ -100,17 +87,13 @@ class FederatedPlan(Plan):
         m = len(self.names)
         if m < 1 or len(set(self.names)) < m or not len(self.sizes) == len(self.factors) == m:
             raise ValueError(f"parties {self.names}: must have different names, and one size and factor each.")
-        if not 0 <= self.cohort <= m:
-            raise ValueError(f"cohort={self.cohort}: must be between 1 and the {m} parties, or 0 for all of them.")
-        if not 1 <= self.quorum <= self.invited:
-            raise ValueError(f"quorum={self.quorum}: must be between 1 and the {self.invited} parties of a round.")
-        if self.masked and self.quorum <= self.colluders:
+        if not 1 <= self.quorum <= m:
+            raise ValueError(f"quorum={self.quorum}: must be between 1 and the {m} parties.")
+        if self.secure == "masks" and self.quorum <= self.colluders:
             raise ValueError(
                 f"quorum={self.quorum}: {self.colluders} may work with the coordinator (colluders), so masks "
                 f"would hide no party; give a quorum of {self.colluders + 1} or more."
             )
-        if self.cohort and any(slot.sampling.fresh for slot in self.schedule.slots):
-            raise ValueError("cohort: records that are used once need every party in every round; leave it out.")
         for slot in self.schedule.slots:
             if slot.sampling.only_central:
                 raise ValueError(slot.sampling.only_central)
@@ -125,9 +108,9 @@ class FederatedPlan(Plan):
                 raise ValueError("correlated noise is over vectors of one length; the queries have several.")
             for dim in sorted({*self.dims.values(), 1}):
                 self.terms(dim)  # refuses what cannot be summed
-            least = self.invited - self.terms(1).tolerated_dropouts
+            least = m - self.terms(1).tolerated_dropouts
             if self.quorum < least:
-                need = f"masks need {least} of {self.invited} parties to open a sum"
+                need = f"masks need {least} of {m} parties to open a sum"
                 raise ValueError(f"quorum={self.quorum}: {need}; give so many, or use secure='servers'.")
 
     def _check_people(self) -> None:
@@ -136,13 +119,9 @@ class FederatedPlan(Plan):
         times = self.parties_per_person
         if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
             raise ValueError(f"parties_per_person={times!r}: must be from 1 to the number of parties.")
-        if self.matched and (times != 1 or not re.fullmatch("[0-9a-f]{64}", self.matched)):
-            raise ValueError("matched: is the digest of `quietgrad federate match`; leave out parties_per_person.")
         if self.unit is PrivacyUnit.RECORD:
-            if self.matched or times != 1 or self.combine != "mean" or self.records_per_person is not None:
-                raise ValueError(
-                    "parties_per_person, matched, combine, records_per_person: give every party person=."
-                )
+            if times != 1 or self.combine != "mean" or self.records_per_person is not None:
+                raise ValueError("parties_per_person, combine, records_per_person: give every party person=.")
             return
         if times == 1 or self.budget is None:
             return
@@ -154,28 +133,12 @@ class FederatedPlan(Plan):
         sampled = any(sampling.known_to(times) != sampling for sampling in samplings)
         if sampled and not self.own_noise and self.budget.relation is Relation.REPLACE_ONE:
             raise ValueError("parties_per_person > 1: sampled under add-remove only; or use the full batch.")
-        if self.own_noise and self.schedule.composition == "filter":
-            raise ValueError("parties_per_person > 1: a zCDP filter at every party is not priced; use other trust.")
-
-    # --- who may do what --------------------------------------------------------------------------------------
 
     @property
     def own_noise(self) -> bool:
-        """Whether every party adds noise for its own records."""
         return self.trust == "local"
 
-    @property
-    def curator_noise(self) -> bool:
-        """Whether the coordinator adds the noise."""
-        return self.trust == "curator"
-
-    @property
-    def masked(self) -> bool:
-        """Whether secure sums are made by masks, without servers."""
-        return self.secure == "masks"
-
     def asks(self, loss: Objective) -> Objective:
-        """The loss as a party asks its records about it."""
         if self.unit is PrivacyUnit.RECORD:
             return loss
         return UserLevelObjective(loss, self.combine, self.records_per_person)
@@ -189,19 +152,9 @@ class FederatedPlan(Plan):
     def _numbers(self) -> dict[str, int]:
         return {name: j for j, name in enumerate(self.names)}
 
-    @property
-    def invited(self) -> int:
-        """How many parties are asked in a round."""
-        return self.cohort or len(self.names)
-
     def limit(self, slot: str) -> int:
         """The most times a slot may be asked, spare rounds included."""
         return self.schedule[slot].count + self.spare
-
-    @property
-    def largest_factor(self) -> float:
-        """The most that one record's contribution is multiplied by."""
-        return max(self.factors)
 
     @property
     def reach(self) -> float:
@@ -209,36 +162,27 @@ class FederatedPlan(Plan):
 
         A party's own noise is about its own sum.
         """
-        return self.largest_factor * (1 if self.own_noise else self.parties_per_person)
+        return max(self.factors) * (1 if self.own_noise else self.parties_per_person)
 
-    # --- noise ------------------------------------------------------------------------------------------------
-
-    def multiplier(self, slot: str, rho: float | None) -> float:
+    def multiplier(self, slot: str) -> float:
         """The noise multiplier of a release, 0 in a run without noise."""
-        if not self.is_private:
-            return 0.0
-        if (self.schedule.composition == "filter") != (rho is not None):
-            raise BudgetError("rho must be given exactly in a plan with a zCDP filter.")
-        if rho is None:
-            return self.schedule[slot].multiplier(self.noise_multiplier)
-        return noise_multiplier_for_rho(rho, self._relation)
+        return self.schedule[slot].multiplier(self.noise_multiplier) if self.is_private else 0.0
 
     def terms(self, dimension: int) -> SecureSumConfig:
         """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
         assert self.secure is not None
         settings: dict[str, Any] = {"servers": len(self.servers), "quorum": self.quorum}
-        if self.masked:
+        if self.secure == "masks":
             settings = {"honest": self.quorum - self.colluders, "colluders": self.colluders}
         if not self.is_private:
-            bound = 2.0 * max(self.largest_factor, 1.0) * sum(self.sizes)
-            return SecureSumConfig(self.secure, self.invited, dimension, bound, 0.0, **settings)
+            bound = 2.0 * max(1.0, *self.factors) * sum(self.sizes)
+            return SecureSumConfig(self.secure, len(self.names), dimension, bound, 0.0, **settings)
         return SecureSumConfig(
-            self.secure, self.invited, dimension, _REACH, 1.0, correlated=self.correlated, **settings
+            self.secure, len(self.names), dimension, _REACH, 1.0, correlated=self.correlated, **settings
         )
 
     @cached_property
     def correlated(self) -> BufferedToeplitzNoise | None:
-        """The noise of a whole run, if its releases are correlated."""
         mechanisms = (slot.mechanism for slot in self.schedule.slots)
         return next((each for each in mechanisms if isinstance(each, BufferedToeplitzNoise)), None)
 
@@ -263,10 +207,7 @@ class FederatedPlan(Plan):
         """Variance of the noise in a sum ÷ that of a trusted curator."""
         if self.secure is not None:
             return self.terms(1).variance_factor if self.is_private else 0.0
-        asked = sorted(self.factors)[-self.invited :]
-        return sum(f * f for f in asked) / self.largest_factor**2 if self.own_noise else 1.0
-
-    # --- events -----------------------------------------------------------------------------------------------
+        return sum(f * f for f in self.factors) / max(self.factors) ** 2 if self.own_noise else 1.0
 
     def party_schedule(self, party: int) -> Schedule:
         """What one party's records go through: the schedule with its own fixed batches and the spare rounds."""
@@ -301,12 +242,6 @@ class FederatedPlan(Plan):
             return events.repeated(events.composed([run, *slack]), self.parties_per_person)
         return events.composed([run, *slack])
 
-    def filter_event(self, rho: float) -> events.Event:
-        """What a run with a zCDP filter released when it spent ``rho`` of it."""
-        slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
-        part = events.composed([events.ZCDP(rho, self._relation), *slack])
-        return events.MaxOverParties((part,) * len(self.names)) if self.own_noise else part
-
     @cached_property
     def _kinds(self) -> list[tuple[Sampling | None, ...]]:
         """What sets the parties' events apart: how each draws."""
@@ -314,10 +249,9 @@ class FederatedPlan(Plan):
         return [tuple(s.at_party(self.sizes, j) for s in drawn) for j in range(len(self.names))]
 
     def _party_events(self, counts: Mapping[str, int] | None) -> list[events.Event]:
-        """Those of all parties who were asked; parties of the same local batches go through the same."""
-        places = {key: j for j, key in enumerate(self._kinds)}
-        alike = {key: self.party_event(j, counts) for key, j in places.items()}
-        return [event for key in self._kinds if (event := alike[key]) is not None]
+        places = {kind: j for j, kind in enumerate(self._kinds)}  # alike in their batches, alike in their events
+        alike = {kind: self.party_event(j, counts) for kind, j in places.items()}
+        return [event for kind in self._kinds if (event := alike[kind]) is not None]
 
     @cached_property
     def slack(self) -> float:
@@ -342,13 +276,11 @@ class FederatedPlan(Plan):
 
         return explain(self)
 
-    # --- agreement --------------------------------------------------------------------------------------------
-
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values: what a party reads, approves and pins."""
-        own = {_KEYS.get(name, name): _plain(getattr(self, name)) for name in _OWN}
-        if not self.matched:
-            del own["matched"]
+        own = {_KEYS.get(name, name): getattr(self, name) for name in _OWN}
+        own["shape"] = self.shape._asdict()
+        own |= {name: list(each) for name, each in own.items() if isinstance(each, tuple)}
+        own["queries"] = {slot: list(templates) for slot, templates in self.templates.items()}
         return {**super().to_json(), "adaptive": self.schedule.adaptive, **own}
 
     @classmethod
@@ -378,18 +310,10 @@ class FederatedPlan(Plan):
 
 
 _OWN = (
-    "trust", "names", "sizes", "factors", "secure", "quorum", "colluders", "servers", "spare", "cohort", "shape",
-    "templates", "dims", "parties_per_person", "matched", "combine", "records_per_person",
+    "trust", "names", "sizes", "factors", "secure", "quorum", "colluders", "servers", "spare", "shape",
+    "templates", "dims", "parties_per_person", "combine", "records_per_person",
 )  # fmt: skip
 _KEYS = {"names": "parties", "templates": "queries"}  # as they are called in JSON
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Shape):
-        return value._asdict()
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 def of_several_parties(schedule: Schedule, times: int) -> Schedule:

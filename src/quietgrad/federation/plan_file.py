@@ -34,37 +34,21 @@ def needed(section: Mapping[str, Any], key: str, where: str) -> Any:
     return section[key]
 
 
-def algorithm_of(settings: dict[str, Any]) -> Any:
-    """The algorithm that the section ``[algorithm]`` describes."""
-    name = _name(settings, "[algorithm]")
-    return entry(name).make(settings)
-
-
-def objective_of(settings: dict[str, Any], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def objective_of(settings: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The objective of ``[objective]``, and the public facts that a saved model needs to score records."""
-    name = _name(settings, "[objective]")
+    name, settings = _named(settings, "[objective]")
     task = loss_entry(name)[0].task
     names = data.get("classes", [0, 1] if task == "binary" else None)
-    classes = None if names is None else len(names)
-    objective, facts = make_objective(name, settings, classes=classes)
+    objective, facts = make_objective(name, settings, classes=None if names is None else len(names))
     labels = None if names is None else [str(label) for label in names]
     return objective, {**facts, "features": data.get("features"), "class_names": labels}
 
 
-def _name(settings: dict[str, Any], where: str) -> str:
+def _named(settings: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
     name = needed(settings, "name", where)
     if not isinstance(name, str):
         raise ValueError(f"{where} name={name!r}: must be a text.")
-    del settings["name"]
-    return name
-
-
-def reading_of(data: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """The arguments of :func:`quietgrad.data.load` that a plan fixes."""
-    reading = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
-    if task == "binary":
-        reading.setdefault("classes", [0, 1])
-    return {**reading, "n_features": data.get("features"), **({"task": task} if task == "regression" else {})}
+    return name, {key: value for key, value in settings.items() if key != "name"}
 
 
 COORDINATOR = "coordinator"
@@ -73,8 +57,8 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
     "federation": {
         "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
-        "colluders": (int,), "servers": (int,), "spare": (int,), "cohort": (int,), "private": (bool,),
-        "parties_per_person": (int,), "matched": (str,), "records_public": (int,),
+        "colluders": (int,), "servers": (int,), "spare": (int,), "private": (bool,),
+        "parties_per_person": (int,), "records_public": (int,),
         "combine": (str,), "records_per_person": (int,),
     },
     "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
@@ -180,19 +164,32 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         federation["weights"] = weights
     if "person" in data:  # then the parties' records are numbers of people
         federation["unit"] = "person"
-    objective, model = objective_of(dict(content.get("objective", {})), data)
+    objective, model = objective_of(content.get("objective", {}), data)
+    method, settings = _named(content.get("algorithm", {}), "[algorithm]")
+    features = needed(data, "features", "[data]")
+    if not 1 <= features <= 1 << 25:
+        raise ValueError(f"[data] features={features}: must be between 1 and 2^25.")
+    seconds = {name: float(where.get(name, default)) for name, default in (("timeout", 60), ("grace", 15))}
+    for name, value in seconds.items():
+        if not 0.0 < value < math.inf:
+            raise ValueError(f"[coordinator] {name}={value!r}: must be a number of seconds > 0.")
+    budget = None
+    if private:
+        epsilon, delta = (needed(promise, name, "[budget]") for name in ("epsilon", "delta"))
+        budget = Budget(epsilon, delta, Relation.parse(promise.get("relation", DEFAULT_RELATION)))
+    reading: dict[str, Any] = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
+    reading["n_features"] = features
+    if model["task"] == "binary":
+        reading.setdefault("classes", [0, 1])
+    elif model["task"] == "regression":
+        reading["task"] = "regression"
     host, port = address_of(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
         name=check_path_name("[federation] name", federation.pop("name", "federation")),
         digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
-        algorithm=algorithm_of(dict(content.get("algorithm", {}))),
-        objective=objective,
-        budget=_budget(promise) if private else None,
-        features=_features(needed(data, "features", "[data]")),
-        timeout=_seconds("timeout", where.get("timeout", 60)),
-        grace=_seconds("grace", where.get("grace", 15)),
-        reading=reading_of(data, model["task"]),
-        parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
+        algorithm=entry(method).make(settings), objective=objective, budget=budget, features=features,
+        reading=reading, parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
+        **seconds,
     )  # fmt: skip
 
 
@@ -220,28 +217,11 @@ def _parties(entries: list[object]) -> tuple[tuple[str, ...], tuple[int, ...], l
     return names, sizes, [float(row["weight"]) for row in rows] if weighted else None
 
 
-def _budget(promise: Mapping[str, Any]) -> Budget:
-    relation = Relation.parse(promise.get("relation", DEFAULT_RELATION))
-    return Budget(needed(promise, "epsilon", "[budget]"), needed(promise, "delta", "[budget]"), relation)
-
-
 def address_of(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"[coordinator] address={text!r}: must be HOST:PORT, such as 127.0.0.1:7443.")
     return host.strip("[]"), int(port)
-
-
-def _features(count: int) -> int:
-    if not 1 <= count <= 1 << 25:
-        raise ValueError(f"[data] features={count}: must be between 1 and 2^25.")
-    return count
-
-
-def _seconds(name: str, value: float) -> float:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"[coordinator] {name}={value!r}: must be a number of seconds > 0.")
-    return float(value)
 
 
 def _rounded_up(z: float) -> float:

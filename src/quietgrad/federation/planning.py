@@ -16,13 +16,13 @@ from typing import cast
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.base import Session
 from quietgrad.federation.parties import Weights, factors
-from quietgrad.federation.plan import MATCHED, FederatedPlan, Shape, Trust
+from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.wire import Template, template
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
+from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.secure.terms import Mode, threat_model
 from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector
@@ -43,11 +43,9 @@ def federate(
     colluders: int = 1,
     servers: int | None = None,
     spare: int = 0,
-    cohort: int | None = None,
     noise_multiplier: float | None = None,
     unit: str | PrivacyUnit = "record",
     parties_per_person: int | None = None,
-    matched: str = "",
     records_public: int | None = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
@@ -73,11 +71,8 @@ def federate(
     ({'gradient': 2}, 1.0, 2.0)
     """
     privacy_unit = PrivacyUnit.parse(unit)
-    if privacy_unit is PrivacyUnit.PERSON and parties_per_person is None and not matched:
-        raise ValueError(
-            "parties_per_person: say how many parties may know one person, 1 if none is known to two; or match "
-            "their ids, and say so by matched."
-        )
+    if privacy_unit is PrivacyUnit.PERSON and parties_per_person is None:
+        raise ValueError("parties_per_person: say how many parties may know one person, 1 if none is known to two.")
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
     if len(names) != len(sizes) or any(size < 1 for size in sizes):
         raise ValueError(f"sizes={sizes}: must be one whole number ≥ 1 for each of {len(names)} parties.")
@@ -101,13 +96,12 @@ def federate(
         names=names,
         sizes=sizes,
         factors=factors(weights, sizes),
-        quorum=(cohort or len(names)) if quorum is None else quorum,
-        cohort=cohort or 0,
+        quorum=len(names) if quorum is None else quorum,
         colluders=colluders if secure == "masks" else 1,
         servers=_server_names(secure, servers),
         unit=privacy_unit,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
-        trust=trust, secure=secure, spare=spare, shape=shape, matched=matched, records_public=records_public,
+        trust=trust, secure=secure, spare=spare, shape=shape, records_public=records_public,
         combine=combine, records_per_person=records_per_person,
     )  # fmt: skip
     check_people(algorithm, plan.asks(objective))
@@ -135,13 +129,12 @@ def declared(
     algorithm: Algorithm, objective: Objective, plan: FederatedPlan, initial: Vector
 ) -> tuple[dict[str, tuple[Template, ...]], dict[str, int]]:
     """By slot, the queries that ``algorithm`` says it asks, and how long their answers are."""
-    relation = Relation.ADD_REMOVE if plan.budget is None else plan.budget.relation
     templates: dict[str, tuple[Template, ...]] = {}
     dims: dict[str, int] = {}
     for slot, asked in algorithm.asks(initial, cast(Session, _Setting(objective, plan))):
         if slot not in {each.name for each in plan.schedule.slots}:
             continue
-        query, allowed = template(asked, relation)
+        query, allowed = template(asked)
         if math.isinf(query.bound) and plan.secure is not None:
             raise ValueError("a secure sum needs a finite bound on every record: clip, or use trust='curator'.")
         templates[slot] = (*templates.get(slot, ()), allowed)
@@ -166,14 +159,9 @@ def explain(plan: FederatedPlan) -> str:
     shown = [f"{name} ({size})" for name, size in zip(plan.names, plan.sizes, strict=True)]
     people = ", ".join(shown if len(shown) <= 20 else [*shown[:10], f"… {len(shown)} in all"])
     lines = [of_one_table(plan), f"parties: {people}; a round needs {plan.quorum} of them"]
-    if plan.cohort:
-        lines.append(
-            f"cohorts: {plan.cohort} of {len(plan.names)}, drawn anew in every round, in the open: nothing is "
-            f"claimed for it; a mean has {len(plan.names) / plan.cohort:.4g} times the noise of all parties'"
-        )
-    if plan.masked:
+    if plan.secure == "masks":
         lines.append(f"masks: {neighbourhood(plan)}")
-    if plan.correlated is not None and plan.quorum < plan.invited:
+    if plan.correlated is not None and plan.quorum < len(plan.names):
         lines.append(
             "absences: every round keeps enough noise with any party missing; a missing share is never taken back, "
             "so the sums of later rounds have more noise"
@@ -182,10 +170,8 @@ def explain(plan: FederatedPlan) -> str:
     lines += [f"batches: {text}" for text in [local_batches(plan)] if text]
     if plan.unit is PrivacyUnit.PERSON:
         lines.append(f"people: {multiplicity(plan)}")
-    if plan.largest_factor != 1.0:
-        lines.append(
-            f"weights: one record counts up to {plan.largest_factor:.4g}·C, and the noise is as much louder"
-        )
+    if max(plan.factors) != 1.0:
+        lines.append(f"weights: one record counts up to {max(plan.factors):.4g}·C, and the noise is as much louder")
     who = {"curator": "the coordinator, who sees exact sums", "local": "no member", "secure": "no member alone"}[
         plan.trust
     ]
@@ -196,11 +182,6 @@ def explain(plan: FederatedPlan) -> str:
 def multiplicity(plan: FederatedPlan) -> str:
     """In how many parties a person may be, and what that costs, in words."""
     times = plan.parties_per_person
-    if plan.matched:
-        return (
-            f"{MATCHED}, and a person known to several is kept by one of them, so parties' people are "
-            "disjoint; the parties have each other's lists"
-        )
     if times == 1:
         return "each is known to one party only, as all of them declare, so parties' people are disjoint"
     not_matched = f"one may be known to {times} parties, as all of them declare; ids are not matched"
@@ -241,17 +222,11 @@ ADVERSARIES = {
     "local": "everyone but the party itself: the coordinator and all other parties together; each party adds noise "
     "for its own records and trusts nobody (ICRL-DP)",
 }
-BUT_FOR_LISTS = (
-    "; the parties matched their people by lists of hashed ids, so ε is not about whether somebody is known to a "
-    "party against the other parties, who have its list, but about what is recorded of them"
-)
 
 
 def adversary(plan: FederatedPlan) -> str:
     if not plan.is_private:
         return "nobody: NOT PRIVATE, the plan adds no noise and every sum and model is exact"
-    if plan.matched:
-        return adversary(replace(plan, matched="")) + BUT_FOR_LISTS
     if plan.trust in ADVERSARIES:
         return ADVERSARIES[plan.trust]
     rows = threat_model(plan.terms(max(plan.dims.values()))).rows

@@ -33,6 +33,7 @@ from quietgrad.files import check_path_name, read_json, write_atomically
 from quietgrad.secure.identity import Identity, Roster, is_signed
 
 COORDINATOR = "coordinator"
+_AUTHORITY = "quietgrad federation"
 _DAYS = 825
 _LARGEST_REQUEST = 1 << 16  # bytes
 _PEM = serialization.Encoding.PEM
@@ -62,12 +63,7 @@ class Credentials:
                     raise DataError(f"{path / secret}: others may read this key; run `chmod 600 {path / secret}`.")
             identity = Identity(name, bytes.fromhex((path / "identity.key").read_text().strip()))
         except FileNotFoundError as error:
-            own = (path / "key.pem").exists()
-            how = (
-                "copy it from the folder that provisioning sent back"
-                if own
-                else "run `quietgrad federate provision`"
-            )
+            how = "run `quietgrad federate provision`, or copy what it sent back"
             raise DataError(f"{path}: {Path(error.filename or '').name} is missing; {how}.") from None
         except DataError:
             raise
@@ -76,8 +72,13 @@ class Credentials:
         if publics.get(name) != identity.public:
             raise DataError(f"{path}: the identity key is not the one of {name!r} in member.json.")
         found = cls(path, name, identity, publics)
-        if (holder := _holder(found.certificate)) != name:
-            raise DataError(f"{path}: member.json is of {name!r} and cert.pem of {holder!r}; copy both anew.")
+        try:
+            names = found.certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            same = names.get_values_for_type(x509.DNSName) == [name]
+        except (x509.ExtensionNotFound, ValueError):
+            same = False
+        if not same:
+            raise DataError(f"{path}: member.json is of {name!r} and cert.pem of another; copy both anew.")
         return found
 
     @property
@@ -130,17 +131,33 @@ def provision(
     asked = {name: _read_request(Path(file), name) for name, file in (requests or {}).items()}
     if strangers := sorted(asked.keys() - set(members)):
         raise DataError(f"{strangers[0]}: is not a member of this plan.")
-    authority = _Authority()
-    authority.write(root / "authority")
+    signer = ec.generate_private_key(ec.SECP256R1())
+    usage, ends = _usage(key_cert_sign=True, crl_sign=True), x509.BasicConstraints(ca=True, path_length=0)
+    authority = _certificate(_AUTHORITY, signer.public_key(), signer, ends, usage)
+    (root / "authority").mkdir(parents=True)
+    (root / "authority" / "ca.pem").write_bytes(authority)
+    write_new_secret(root / "authority" / "ca.key", _private_pem(signer))
     made, identities = {name: root / name for name in members}, {}
     for name, home in made.items():
         home.mkdir(parents=True)
-        public_key, identity = asked[name] if name in asked else _new_keys(home, name)
+        if name in asked:
+            public_key, identity = asked[name]
+        else:
+            key, own = _new_keys(home, name)
+            public_key, identity = key.public_key(), own.public
         identities[name] = identity.hex()
-        (home / "cert.pem").write_bytes(authority.sign(name, public_key))
-        (home / "ca.pem").write_bytes(authority.pem)
+        # The coordinator's certificate is good for serving only, all others for calling only.
+        purpose = ExtendedKeyUsageOID.SERVER_AUTH if name == COORDINATOR else ExtendedKeyUsageOID.CLIENT_AUTH
+        certificate = _certificate(
+            name, public_key, signer, x509.BasicConstraints(ca=False, path_length=None),
+            _usage(digital_signature=True), x509.ExtendedKeyUsage([purpose]),
+            x509.SubjectAlternativeName([x509.DNSName(name)]),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+        )  # fmt: skip
+        (home / "cert.pem").write_bytes(certificate)
+        (home / "ca.pem").write_bytes(authority)
     for name, home in made.items():
-        _write_json(home / "member.json", {"name": name, "identities": identities})
+        (home / "member.json").write_text(json.dumps({"name": name, "identities": identities}, indent=2) + "\n")
     return list(made.values())
 
 
@@ -154,14 +171,14 @@ def request(name: str, folder: str | Path) -> Path:
     home.mkdir(parents=True, exist_ok=True)
     if (home / "key.pem").exists():
         raise DataError(f"{home}: has keys already; they are never overwritten.")
-    key, identity = ec.generate_private_key(ec.SECP256R1()), Identity(name)
-    _write_keys(home, key, identity)
+    key, identity = _new_keys(home, name)
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
     pem = builder.sign(key, hashes.SHA256()).public_bytes(_PEM)
     # The identity signs the TLS request, so that one member's keys cannot be joined with another's.
     signature = identity.sign(_bound(name, pem)).hex()
     path, public = home / f"{name}.request.json", identity.public.hex()
-    _write_json(path, {"name": name, "identity": public, "request": pem.decode(), "signature": signature})
+    content = {"name": name, "identity": public, "request": pem.decode(), "signature": signature}
+    path.write_text(json.dumps(content, indent=2) + "\n")
     return path
 
 
@@ -169,67 +186,38 @@ def asker(path: Path) -> str:
     """Whose request a file is; its name does not matter, mail programs change it."""
     try:
         return check_path_name("name", read_json(path, most=_LARGEST_REQUEST)["name"])
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such request.") from None
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{path}: not a request that `quietgrad federate provision --request` made.") from None
 
 
-class _Authority:
-    """A certificate authority made for one federation."""
-
-    def __init__(self) -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _subject("quietgrad federation")
-        usage = _usage(key_cert_sign=True, crl_sign=True)
-        builder = self._builder(self._name, self._key.public_key())
-        builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        self._certificate = builder.add_extension(usage, critical=True).sign(self._key, hashes.SHA256())
-        self.pem = self._certificate.public_bytes(_PEM)
-
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "ca.pem").write_bytes(self.pem)
-        write_new_secret(folder / "ca.key", _private_pem(self._key))
-
-    def sign(self, name: str, public_key: ec.EllipticCurvePublicKey) -> bytes:
-        """A certificate for ``name``: the coordinator's is good for serving only, all others for calling only."""
-        purpose = ExtendedKeyUsageOID.SERVER_AUTH if name == COORDINATOR else ExtendedKeyUsageOID.CLIENT_AUTH
-        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
-        builder = self._builder(_subject(name), public_key)
-        for extension, critical in (
-            (x509.BasicConstraints(ca=False, path_length=None), True),
-            (_usage(digital_signature=True), True),
-            (x509.ExtendedKeyUsage([purpose]), False),
-            (x509.SubjectAlternativeName([x509.DNSName(name)]), False),
-            (issuer, False),
-        ):
-            builder = builder.add_extension(extension, critical=critical)
-        return builder.sign(self._key, hashes.SHA256()).public_bytes(_PEM)
-
-    def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        now = _now()
-        return (
-            x509.CertificateBuilder()
-            .subject_name(subject)
-            .issuer_name(self._name)
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
-            .not_valid_after(now + datetime.timedelta(days=_DAYS))
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        )
+def _certificate(
+    subject: str,
+    key: ec.EllipticCurvePublicKey,
+    signer: ec.EllipticCurvePrivateKey,
+    *extensions: x509.ExtensionType,
+) -> bytes:
+    now = _now()
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(_subject(subject))
+        .issuer_name(_subject(_AUTHORITY))
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+    for extension in extensions:
+        critical = isinstance(extension, x509.BasicConstraints | x509.KeyUsage)
+        builder = builder.add_extension(extension, critical=critical)
+    return builder.sign(signer, hashes.SHA256()).public_bytes(_PEM)
 
 
-def _new_keys(home: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
+def _new_keys(home: Path, name: str) -> tuple[ec.EllipticCurvePrivateKey, Identity]:
     key, identity = ec.generate_private_key(ec.SECP256R1()), Identity(name)
-    _write_keys(home, key, identity)
-    return key.public_key(), identity.public
-
-
-def _write_keys(home: Path, key: ec.EllipticCurvePrivateKey, identity: Identity) -> None:
     write_new_secret(home / "key.pem", _private_pem(key))
     write_new_secret(home / "identity.key", identity.secret_bytes().hex().encode())
+    return key, identity
 
 
 def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, bytes]:
@@ -242,29 +230,17 @@ def _read_request(path: Path, name: str) -> tuple[ec.EllipticCurvePublicKey, byt
         good = good and is_signed(public, bytes.fromhex(body["signature"]), _bound(name, pem))
         if not good or not isinstance(key, ec.EllipticCurvePublicKey):
             raise ValueError
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such request.") from None
-    except (
-        ValueError, KeyError, TypeError, AttributeError, OSError, UnsupportedAlgorithm, x509.InvalidVersion
-    ):  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, UnsupportedAlgorithm, x509.InvalidVersion):
         raise DataError(f"{path}: not a valid request of {name!r}.") from None
     return key, public
 
 
-def _holder(certificate: x509.Certificate) -> str:
-    try:
-        extension = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        return ", ".join(extension.value.get_values_for_type(x509.DNSName))
-    except (x509.ExtensionNotFound, ValueError):
-        return "no member"
+def _bound(name: str, pem: bytes) -> bytes:
+    return b"quietgrad request 1\0" + name.encode() + b"\0" + pem
 
 
 def _now() -> datetime.datetime:
     return datetime.datetime.now(datetime.UTC)
-
-
-def _bound(name: str, pem: bytes) -> bytes:
-    return b"quietgrad request 1\0" + name.encode() + b"\0" + pem
 
 
 def _subject(name: str) -> x509.Name:
@@ -283,10 +259,6 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
-
-
 def write_new_secret(path: Path, content: bytes) -> None:
     """Write a file that only its owner may read, from its first byte on."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -299,7 +271,7 @@ FILE = "revoked.json"
 def revoke(folder: str | Path, name: str, reason: str) -> dict[str, str]:
     """Add ``name`` to the revoked members of ``folder``; returns all of them with the reasons."""
     known = revoked(folder)
-    known[check_path_name("member", name)] = f"{_now().date().isoformat()}: {reason}"
+    known[check_path_name("member", name)] = f"{_now().date()}: {reason}"
     write_atomically(Path(folder) / FILE, (json.dumps(known, indent=2) + "\n").encode())
     return known
 
@@ -317,7 +289,6 @@ def revoked(folder: str | Path) -> dict[str, str]:
 
 
 def check_none_revoked(folder: str | Path, names: tuple[str, ...]) -> None:
-    """Refuse to work with a plan that lists a revoked member."""
     known = revoked(folder)
     if listed := [name for name in names if name in known]:
         why = f"{listed[0]!r} is revoked here ({known[listed[0]]})"

@@ -11,14 +11,13 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.secure_roles import invitation, roster_of
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 from quietgrad.secure.discrete_gaussian import check_length
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
@@ -42,13 +41,11 @@ class FailedRoundError(DropoutError):
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """One round: its invited parties, those of them who are present, its public query and its noise.
+    """One round: the parties who are present, its public query and its noise.
 
-    ``faults`` takes by name what goes wrong. ``begin`` is called when the question leaves: before, the round costs
-    nothing.
+    ``faults`` takes by name what goes wrong. ``begin`` charges the round when its question leaves.
     """
 
-    cohort: tuple[str, ...]
     invited: tuple[str, ...]
     slot: str
     fields: Mapping[str, Any]
@@ -64,18 +61,10 @@ class RoundRequest:
 
     @property
     def here(self) -> dict[str, Any]:
-        """What every message of the round says."""
         return {name: self.fields[name] for name in ("run", "round", "dim")}
 
     def message(self, extra: Mapping[str, Array] | None = None) -> bytearray:
         return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
-
-
-class RoundResult(NamedTuple):
-    """A sum, and whose vectors are in it."""
-
-    total: Floats
-    present: tuple[str, ...]
 
 
 class PlainRounds:
@@ -87,23 +76,19 @@ class PlainRounds:
     def reset(self) -> None:
         """Nothing to forget."""
 
-    def collect(self, ask: RoundRequest) -> RoundResult:
+    def collect(self, ask: RoundRequest) -> Floats:
         """Return the sum of the good answers of at least a quorum; the others are at fault."""
-        if self._plan.cohort:  # its members were perhaps never asked before; greeting them costs nothing
-            greeted = self._exchange.greet(ask.invited, ask.faults, self._enough, patience=self._exchange.timeout)
-            if not self._enough(greeted):
-                raise FailedRoundError(ask.faults)
         ask.begin()
         replies = self._exchange.call(dict.fromkeys(ask.invited, ask.message()), ask.faults, self._enough)
         wrong = {name: why for name, reply in replies.items() if (why := self._fault(name, reply, ask)) is not None}
         ask.faults.update(wrong)
-        present = tuple(name for name in replies if name not in wrong)
-        if len(present) < self._plan.quorum:
+        if len(replies) - len(wrong) < self._plan.quorum:
             raise FailedRoundError(ask.faults)
         total = np.zeros(ask.dim)
-        for name in present:
-            total += replies[name].arrays["total"]
-        return RoundResult(total, present)
+        for name, reply in replies.items():
+            if name not in wrong:
+                total += reply.arrays["total"]
+        return total
 
     def _fault(self, name: str, reply: Message, ask: RoundRequest) -> str | None:
         said = {word: reply.fields.get(word) for word in ("run", "round")}
@@ -135,16 +120,16 @@ class SecureRounds:
             raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
         self._identity, self._roster = identity, roster
         self._ready: dict[int, MaskingServer | None] = {}  # by length of vectors; servers hold their own state
-        self._numbers = {name: plan.invited + k for k, name in enumerate(plan.servers)}
+        self._numbers = {name: len(plan.names) + k for k, name in enumerate(plan.servers)}
 
     def reset(self) -> None:
         """Begin with new keys: a member restarted."""
         self._ready.clear()
 
-    def collect(self, ask: RoundRequest) -> RoundResult:
+    def collect(self, ask: RoundRequest) -> Floats:
         """As :meth:`PlainRounds.collect`; the sum carries its noise already."""
         try:
-            if ask.dim not in self._ready or self._plan.cohort:
+            if ask.dim not in self._ready:
                 self._ready[ask.dim] = self._set_up(ask)
             server = self._ready[ask.dim]
             total, present = self._shared(ask) if server is None else self._masked(server, ask)
@@ -152,37 +137,41 @@ class SecureRounds:
             scale = self._plan.scale(ask.multiplier, ask.bound * self._plan.reach, ask.dim)
             most = longest(self._plan, present, ask.bound) / scale
             check_length(total, self._plan.terms(ask.dim).possible_length(most))
-            return RoundResult(total * scale, present)
+            return total * scale
         except (ProtocolError, WireError) as fault:
             # A failed round leaves roles in different states: begin again with new keys.
             server = self._ready.get(ask.dim)
             proved = {} if server is None else server.proved
             self._ready.clear()
+            named: Mapping[str, str] = {}
+            if isinstance(fault, FailedRoundError):
+                named = fault.faults
+            elif isinstance(fault, DropoutError):
+                named = dict.fromkeys(fault.missing, fault.reason)
+            elif isinstance(fault, ProtocolError) and not proved:
+                named = {fault.party: fault.reason}
             colluders = math.inf if self._plan.servers else self._plan.colluders
-            raise FailedRoundError({**_at_fault(fault, proved), **ask.faults, **proved}, colluders) from fault
+            raise FailedRoundError({**named, **ask.faults, **proved}, colluders) from fault
 
     def _set_up(self, ask: RoundRequest) -> MaskingServer | None:
         """Introduce the members of a round to each other, with new keys."""
         epoch, servers, faults = os.urandom(16), self._plan.servers, ask.faults
-        here = {**ask.here, "epoch": epoch.hex(), **invitation(self._plan, ask.cohort)}
+        here = {**ask.here, "epoch": epoch.hex()}
         enough = quorate(self._plan, *servers)
         hello = dict.fromkeys((*ask.invited, *servers), encode(Message("hello", here)))
-        # A cohort that is not there is drawn again; a quorum of all parties is waited for.
-        patience = self._exchange.timeout if self._plan.cohort else None
-        hellos = _frames(self._exchange.call(hello, faults, enough, patience=patience), faults)
+        hellos = _frames(self._exchange.call(hello, faults, enough), faults)
         server = None
         if self._identity is None or self._roster is None or servers:
             of_servers = [hellos[name] for name in servers if name in hellos]  # all that a party needs
             meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
         else:
-            roster = roster_of(self._plan, self._roster, ask.cohort)
-            server = MaskingServer(self._identity, roster, self._plan.terms(ask.dim), epoch)
+            server = MaskingServer(self._identity, self._roster, self._plan.terms(ask.dim), epoch)
             for name, frame in hellos.items():
                 try:
                     server.meet([frame])
                 except ProtocolError as wrong:
                     faults[name] = str(wrong).removeprefix(f"{name}: ")
-            meetings = {roster.names[i]: frames for i, frames in server.introductions().items()}
+            meetings = {server.roster.names[i]: frames for i, frames in server.introductions().items()}
         made: dict[int, bytearray] = {}  # one message for those who get the same
         for each in meetings.values():
             if id(each) not in made:
@@ -190,8 +179,7 @@ class SecureRounds:
         self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
         return server
 
-    def _masked(self, server: MaskingServer, ask: RoundRequest) -> RoundResult:
-        """Prepare, ask, reveal, add up."""
+    def _masked(self, server: MaskingServer, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
         names, t = server.roster.names, ask.fields["round"]
 
         def call(messages: Mapping[str, bytearray]) -> dict[int, bytes]:
@@ -207,9 +195,9 @@ class SecureRounds:
         opening = {names[i]: encode(Message("reveal", ask.here, blobs({"frame": f}))) for i, f in questions.items()}
         total = server.finish(t, call(opening))
         ask.faults.update(server.proved)
-        return RoundResult(total, tuple(names[i] for i in masked))
+        return total, tuple(names[i] for i in masked)
 
-    def _shared(self, ask: RoundRequest) -> RoundResult:
+    def _shared(self, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
         if self._plan.secure == "mpc" and self._plan.is_private:
             self._sample(ask)
@@ -220,9 +208,9 @@ class SecureRounds:
         shares = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
         if len(shares) < self._plan.quorum:
             raise FailedRoundError(ask.faults)  # the servers would refuse, and seem to be at fault
-        places, numbers = {name: i for i, name in enumerate(ask.cohort)}, self._numbers
+        numbers, place = self._numbers, self._plan.index
         received = self._relay("receive", ask, {
-            server: {str(places[name]): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
+            server: {str(place(name)): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
             for server, k in numbers.items()
         })  # fmt: skip
         partials = self._relay("partial", ask, {
@@ -234,7 +222,7 @@ class SecureRounds:
         total = self._relay("finish", ask, {first: summands})[first].arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,) or not np.isfinite(total).all():
             raise ProtocolError(first, "its total is not a finite vector of the agreed length")
-        return RoundResult(total, tuple(shares))
+        return total, tuple(shares)
 
     def _sample(self, ask: RoundRequest) -> None:
         """Relay the servers' frames around the ring until the noise is shared among them."""
@@ -252,7 +240,6 @@ class SecureRounds:
                 raise ProtocolError(odd, "is out of step in sampling the noise")
 
     def _relay(self, kind: str, ask: RoundRequest, frames: Mapping[str, Mapping[str, Array]]) -> dict[str, Message]:
-        """Send frames to servers, all of which must answer."""
         messages = {name: encode(Message(kind, ask.here, each)) for name, each in frames.items()}
         replies = self._exchange.call(messages, ask.faults, lambda good: len(good) == len(messages))
         if len(replies) < len(messages):
@@ -271,15 +258,6 @@ def _frames(replies: Mapping[str, Message], faults: dict[str, str]) -> dict[str,
     return found
 
 
-def _at_fault(fault: ProtocolError | WireError, proved: Mapping[str, str]) -> Mapping[str, str]:
-    """Return by name what an error says that is not said otherwise."""
-    if isinstance(fault, FailedRoundError):
-        return fault.faults
-    if isinstance(fault, DropoutError):
-        return dict.fromkeys(fault.missing, fault.reason)
-    return {fault.party: fault.reason} if isinstance(fault, ProtocolError) and not proved else {}
-
-
 def quorate(plan: FederatedPlan, *others: str) -> Enough:
     """Return whether those who answered are a quorum of parties, and all of ``others``."""
 
@@ -290,7 +268,6 @@ def quorate(plan: FederatedPlan, *others: str) -> Enough:
 
 
 def largest_reply(plan: FederatedPlan) -> int:
-    """The most bytes of any reply."""
     return limit(max([1, *plan.dims.values()]), 8 + 64 * len(plan.names))
 
 

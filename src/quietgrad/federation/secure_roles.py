@@ -2,86 +2,23 @@
 
 A role is made anew, with new keys, for every length of vector and every epoch that the coordinator begins. Its
 configuration comes from the plan that this side approved, never from the message.
-
-A round may invite some parties only, drawn anew each time. All members learn who was drawn, so ε claims nothing
-for it. A secure sum is then one of the invited parties alone. ``colluders`` counts all parties, so a coordinator
-that draws as it likes gains nothing against the noise.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, TypeVar
-
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, blobs, decode, encode, limit, refusal
 from quietgrad.files import os_error_text as error_words
-from quietgrad.privacy.rng import SecureStream
 from quietgrad.secure.channel import Endpoint, NoiseShare
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.secure.masking import MaskingParty
 from quietgrad.secure.servers import Computation, NoiseServer, SharingParty, SumServer
-
-_DRAWINGS = 64
-
-
-def invite_parties(plan: FederatedPlan, key: bytes, t: int, away: Collection[str] = ()) -> tuple[str, ...]:
-    """Draw the parties that round t invites, in the plan's order: all, or a uniform cohort.
-
-    A cohort without a quorum of parties who are not known to be ``away`` is drawn again, which costs nothing.
-    """
-    if not plan.cohort:
-        return plan.names
-    for label in ("cohort", *(f"cohort/{again}" for again in range(2, _DRAWINGS)), "cohort"):
-        order = np.argsort(SecureStream(key, label).uint64(t, len(plan.names)))
-        cohort = tuple(plan.names[j] for j in sorted(order[: plan.cohort].tolist()))
-        if sum(name not in away for name in cohort) >= plan.quorum:
-            break
-    return cohort
-
-
-def invitation(plan: FederatedPlan, names: Sequence[str]) -> dict[str, Any]:
-    """What a set-up message says about the invited parties: nothing if all are."""
-    return {"cohort": [plan.index(name) for name in names]} if plan.cohort else {}
-
-
-def invited_by(plan: FederatedPlan, fields: Mapping[str, object]) -> tuple[str, ...]:
-    """Read :func:`invitation`: as many different parties as were agreed on, in the plan's order."""
-    if not plan.cohort:
-        return plan.names
-    places = fields.get("cohort")
-    if (
-        not isinstance(places, list)
-        or len(places) != plan.cohort
-        or not all(type(j) is int for j in places)
-        or sorted(set(places)) != places
-        or not 0 <= places[0] <= places[-1] < len(plan.names)
-    ):
-        raise ProtocolError("coordinator", f"must name {plan.cohort} different parties for a round, in order")
-    return tuple(plan.names[j] for j in places)
-
-
-def roster_of(plan: FederatedPlan, roster: Roster, names: Sequence[str]) -> Roster:
-    """Who is who in a round of these parties: they, and the servers or the coordinator."""
-    return roster.only([*names, *roster.names[len(plan.names) :]]) if plan.cohort else roster
-
-
-def rescaling(plan: FederatedPlan, names: Sequence[str]) -> float:
-    """What the sum of these parties is multiplied by to stand for all parties': n ÷ their weighted records.
-
-    All of it is public. 1 without cohorts: there a missing party only makes a step shorter.
-    """
-    if not plan.cohort:
-        return 1.0
-    places = [plan.index(name) for name in names]
-    here = math.fsum(plan.factors[j] * plan.sizes[j] for j in places)
-    return plan.n_public / here if here > 0.0 else 1.0
 
 
 class UnknownRunError(ProtocolError):
@@ -141,7 +78,7 @@ class _Roles(Generic[Role]):
         self._drawn: dict[str, int] = {}
         self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> Role:
+    def _make(self, dim: int, epoch: bytes) -> Role:
         raise NotImplementedError
 
     @property
@@ -163,13 +100,12 @@ class _Roles(Generic[Role]):
         return self._shares[dim]
 
     def _role(self, message: Message) -> Role:
-        dim = _dimension(message)
-        if dim not in self._roles:
+        dim = message.fields.get("dim")
+        if type(dim) is not int or dim not in self._roles:
             raise ProtocolError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
         return self._roles[dim]
 
     def _step(self, reply: str, step: Callable[[Role, int, Message], Mapping[str, Array]]) -> Answer:
-        """Answer with what a step of the role's protocol gives."""
 
         def answer(message: Message) -> Message:
             role, t = self._role(message), round_of(message)
@@ -178,15 +114,14 @@ class _Roles(Generic[Role]):
         return answer
 
     def meet(self, message: Message) -> Message:
-        """Verify the other members' signed keys."""
         self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
         return Message("ok")
 
     def set_up(self, message: Message) -> Message:
         """Answer ``hello`` with a signed key for a new epoch."""
-        dim = _dimension(message)
-        if dim not in self._plan.dims.values():
-            raise ProtocolError("coordinator", f"asks for sums of length {dim}, which the plan does not have")
+        dim = message.fields.get("dim")
+        if type(dim) is not int or dim not in self._plan.dims.values():
+            raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
         run = str(message.fields.get("run"))
         if run not in self._drawn:
             self._shares = {}
@@ -194,21 +129,18 @@ class _Roles(Generic[Role]):
         if self._drawn[run] > self._most_drawn:
             # Each set-up draws neighbours anew; unbounded set-ups would find some that do not protect us.
             raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
-        roster = roster_of(self._plan, self._roster, invited_by(self._plan, message.fields))
-        if self.name not in roster.names:
-            raise ProtocolError("coordinator", "asks for keys for a round of others")
         epoch = message.fields.get("epoch")
         if not isinstance(epoch, str) or not re.fullmatch("[0-9a-f]{32}", epoch):
             raise ProtocolError("coordinator", "names no epoch")
-        self._roles[dim] = role = self._make(dim, bytes.fromhex(epoch), roster)
+        self._roles[dim] = role = self._make(dim, bytes.fromhex(epoch))
         return Message("hello", {}, blobs({"frame": role.hello}))
 
 
 class SharingMember(_Roles[SharingParty]):
     """A party that gives shares of its sums to servers."""
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> SharingParty:
-        return SharingParty(self._identity, roster, self._plan.terms(dim), epoch)
+    def _make(self, dim: int, epoch: bytes) -> SharingParty:
+        return SharingParty(self._identity, self._roster, self._plan.terms(dim), epoch)
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
@@ -221,10 +153,10 @@ class SharingMember(_Roles[SharingParty]):
 class MaskingMember(_Roles[MaskingParty]):
     """A party that masks its sums."""
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> MaskingParty:
+    def _make(self, dim: int, epoch: bytes) -> MaskingParty:
         seen = [role.witness for role in self._roles.values() if role.witness is not None]
         role = MaskingParty(
-            self._identity, roster, self._plan.terms(dim), epoch, seed=self._seed, noise=self._share(dim)
+            self._identity, self._roster, self._plan.terms(dim), epoch, seed=self._seed, noise=self._share(dim)
         )
         role.witness = max(seen, key=lambda witness: witness.round, default=None)
         return role
@@ -260,21 +192,21 @@ class SumMember(_Roles[SumServer], Member):
         self._most = limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
         mpc = {"noise": self._step("noise", self._sample)} if plan.secure == "mpc" else {}
         self._kinds = {**self.kinds, **mpc,
-            "open": lambda message: Message("ready", {"round": -1, "draws": {}}),
+            "open": lambda message: Message("ready", {"round": -1}),
             "receive": self._step("present", lambda role, t, m: blobs(role.receive(t, _frames(m)))),
             "partial": self._step("partial", lambda role, t, m: _optional(role.partial(t, _frames(m)))),
             "finish": self._step("total", lambda role, t, m: {"total": role.finish(t, _frames(m))}),
         }  # fmt: skip
 
-    def _make(self, dim: int, epoch: bytes, roster: Roster) -> SumServer:
+    def _make(self, dim: int, epoch: bytes) -> SumServer:
         terms = self._plan.terms(dim)
         if self._plan.secure == "mpc":
-            return NoiseServer(self._identity, roster, terms, epoch, seed=self._seed)
-        return SumServer(self._identity, roster, terms, epoch, seed=self._seed, noise=self._share(dim))
+            return NoiseServer(self._identity, self._roster, terms, epoch, seed=self._seed)
+        return SumServer(self._identity, self._roster, terms, epoch, seed=self._seed, noise=self._share(dim))
 
     def _sample(self, role: SumServer, t: int, message: Message) -> dict[str, Array]:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        dim = _dimension(message)
+        dim = role.terms.dimension
         try:
             if "frame" in message.arrays:
                 if dim not in self._noise:
@@ -292,22 +224,13 @@ def _optional(frame: bytes | None) -> dict[str, Array]:
 
 
 def round_of(message: Message) -> int:
-    """The number of the round that a message is about."""
     t = message.fields.get("round")
     if type(t) is not int or not 0 <= t < 1 << 62:
         raise ProtocolError("coordinator", "names no round")
     return t
 
 
-def _dimension(message: Message) -> int:
-    dim = message.fields.get("dim")
-    if type(dim) is not int:
-        raise ProtocolError("coordinator", "names no length of vectors")
-    return dim
-
-
 def _frames(message: Message) -> dict[int, bytes]:
-    """Frames by roster number."""
     if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
         raise WireError("frames have roster numbers for names")
     return {int(name): message.blob(name) for name in message.arrays}

@@ -16,20 +16,17 @@ from quietgrad.curators.account import Account
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
 from quietgrad.federation.exchange import PATIENCE, Exchange
 from quietgrad.federation.journal import forget
-from quietgrad.federation.matching import RecordLinkage, new_key, read_key
-from quietgrad.federation.parties import Party, Weights, check_people, matched, names_of
+from quietgrad.federation.parties import Party, Weights, check_people, names_of
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import adversary, federate, local_batches, multiplicity
 from quietgrad.federation.secure_roles import Member, SumMember
 from quietgrad.federation.transport import Handler, Transport
 from quietgrad.federation.transport.in_process import InProcess
-from quietgrad.federation.transport.local_socket import Processes
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.rng import fresh_key, seed_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
 from quietgrad.training import Callback, run
@@ -57,7 +54,6 @@ def simulate(
     colluders: int = 1,
     servers: int | None = None,
     spare: int = 0,
-    cohort: int | None = None,
     ledger: Ledger | str | Path | None = None,
     account: str = "default",
     cap: Budget | None = None,
@@ -65,46 +61,36 @@ def simulate(
     seed: int | None = None,
     folder: str | Path | None = None,
     timeout: float = 60.0,
-    processes: bool = False,
     transport: Callable[[Federation], Transport] | None = None,
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     keep: Callable[[Result], object] = lambda result: None,
     parties_per_person: int | None = None,
-    match_people: bool = False,
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Result:
     """Train one model on the records of several parties, all in this process.
 
-    ``trust`` decides who sees what, and how much noise that costs:
-
-    - ``"curator"``: the coordinator sees exact sums; the noise of one table.
-    - ``"secure"``: no role sees a sum without noise; 1.003 times (``mpc``), m/(m−1) times (``masks``) or twice
-      (``servers``) the variance.
-    - ``"local"``: every party adds its own noise; m times the variance.
-
     Args:
         algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
         budget: (ε, δ) for every record of every party; ``None`` adds no noise.
+        trust: ``"curator"``: the coordinator sees exact sums; the noise of one table. ``"secure"``: no role sees a
+            sum without noise; 1.003 (``mpc``), m/(m−1) (``masks``) or 2 (``servers``) times the variance.
+            ``"local"``: every party adds its own noise; m times the variance.
         secure: ``"masks"``, ``"servers"`` or ``"mpc"``, with ``trust="secure"``.
         weights: ``"size"``, ``"equal"`` or one number per party.
         quorum: complete a round with this many parties at least; all of them unless given.
         colluders: masks: how many parties may work with the coordinator.
         servers: how many servers ``secure="servers"`` uses.
         spare: rounds of each kind reserved to pay for lost ones.
-        cohort: ask this many parties, drawn anew, in every round; ``quorum`` then counts those of the cohort.
-            Who is drawn is known to all, so ε is that of parties who are asked in every round.
         ledger, account, cap: the coordinator's record; each :class:`Party` can have its own.
         seed: fixed randomness for tests; the result is then not private.
         folder: keep aggregates and the parties' journals here; calling again after an interruption resumes. A
             call that finds no interrupted run there approves a new one for all parties.
-        processes: give every party a process of its own.
         transport: make another transport to the members, to rehearse what can go wrong.
         keep: called with the result before what could resume the run is removed: save it there.
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
             of them may be known to; 1 if no person is known to two. The privacy unit is then a person.
-        match_people: instead, find by a keyed hash who is known to several parties; one of them keeps the person.
         combine, records_per_person: how a person's records count, as in :func:`quietgrad.minimize`.
 
     >>> import numpy as np, quietgrad as qg
@@ -116,11 +102,6 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
-    matching = None
-    if match_people:
-        if parties_per_person is not None:
-            raise ValueError("match_people: each person is then kept by one party; leave out parties_per_person.")
-        parties, matching = matched(parties, _people_key(folder, seed))
     by_person = check_people(parties, parties_per_person)
     home = None if folder is None else Path(folder)
     if home is not None and not (home / AGGREGATES).exists():
@@ -128,25 +109,27 @@ def simulate(
             forget(home, name)
     plan, federation = assemble(
         algorithm, objective, parties, budget=budget, trust=trust, secure=secure, weights=weights, quorum=quorum,
-        colluders=colluders, servers=servers, spare=spare, cohort=cohort, seed=seed, folder=folder,
+        colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier, parties_per_person=parties_per_person, combine=combine,
-        records_per_person=records_per_person, unit="person" if by_person else "record", matching=matching,
+        records_per_person=records_per_person, unit="person" if by_person else "record",
         start=start,
     )  # fmt: skip
     payer = Account.of(account, ledger, cap, seeded=seed is not None)
     if budget is not None:
-        payer = payer.settled(partial(_contents, plan.asks(objective), parties), plan.unit)
+        loss = plan.asks(objective)
+
+        def contents() -> Iterator[bytes | memoryview]:  # by which a project's ledger knows these people again
+            for party in parties:
+                yield from loss.prepare(party.held).fingerprint_parts()
+
+        payer = payer.settled(contents, plan.unit)
     notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
     with contextlib.ExitStack() as until_the_end:
         until_the_end.callback(federation.close)  # also of those who were made before another could not be
-        if transport is not None:
-            carrier = transport(federation)
-        else:
-            carrier = Processes(federation.makers) if processes else InProcess(federation.handlers)
+        carrier = InProcess(federation.handlers) if transport is None else transport(federation)
         until_the_end.callback(carrier.close)
-        # A process that was killed is not started again here.
-        exchange = Exchange(carrier, timeout=timeout, patience=timeout if processes else max(timeout, PATIENCE))
+        exchange = Exchange(carrier, timeout=timeout, patience=max(timeout, PATIENCE))
         curator = FederatedCurator(
             objective, exchange, account=payer,
             identity=federation.identity, roster=federation.roster, folder=folder, seed=seed,
@@ -158,27 +141,12 @@ def simulate(
     return result
 
 
-def _people_key(folder: str | Path | None, seed: int | None) -> bytes:
-    """The parties' key, which a run that is continued must find again."""
-    if seed is not None:
-        return seed_key(seed)
-    if folder is None:
-        return fresh_key()
-    path = Path(folder) / "people.key"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return read_key(path) if path.exists() else new_key(path)
-
-
 class Federation:
     """All members of a simulated federation, ready to be put behind a transport."""
 
     def __init__(self, identity: Identity, roster: Roster, members: dict[str, Callable[[], Member]]) -> None:
         self.identity, self.roster, self._members = identity, roster, members
         self._here: dict[str, Member] = {}
-
-    @property
-    def makers(self) -> dict[str, Callable[[], Handler]]:
-        return {name: partial(_handler, make) for name, make in self._members.items()}
 
     @cached_property
     def handlers(self) -> dict[str, Handler]:
@@ -203,7 +171,6 @@ def assemble(
     *,
     seed: int | None = None,
     folder: str | Path | None = None,
-    matching: RecordLinkage | None = None,
     **settings: Any,
 ) -> tuple[FederatedPlan, Federation]:
     """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""
@@ -211,8 +178,7 @@ def assemble(
     records = objective.prepare(parties[0].data)
     shape = Shape(records.dim, getattr(records, "features", 0))
     plan = federate(
-        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape,
-        matched="" if matching is None else matching.digest, **settings,
+        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings,
     )  # fmt: skip
     coordinator = Identity("coordinator")
     people = {name: Identity(name) for name in (*names, *plan.servers)}
@@ -222,21 +188,11 @@ def assemble(
     for name, party in zip(names, parties, strict=True):
         makers[name] = partial(
             PartyCurator, name, objective, party.held, plan, ledger=party.ledger, account=party.account,
-            cap=party.cap, identity=people[name], roster=roster, folder=folder, matching=matching,
+            cap=party.cap, identity=people[name], roster=roster, folder=folder,
             ids=party.ids if seed is not None else None, seed=seed,
         )  # fmt: skip
     makers |= {name: partial(SumMember, plan, people[name], roster, seed=seed) for name in plan.servers}
     return plan, Federation(coordinator, roster, makers)
-
-
-def _contents(objective: Objective, parties: Sequence[Party]) -> Iterator[bytes | memoryview]:
-    """All records, by which a project's ledger knows these people again."""
-    for party in parties:
-        yield from objective.prepare(party.held).fingerprint_parts()
-
-
-def _handler(make: Callable[[], Member]) -> Handler:
-    return make().handle
 
 
 def train(
@@ -265,13 +221,13 @@ def train(
         )  # fmt: skip
         result = _described(result, session, plan)
         keep(result)
-        session.forget()
+        session.store.remove()  # the result is safe
     except Exception as error:
         if curator.folder is None and not session.closed:
             session.close(f"aborted: {error}"[:200], data_dependent=True)
         raise
     finally:
-        session.leave()
+        session.store.close()
     return result
 
 
@@ -285,7 +241,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         notes = (f"people: {multiplicity(plan)}", *notes, *how_people_count(plan.asks(session.objective)))
     if local_batches(plan):
         notes = (local_batches(plan), *notes)
-    if plan.curator_noise:
+    if plan.trust == "curator":
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {
         **result.details,
@@ -295,9 +251,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
         "parties_per_person": None if plan.unit is PrivacyUnit.RECORD else plan.parties_per_person,
-        "matched": bool(plan.matched),
         "variance_factor": plan.variance_factor,
-        "cohort": plan.cohort or None,
         "lost_rounds": sum(bool(faults) for _, faults in session.faults),
     }
     return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

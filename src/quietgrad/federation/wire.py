@@ -18,17 +18,16 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives import base
-from quietgrad.objectives.base import Asked, Batch, Objective, Query, Records
+from quietgrad.objectives.base import Asked, Query
 from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
-from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Relation
 from quietgrad.vectors import Vector
 
@@ -62,7 +61,6 @@ class Message:
     arrays: Mapping[str, Array] = field(default_factory=dict)
 
     def blob(self, name: str) -> bytes:
-        """The bytes of a byte array, such as a sealed frame."""
         if name not in self.arrays or self.arrays[name].dtype != np.uint8:
             raise WireError(f"message {self.kind!r} has no bytes {name!r}")
         return self.arrays[name].tobytes()
@@ -73,7 +71,6 @@ def blobs(frames: Mapping[str, bytes] | Mapping[int, bytes]) -> dict[str, Array]
 
 
 def refusal(code: str, reason: str) -> bytearray:
-    """The message of a member that does not answer, and why."""
     return encode(Message("refused", {"code": code, "reason": reason}))
 
 
@@ -83,7 +80,6 @@ def limit(dimension: int, vectors: int = 4) -> int:
 
 
 def encode(message: Message) -> bytearray:
-    """The message as bytes."""
     arrays, pieces = [], []
     for name, value in message.arrays.items():
         array = np.ascontiguousarray(value)
@@ -114,7 +110,7 @@ def decode(data: Bytes, *, most: int | None = None) -> Message:
     magic, version, length, crc, checksum = _HEAD.unpack_from(data)
     if magic != _MAGIC or version != VERSION:
         raise WireError(f"not a message of version {VERSION}")
-    start = _padded(_HEAD.size + length)
+    start = -(-(_HEAD.size + length) // 8) * 8
     if length > _LARGEST_HEADER or start > len(data) or len(data) % 8:
         raise WireError("header or message length is wrong")
     view = memoryview(data)
@@ -130,7 +126,7 @@ def decode(data: Bytes, *, most: int | None = None) -> Message:
             raise WireError(f"array {name!r} is longer than the message")
         array = raw[start : start + size].view(_DTYPES[dtype]).reshape(shape)
         arrays[name] = array if array.flags.writeable else array.copy()
-        start += _padded(size)
+        start += -(-size // 8) * 8
     if start != len(data) or len(arrays) != len(listed):
         raise WireError("message length does not match its arrays")
     return Message(kind, fields, arrays)
@@ -152,10 +148,6 @@ def _header(text: bytes) -> tuple[str, dict[str, Any], list[tuple[str, str, list
     return kind, fields, entries
 
 
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8
-
-
 def _word_sum(payload: npt.NDArray[np.uint8]) -> int:
     return int(np.add.reduce(payload.view("<u8"), dtype=np.uint64))
 
@@ -166,31 +158,6 @@ by ``{"sha256": …}`` if the array is pinned."""
 _LARGEST_ENTRY = base.LARGEST_CLIP  # of a vector: beyond, scores of ordinary records could overflow
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Scores:
-    """The scalar answers of several candidates as one vector, for a noisy choice between them.
-
-    A candidate's answer is a sum of numbers in [0, B], so one record moves each of the k by at most B under either
-    relation and the vector by √k·B; ``bound`` is C with Δ = √k·B.
-    """
-
-    candidates: Sequence[Query]
-    relation: Relation
-
-    @property
-    def bound(self) -> float:
-        """√k·B ÷ (Δ/C)."""
-        largest = max(query.bound for query in self.candidates)
-        return float(math.sqrt(len(self.candidates)) * largest / sensitivity_factor(self.relation))
-
-    def dim(self, records: Records) -> int:
-        return len(self.candidates)
-
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        for i, query in enumerate(self.candidates):
-            query.sum_into(objective, batch, out[i : i + 1])
-
-
 # Names on the wire and in digests of plans: fixed texts, whatever the classes are called.
 _KINDS: dict[str, type[Any]] = {
     "Gradient": base.GradientQuery, "GradientDifference": base.GradientDifferenceQuery, "Loss": base.LossQuery,
@@ -198,7 +165,7 @@ _KINDS: dict[str, type[Any]] = {
     "LocalFit": LocalFit, "FeatureMean": whitening.FeatureMean,
     "SecondMomentMatrix": whitening.SecondMomentMatrix,
     "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
-    "WhitenedGradient": whitening.WhitenedGradient, "Scores": Scores, "Whitening": whitening.Whitening,
+    "WhitenedGradient": whitening.WhitenedGradient, "Whitening": whitening.Whitening,
     "Affine": Affine,
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
@@ -239,17 +206,13 @@ def _pack(value: object, arrays: dict[str, Array]) -> Any:
     if kind is not None and dataclasses.is_dataclass(value):
         fields = (f.name for f in dataclasses.fields(value) if f.init)
         return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
-    array = value if isinstance(value, np.ndarray) else _from_torch(value)
+    if not isinstance(value, np.ndarray):
+        if type(value).__module__.partition(".")[0] != "torch":
+            raise WireError(f"{type(value).__name__} cannot be part of a query that is sent")
+        value = value.detach().cpu().numpy()  # type: ignore[attr-defined]
     name = f"q{len(arrays)}"
-    arrays[name] = array
+    arrays[name] = np.asarray(value)
     return {"array": name}
-
-
-def _from_torch(value: Any) -> Array:
-    if type(value).__module__.partition(".")[0] != "torch":
-        raise WireError(f"{type(value).__name__} cannot be part of a query that is sent")
-    array: Array = value.detach().cpu().numpy()
-    return array
 
 
 def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
@@ -273,15 +236,15 @@ def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
     return maker(**{name: _unpack(value[name], arrays, like) for name in names})
 
 
-def template(asked: Asked, relation: Relation) -> tuple[Query, Template]:
+def template(asked: Asked) -> tuple[Query, Template]:
     """The query that an algorithm declares, and what a party lets it be.
 
     >>> from quietgrad.objectives.base import RecursiveMomentumQuery
     >>> query = RecursiveMomentumQuery(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
-    >>> template(Asked(query, {"difference_clip": (0.0, 0.5)}), Relation.ADD_REMOVE)[1]["query.difference_clip"]
+    >>> template(Asked(query, {"difference_clip": (0.0, 0.5)}))[1]["query.difference_clip"]
     {'from': 0.0, 'to': 0.5}
     """
-    query = Scores(asked.query, relation) if isinstance(asked.query, tuple) else asked.query
+    query = asked.query
     fields, arrays = pack(query)
     found: Template = {}
     for path, value in _leaves(fields, arrays):
@@ -330,7 +293,7 @@ def template_mismatch(templates: Sequence[Template], fields: object, arrays: Map
     return reason
 
 
-def _difference(allowed: Template, given: Mapping[str, object]) -> str | None:
+def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
     if set(allowed) != set(given):
         kinds = allowed.get("query.kind"), given.get("query.kind")
         return f"query {kinds[1]!r} has other fields than the plan's {kinds[0]!r}"
@@ -339,7 +302,8 @@ def _difference(allowed: Template, given: Mapping[str, object]) -> str | None:
         if isinstance(planned, list):
             why = _other_array(planned, value)
         elif isinstance(planned, dict):
-            inside = _is_number(value) and planned["from"] <= value <= planned["to"]
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            inside = number and planned["from"] <= value <= planned["to"]
             why = None if inside else f"is {value!r}, must be from {planned['from']:g} to {planned['to']:g}"
         else:
             same = planned == value and isinstance(planned, bool) == isinstance(value, bool)
@@ -363,7 +327,3 @@ def _other_array(planned: list[Any], value: object) -> str | None:
 
 def _digest(array: Array) -> str:
     return hashlib.sha256(np.ascontiguousarray(array, "<f8").tobytes()).hexdigest()
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -381,13 +381,12 @@ class Asked:
     and a vector that is declared to be pinned is fixed in every entry.
 
     Args:
-        query: as it may be asked; several for a choice between them. Its numbers and words are fixed, its vectors
-            have their lengths.
+        query: as it may be asked. Its numbers and words are fixed, its vectors have their lengths.
         between: by field (``"clip"``, ``"whitening.radius"``), the interval in which a number may vary.
         pinned: fields whose vector is fixed too, because it is public before the run.
     """
 
-    query: Query | tuple[Query, ...]
+    query: Query
     between: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     pinned: tuple[str, ...] = ()
 

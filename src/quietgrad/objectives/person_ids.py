@@ -115,18 +115,6 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     return {_hashed(value, key) for value in set(_cells(ids).tolist())}
 
 
-def hashed_people(ids: Any, key: bytes) -> tuple[Codes, list[bytes]]:
-    """Each record's number of a person, as :func:`factorize_ids` gives it, and a keyed hash of each person's id.
-
-    >>> codes, hashes = hashed_people(["b", "a", "b"], b"k" * 32)
-    >>> codes, set(hashes) == hashed_ids(["a", "b"], b"k" * 32)
-    (array([0, 1, 0]), True)
-    """
-    codes, _ = factorize_ids(ids)
-    firsts = np.unique(codes, return_index=True)[1]
-    return codes, [_hashed(value, key) for value in _cells(ids)[firsts].tolist()]
-
-
 def _hashed(value: Any, key: bytes) -> bytes:
     said = f"text\0{_plain(value)}" if isinstance(value, str) else f"number\0{int(value)}"
     return hmac.digest(key, said.encode(), "sha256")

@@ -131,9 +131,6 @@ class Endpoint:
     """A role in a run: its identity, the agreed terms, and a channel to every role it has met.
 
     Args:
-        identity: this role's long-term identity, on the roster.
-        roster: all roles, parties first, then servers.
-        terms: the agreed terms.
         run: the name of the run; a new one for every run (16 random bytes are good).
         view: a recorder, in tests.
         seed: fixes the noise of a role that adds some, for tests only; masks and neighbours stay fresh.
@@ -203,7 +200,6 @@ class Endpoint:
         """Hook: what a role keeps, before any round."""
 
     def _draw(self) -> tuple[int, ...]:
-        """Hook: the neighbours that are signed in the hello."""
         return ()
 
     def _noise_limit(self) -> int:

@@ -46,11 +46,6 @@ class AliasTable:
     thresholds: Words
     alias: npt.NDArray[np.int64]
 
-    @property
-    def column_bits(self) -> int:
-        """b: how many random bits choose the column."""
-        return int(self.alias.size).bit_length() - 1
-
     def masses(self) -> list[int]:
         """The exact mass of every value, in units of 2^−(b + λ)."""
         full = 1 << self.word_bits
@@ -169,7 +164,6 @@ class DiscreteGaussian:
 
     @property
     def support(self) -> int:
-        """The largest magnitude that can be drawn."""
         return sum(scale * (table.alias.size // 2 - 1) for scale, table in self.parts)
 
     def sample(self, stream: SecureStream, block: int, size: int) -> npt.NDArray[np.int64]:

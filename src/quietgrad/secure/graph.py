@@ -93,12 +93,12 @@ class MaskingNeighbours:
 
     @property
     def to(self) -> tuple[int, ...]:
-        """The receivers of her envelopes."""
+        """Who receives her envelopes."""
         return tuple(sorted({*self.holders, *self.partners}))
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Who sends her one."""
+        """Who sends her envelopes."""
         return tuple(sorted({*self.dealers, *self.partners}))
 
 

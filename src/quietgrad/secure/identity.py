@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -76,7 +75,6 @@ class Identity:
         return Identity, (self.name, self.secret_bytes())  # to a child process of its owner
 
     def secret_bytes(self) -> bytes:
-        """The secret key, for a file that only its owner may read."""
         return self._key.private_bytes_raw()
 
     def sign(self, message: bytes) -> bytes:
@@ -98,18 +96,12 @@ class Roster:
 
     @classmethod
     def of(cls, identities: list[Identity]) -> Roster:
-        """The roster of the given identities, in this order."""
         return cls(tuple(i.name for i in identities), tuple(i.public for i in identities))
 
     def index(self, name: str) -> int:
         if name not in self._numbers:
             raise ValueError(f"{name!r} is not on the roster: {', '.join(self.names)}.")
         return self._numbers[name]
-
-    def only(self, names: Iterable[str]) -> Roster:
-        """The roster of these alone, in the given order."""
-        numbers = [self.index(name) for name in names]
-        return Roster(tuple(self.names[i] for i in numbers), tuple(self.keys[i] for i in numbers))
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -157,7 +149,6 @@ def read_hello(hello: bytes, roster: Roster, context: bytes) -> Hello:
 
 
 def is_signed(key: bytes, signature: bytes, message: bytes) -> bool:
-    """Whether ``message`` was signed by the owner of the Ed25519 public ``key``."""
     try:
         Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
     except (InvalidSignature, ValueError):
@@ -213,21 +204,18 @@ class SurvivorAttestation(NamedTuple):
 
     @classmethod
     def of(cls, context: bytes, t: int, bitmap: bytes, signature: bytes) -> SurvivorAttestation:
-        """What was told of round t, as its signature claims."""
         return cls(t, context, hashlib.sha256(bitmap).digest(), signature)
 
-    @classmethod
-    def signed(cls, identity: Identity, context: bytes, t: int, bitmap: bytes) -> SurvivorAttestation:
-        body = in_round(_DOMAIN, context, t, hashlib.sha256(bitmap).digest())
-        return cls.of(context, t, bitmap, identity.sign(body))
+    @staticmethod
+    def sign(identity: Identity, context: bytes, t: int, bitmap: bytes) -> bytes:
+        return identity.sign(in_round(_DOMAIN, context, t, hashlib.sha256(bitmap).digest()))
 
     def is_from(self, key: bytes) -> bool:
         return is_signed(key, self.signature, in_round(_DOMAIN, self.context, self.round, self.digest))
 
     def contradicts(self, other: SurvivorAttestation | None) -> bool:
         """Whether the two are about the same round and say different things."""
-        same = other is not None and (self.round, self.context) == (other.round, other.context)
-        return same and other is not None and self.digest != other.digest
+        return other is not None and self[:2] == other[:2] and self.digest != other.digest
 
     @staticmethod
     def pack(witness: SurvivorAttestation | None) -> bytes:

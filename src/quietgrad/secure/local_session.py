@@ -22,7 +22,6 @@ class SecureSession:
 
     Args:
         terms: the agreed terms.
-        names: the parties' names; ``party-1`` … by default.
         seed: fixes the noise, for tests only: the result is then **not private**.
         view: a recorder of every decrypted message, for tests.
 
@@ -35,11 +34,10 @@ class SecureSession:
         self,
         terms: SecureSumConfig,
         *,
-        names: Sequence[str] | None = None,
         seed: int | None = None,
         view: TranscriptRecorder | None = None,
     ) -> None:
-        parties = list(names) if names is not None else [f"party-{i + 1}" for i in range(terms.parties)]
+        parties = [f"party-{i + 1}" for i in range(terms.parties)]
         servers = ["server"] if terms.masked else [f"server-{k + 1}" for k in range(terms.server_count)]
         people = [Identity(name) for name in parties + servers]
         roster, run = Roster.of(people), os.urandom(16)

@@ -267,7 +267,6 @@ class MaskingServer(Endpoint):
         self._rounds: dict[int, _ServerRound] = {}
         self._hellos: dict[int, bytes] = {}
         self._picks_of: dict[int, tuple[int, ...]] = {}
-        self._near: dict[int, MaskingNeighbours] = {}
         self.proved: dict[str, str] = {}
         """Who returned false shares in the round opened last, by name: proved by what they had accepted."""
 
@@ -275,22 +274,21 @@ class MaskingServer(Endpoint):
         if not self.terms.graph.is_drawn(known.sender, known.picks):
             raise ProtocolError(self.roster.names[known.sender], "hello names impossible neighbours")
         self._hellos[known.sender], self._picks_of[known.sender] = hello, known.picks
-        self._near = {}
+        self.__dict__.pop("_near", None)
+
+    @cached_property
+    def _near(self) -> dict[int, MaskingNeighbours]:
+        return masking_neighbours(self.terms.graph, self._picks_of)
 
     def introductions(self) -> dict[int, list[bytes]]:
         """Whose hellos each party needs: those of her neighbours, and the server's."""
-        near = self._neighbourhoods().items()
-        return {i: [self.hello, *(self._hellos[j] for j in sorted({*hood.to, *hood.source}))] for i, hood in near}
-
-    def _neighbourhoods(self) -> dict[int, MaskingNeighbours]:
-        if not self._near:
-            self._near = masking_neighbours(self.terms.graph, self._picks_of)
-        return self._near
+        needed = {i: sorted({*near.to, *near.source}) for i, near in self._near.items()}
+        return {i: [self.hello, *(self._hellos[j] for j in others)] for i, others in needed.items()}
 
     def relay(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
         """Take the parties' prepare frames and return what to deliver to each; the absent are left out."""
         self._require(frames, self.terms.least_parties, "prepared")
-        near, graph = self._neighbourhoods(), self.terms.graph
+        near, graph = self._near, self.terms.graph
         size = ShareCommitments.size(graph.neighbours + 1)
         statements: dict[int, ShareCommitments] = {}
         envelopes: dict[int, dict[int, bytes]] = {}
@@ -329,7 +327,7 @@ class MaskingServer(Endpoint):
             total += self._words(i, self._open(i, FrameType.MASKED, t, frames[i]))
         state.total, state.survivors = total, tuple(sorted(frames))
         packed = pack_members(state.survivors, self.terms.parties)
-        payload = packed + Attestation.signed(self._identity, self.context, t, packed).signature
+        payload = packed + Attestation.sign(self._identity, self.context, t, packed)
         return {i: self._seal(i, FrameType.SURVIVORS, t, payload) for i in state.survivors}
 
     def finish(self, t: int, frames: Mapping[int, bytes]) -> Vector:
@@ -360,7 +358,7 @@ class MaskingServer(Endpoint):
 
     def _verified(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
         """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
-        near, graph, size = self._neighbourhoods(), self.terms.graph, SHARE_BYTES
+        near, graph, size = self._near, self.terms.graph, SHARE_BYTES
         members, survivors = set(state.members), set(state.survivors)
         found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
         for i in sorted(frames):
@@ -386,7 +384,7 @@ class MaskingServer(Endpoint):
         name, why = self.roster.names[j], f"{len(shares)} true shares of {self.terms.threshold} needed"
         if self.proved:
             raise ProtocolError(", ".join(self.proved), f"returned false shares; of {name}'s there are {why}")
-        away = [self.roster.names[i] for i in self._neighbourhoods()[j].holders if i not in here]
+        away = [self.roster.names[i] for i in self._near[j].holders if i not in here]
         raise DropoutError(away, f"missing; of {name}'s secret there are {why}")
 
     def _false_dealer(self, j: int) -> ProtocolError:
@@ -402,7 +400,7 @@ class MaskingServer(Endpoint):
         if key is None or key.public_key().public_bytes_raw() != state.statements[dropped].public:
             raise self._false_dealer(dropped)
         lost, packed = np.zeros(self.terms.dimension, np.uint64), pack_members(state.members, self.terms.parties)
-        for i in self._neighbourhoods()[dropped].partners:
+        for i in self._near[dropped].partners:
             if i in survivors:
                 public = state.statements[i].public
                 words = pair_mask_words(self, self.roster.names[i], key, public, packed, t)

@@ -89,12 +89,11 @@ _DOMAIN = b"quietgrad deal 1\0"
 
 
 def share_hash(kind: bytes, share: bytes) -> bytes:
-    """The commitment to one share; ``kind`` is b"key" or b"self"."""
+    """The commitment to one share of kind b"key" or b"self", or to the self-mask b"mask"."""
     return hashlib.sha256(b"quietgrad share 1\0" + kind + b"\0" + share).digest()
 
 
 def pair_hash(key_share: bytes, self_share: bytes) -> bytes:
-    """The commitments to a holder's two shares, one after the other."""
     return share_hash(b"key", key_share) + share_hash(b"self", self_share)
 
 
@@ -126,7 +125,6 @@ class ShareCommitments:
         return cls(body[:KEY_BYTES], body[KEY_BYTES : KEY_BYTES + HASH_BYTES], pairs)
 
     def has(self, rank: int, *, kind: bytes, share: bytes) -> bool:
-        """Whether ``share`` is the one of this rank and kind that was committed to."""
         pair = self.pairs[rank]
         return share_hash(kind, share) == (pair[:HASH_BYTES] if kind == b"key" else pair[HASH_BYTES:])
 

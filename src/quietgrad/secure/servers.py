@@ -26,6 +26,7 @@ next.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -111,7 +112,9 @@ class SumServer(Endpoint):
             raise DropoutError(self._missing(present), f"missing; {left}")
         total = self._noise(t)
         for i in sorted(present):
-            total += self._words_of(i, t)
+            kept = self._shares[i]  # seeds are expanded when they are needed, so that m of them take no memory
+            last = self.me == self.servers[-1]
+            total += self._words(i, kept) if last else _expand(kept, t, self.terms.dimension)
         self._shares = {}
         if self.me == self.servers[0]:
             self._partial = total
@@ -129,11 +132,6 @@ class SumServer(Endpoint):
 
     def _noise(self, t: int) -> Words:
         return self._noise_share.draw(t)
-
-    def _words_of(self, i: int, t: int) -> Words:
-        """Party i's share; seeds are expanded when they are needed, so that m of them take no memory."""
-        kept = self._shares[i]
-        return self._words(i, kept) if self.me == self.servers[-1] else _expand(kept, t, self.terms.dimension)
 
     def _others(self, frames: Mapping[int, bytes]) -> list[int]:
         others = [k for k in self.servers if k != self.me]
@@ -254,7 +252,6 @@ class ReplicatedSharing:
 
 
 def _times_sign(values: Words, bits: Words) -> Words:
-    """values·(1 − 2·bits) mod 2^64."""
     return np.where(bits == 1, np.negative(values), values)
 
 
@@ -379,13 +376,9 @@ def _table_ones() -> list[npt.NDArray[np.intp]]:
 
 def run_together(computations: Sequence[Computation[None]]) -> None:
     """Run the three servers' generators in step in one process: i's frame goes to i − 1."""
-    frames = [next(each, None) for each in computations]
-    while frames[0] is not None:
-        frames = [_resumed(each, frames[(i + 1) % 3] or b"") for i, each in enumerate(computations)]
-
-
-def _resumed(computation: Computation[None], frame: bytes) -> bytes | None:
-    try:
-        return computation.send(frame)
-    except StopIteration:
-        return None
+    frames = [next(each, b"") for each in computations]
+    while any(frames):
+        received, frames = frames, [b"", b"", b""]
+        for i, each in enumerate(computations):
+            with contextlib.suppress(StopIteration):  # all end in the same step
+                frames[i] = each.send(received[(i + 1) % 3])

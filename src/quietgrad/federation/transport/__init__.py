@@ -87,9 +87,13 @@ class Calls:
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
         deadline = time.monotonic() + seconds
         for name, frame in frames.items():
-            if self._latest.get(name) is not frame:  # else its thread is still at this very frame: wait for that
-                self._latest[name] = frame
-                self._line(name).put(frame)
+            if self._latest.get(name) is frame:  # its thread is still at this very frame: wait for that
+                continue
+            self._latest[name] = frame
+            if name not in self._lines:
+                self._lines[name] = queue.SimpleQueue()
+                threading.Thread(target=self._work, args=(name,), name=f"to {name}", daemon=True).start()
+            self._lines[name].put(frame)
         found: dict[str, Bytes | Away] = {}
         while len(found) < len(frames) and not self._closed:
             try:
@@ -106,12 +110,6 @@ class Calls:
         self._closed = True
         for line in self._lines.values():
             line.put(None)
-
-    def _line(self, name: str) -> queue.SimpleQueue[Bytes | None]:
-        if name not in self._lines:
-            self._lines[name] = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(name,), name=f"to {name}", daemon=True).start()
-        return self._lines[name]
 
     def _work(self, name: str) -> None:
         while (frame := self._lines[name].get()) is not None and not self._closed:

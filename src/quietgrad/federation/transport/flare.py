@@ -29,7 +29,6 @@ TOPIC = "quietgrad"
 
 
 def approval_here(fl_ctx: FLContext) -> Approved:
-    """The approval in the site's own folder of policies."""
     workspace = fl_ctx.get_prop(FLContextKey.WORKSPACE_OBJECT)
     return Approved.read(Path(workspace.get_site_config_dir()) / FILE)
 
@@ -112,5 +111,4 @@ class QuietgradExecutor(Executor):  # type: ignore[misc]
         return reply
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """No tasks: what is asked comes as auxiliary messages."""
         return make_reply(ReturnCode.TASK_UNKNOWN)

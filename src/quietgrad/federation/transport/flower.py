@@ -124,7 +124,6 @@ def _reason(reply: Message) -> str:
 
 @server_app.main()  # type: ignore[untyped-decorator]
 def coordinate(grid: Grid, context: Context) -> None:
-    """Coordinate once, as the approval on this machine says."""
     path = os.environ.get("QUIETGRAD_APPROVAL") or str(context.run_config.get("approval", ""))
     mine = Approved.read(path)
     publics = {name: mine.credentials.publics[name] for name in mine.file.members if name != COORDINATOR}

@@ -11,8 +11,7 @@ from quietgrad.federation.transport import Away, Bytes, Clock, Handler
 class SimulatedClock(Clock):
     """Time that passes only while the caller waits."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    _now = 0.0
 
     def now(self) -> float:
         return self._now

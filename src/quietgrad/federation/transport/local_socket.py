@@ -1,4 +1,4 @@
-"""Members behind sockets of their own machine: for engines that start a process for every message, and simulations.
+"""Members behind sockets of their own machine: for engines that start a process for every message.
 
 The member's process holds its records, keys and ledger; what the engine starts only carries frames to the socket.
 If the two run as different users, code that an engine ships cannot read what the member holds.
@@ -7,20 +7,15 @@ If the two run as different users, code that an engine ships cannot read what th
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import stat
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from quietgrad.errors import DataError
 from quietgrad.federation.exchange import Responder
-from quietgrad.federation.transport import Away, Bytes, Calls, Handler
+from quietgrad.federation.transport import Away, Bytes
 from quietgrad.federation.transport.tls_connection import ASK, REPLY, receive, send
 from quietgrad.secure.identity import ProtocolError
 
@@ -69,68 +64,3 @@ def serve(site: Responder, path: Path, *, most: int) -> None:
                     send(caller, REPLY, reply, deadline=time.monotonic() + _SECONDS)
         finally:
             path.unlink(missing_ok=True)
-
-
-Factory = Callable[[], Handler]
-"""Makes a party's handler inside its own process; a module-level function, or a ``functools.partial`` of one."""
-
-
-class Processes(Calls):
-    """A transport to child processes, one per party, each behind a socket of its own.
-
-    Only the factories are pickled, by the standard library when a child starts; messages, of at most ``limit``
-    bytes, never are.
-    """
-
-    def __init__(self, factories: Mapping[str, Factory], *, limit: int = 1 << 28) -> None:
-        super().__init__(tuple(factories), self._ask)
-        self._factories, self._limit = dict(factories), limit
-        self._sockets = tempfile.TemporaryDirectory()
-        self._context = multiprocessing.get_context("spawn")
-        self._children: dict[str, BaseProcess] = {}
-        for name in self._factories:
-            self.restart(name)
-
-    def process(self, name: str) -> BaseProcess:
-        return self._children[name]
-
-    def restart(self, name: str) -> None:
-        """Start a party's process, again if it has ended."""
-        if name in self._children:
-            _end(self._children[name])
-        arguments = (self._factories[name], self._path(name), self._limit)
-        self._children[name] = self._context.Process(target=_serve, args=arguments, name=name, daemon=True)
-        self._children[name].start()
-        self._renewed.add(name)
-
-    def close(self) -> None:
-        super().close()
-        for process in self._children.values():
-            _end(process)
-        self._sockets.cleanup()
-
-    def _path(self, name: str) -> Path:
-        return Path(self._sockets.name) / str(self._names.index(name))
-
-    def _ask(self, name: str, frame: Bytes) -> Bytes:
-        return carry(self._path(name), frame, most=self._limit)
-
-
-def _end(process: BaseProcess) -> None:
-    process.terminate()
-    process.join(timeout=5.0)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def _serve(factory: Factory, path: Path, limit: int) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    serve(Responder(factory()), path, most=limit)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-    os._exit(0)

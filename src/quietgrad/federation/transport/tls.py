@@ -32,7 +32,7 @@ GREETING_SECONDS = 10.0
 
 @dataclass(eq=False)
 class MemberConnection:
-    """One member's place: its connection if it has one, what became of the last, and how the member did."""
+    """One member's place: its connection if it has one, and what became of the last."""
 
     name: str
     connection: ssl.SSLSocket | None = None
@@ -40,25 +40,13 @@ class MemberConnection:
     instance: str = ""
     replaced: set[str] = field(default_factory=set)
     fault: str = "has not called yet"
-    answered: int = 0
-    missed: int = 0
-    seconds: float = 0.0
-
-    @property
-    def mean_seconds(self) -> float:
-        return self.seconds / max(1, self.answered)
 
 
 class TlsServer(Calls):
     """The coordinator's transport: listens, admits members by certificate and plan, and sends frames.
 
-    Args:
-        address: host and port to listen on; port 0 takes a free one.
-        names: who may take part.
-        agreement: the digest of the plan file; members with another one are turned away.
-        most: the largest frame in bytes.
-        timeout: seconds after which a connection that brings no reply is given up; the member calls again.
-        tell: is told in words who comes, goes and is turned away.
+    ``agreement`` is the digest of the plan file. A connection that brings no reply for ``timeout`` seconds is given
+    up; the member calls again. Port 0 takes a free one.
     """
 
     def __init__(
@@ -86,9 +74,6 @@ class TlsServer(Calls):
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
-    def attendance(self) -> list[MemberConnection]:
-        return list(self._seats.values())
-
     def close(self) -> None:
         super().close()
         with contextlib.suppress(OSError):
@@ -112,7 +97,6 @@ class TlsServer(Calls):
         seat = self._seats[name]
         with seat.lock:
             connection, begun = seat.connection, time.monotonic()
-            seat.missed += 1  # until it is answered
             if connection is None:
                 raise Away(seat.fault)
             try:
@@ -126,9 +110,6 @@ class TlsServer(Calls):
                 link.hang_up(connection)
                 self._let_go(name, connection, why)
                 raise Away(why) from None
-            seat.missed -= 1
-            seat.answered += 1
-            seat.seconds += time.monotonic() - begun
             return reply
 
     def _let_go(self, name: str, connection: ssl.SSLSocket, why: str) -> None:
@@ -139,8 +120,6 @@ class TlsServer(Calls):
                 seat.connection, seat.fault = None, why
         if mine and not self._closed:
             self._tell(f"{name} is gone ({why})")
-
-    # --- connections ------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         while not self._closed:
@@ -175,16 +154,14 @@ class TlsServer(Calls):
                 raise ConnectionAbortedError
             link.send(connection, link.WELCOME, json.dumps({"plan": self._agreement}).encode(), deadline=deadline)
         except (OSError, ValueError, ProtocolError, AttributeError) as error:
+            self._tell_refusal(error, address)
             if isinstance(error, ssl.SSLCertVerificationError):
                 link.let_it_read(connection)
             link.hang_up(connection)
-            self._tell_refusal(error, address)
             return
         finally:
             self._door.leave(connection)
-        self._take_seat(name, connection, str(hello["instance"]))
-
-    def _take_seat(self, name: str, connection: ssl.SSLSocket, instance: str) -> None:
+        instance = str(hello["instance"])
         with self._seating:
             seat = self._seats[name]
             old = seat.connection
@@ -241,12 +218,7 @@ _SILENCE = 300.0  # seconds after which a silent coordinator is called anew
 class TlsParty:
     """A member that answers a coordinator until it says that the run is over.
 
-    Args:
-        address: the coordinator's host and port.
-        agreement: the digest of the plan file that was approved here.
-        most: the largest frame in bytes.
-        timeout: seconds that sending a reply may take.
-        patience: seconds without a coordinator after which this member gives up.
+    It gives up after ``patience`` seconds without a coordinator.
     """
 
     def __init__(

@@ -46,7 +46,6 @@ def context_for(credentials: Credentials) -> ssl.SSLContext:
 
 
 def peer_name(connection: ssl.SSLSocket) -> str:
-    """The name in the other side's verified certificate."""
     certificate: Any = connection.getpeercert() or {}
     names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
     return str(names[0]) if len(names) == 1 else ""
@@ -80,7 +79,6 @@ def receive(connection: socket.socket, *, most: int, deadline: float | None) -> 
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close without waiting for the other side."""
     with contextlib.suppress(OSError):
         connection.close()
 
@@ -124,7 +122,6 @@ class HandshakeQueue:
 
     @property
     def waiting(self) -> int:
-        """How many have not yet proved who they are."""
         return len(self._callers)
 
     def admit(self, connection: socket.socket, address: str) -> None:
@@ -160,27 +157,12 @@ def let_it_read(connection: socket.socket) -> None:
                 return
 
 
+_ADVICE = "compare ca.pem, the clocks and the dates of the certificates on both sides"
+
+
 def refusal(error: ssl.SSLCertVerificationError) -> str:
-    """Why a certificate was not accepted, in words that say what to do."""
-    foreign = "is foreign: another authority signed it; compare ca.pem on both sides"
-    words = {
-        9: "is not valid yet; compare the clocks of both machines",
-        10: "has expired; provision again",
-        62: "is of another member",
-    } | dict.fromkeys((18, 19, 20, 21), foreign)
-    return f"its certificate {words.get(error.verify_code, f'is not accepted ({error.verify_message})')}"
+    return f"its certificate is not accepted ({error.verify_message}); {_ADVICE}"
 
 
 def alert(error: ssl.SSLError) -> str:
-    """What the other side's last word means: why it did not accept the certificate of this one."""
-    reason = error.reason or "closed"
-    words = {
-        "SSLV3_ALERT_CERTIFICATE_EXPIRED": "says that the certificate here has expired; provision again",
-        "SSLV3_ALERT_BAD_CERTIFICATE": "says that the certificate here is not valid (yet?); compare the clocks",
-        "TLSV1_ALERT_UNKNOWN_CA": "says that the certificate here is foreign; compare ca.pem on both sides",
-        "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "does not accept the certificate here; compare ca.pem on both sides",
-        "SSLV3_ALERT_HANDSHAKE_FAILURE": "does not speak TLS 1.3",
-        "TLSV1_ALERT_PROTOCOL_VERSION": "does not speak TLS 1.3",
-        "TLSV1_ALERT_CERTIFICATE_REQUIRED": "was shown no certificate; see the folder of keys",
-    }
-    return words.get(reason, f"ends the TLS connection ({reason}); does its authority know this certificate?")
+    return f"ends the TLS connection ({(error.reason or 'closed').replace('_', ' ').lower()}); {_ADVICE}"
