@@ -418,7 +418,7 @@ TABLE = [
     replaced("a party's noise on half the coordinates", SCALE, party, broken.HalfTheCoordinates, intact),
     switched("a party's share on half the coordinates", SCALE, shares),
     replaced("a party's noise used twice", FRESH, party, broken.TwiceFromThirtyTwo, intact),
-    replaced("a coordinator's noise dropped at every 7th round", SCALE, coordinator, broken.SilentEverySeventh, intact),
+    replaced("a coordinator's noise dropped in every 7th", SCALE, coordinator, broken.SilentEverySeventh, intact),
     switched("a party charges less than it answers", CHARGE, party_charge),
     session("a random round that is always the last", "L0 rounds", rounds, broken.AlwaysTheLastRound, central),
     switched("a tenth of the noise in one slot", SCALE, one_slot),
