@@ -396,7 +396,8 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
         asked = read_json(folder / "run.json")
         epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
         private = not asked["non_private"]
-        unit = PrivacyUnit.RECORD if asked.get("reading", {}).get("person") is None else PrivacyUnit.PERSON
+        person = asked.get("person", asked.get("reading", {}).get("person"))  # 0.2 kept it in a group
+        unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     if epsilon is None or not private or privacy.delta is None:
