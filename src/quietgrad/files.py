@@ -142,15 +142,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-_TABLES = {
-    ".parquet": "parquet", ".pq": "parquet", ".arrow": "arrow", ".feather": "arrow", ".ipc": "arrow",
-    ".csv": "csv", ".tsv": "csv",
-}  # fmt: skip
-PACKED = (".gz", ".bz2", ".zst", ".lz4", ".xz")
+_TABLES = {".parquet": "parquet", ".pq": "parquet", ".csv": "csv", ".tsv": "csv"}
+PACKED = (".gz", ".bz2", ".zst", ".lz4")
 
 
 def table_kind(path: str) -> str | None:
-    """parquet, arrow or csv, by the suffix.
+    """parquet or csv, by the suffix.
 
     >>> table_kind("people/1.csv.gz"), table_kind("people/1.parquet"), table_kind("people/readme.md")
     ('csv', 'parquet', None)

@@ -21,7 +21,6 @@ from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import TRAINING_PEOPLE, save_score, were_trained_on
 from quietgrad.data.dataset import Matrix
-from quietgrad.data.tables import read_header
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, write_atomically
 from quietgrad.privacy.ledger import project_path
@@ -182,13 +181,11 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
 
 def _header(data: str, reading: dict[str, Any]) -> list[str]:
     """The column names of a delimited or parquet file; none of another."""
-    if Path(data).suffix in (".parquet", ".pq"):
-        import pyarrow.parquet
+    from quietgrad.data.tables import read_header
 
-        return [str(name) for name in pyarrow.parquet.read_schema(data).names]
-    if not {".csv", ".tsv"} & set(Path(data).suffixes):
+    if not {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
         return []
-    return read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding"))
+    return list(read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding")))
 
 
 def _missing_label(header: list[str], facts: dict[str, Any], reading: dict[str, Any]) -> str | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quietgrad import data as datasets
 from quietgrad.cli.options import usage
 from quietgrad.data.dataset import Task
-from quietgrad.data.scanning import Scan
 from quietgrad.errors import DataError
+
+if TYPE_CHECKING:
+    from quietgrad.data.scanning import Scan  # brings pyarrow, which a loaded table may not need
 
 
 @dataclass(frozen=True, eq=False)

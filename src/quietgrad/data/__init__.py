@@ -25,29 +25,16 @@ if TYPE_CHECKING:
     from quietgrad.data.scanning import Scan, scan
     from quietgrad.data.schema import Schema, read_schema
 _HOMES = {
-    "load": "loading",
-    "scan": "scanning",
-    "Scan": "scanning",
-    "Dataset": "dataset",
-    "demo_dataset": "loading",
-    "fetch": "registry",
-    "find": "registry",
-    "REGISTRY": "registry",
-    "Schema": "schema",
-    "Numeric": "columns",
-    "Categorical": "columns",
-    "YesNo": "columns",
-    "Date": "columns",
-    "read_schema": "schema",
-    "clip_rows": "dataset",
-    "normalized": "dataset",
-    "a9a_from_adult": "builtin",
-    "split_even": "dataset",
-    "split_uneven": "dataset",
-    "uneven_sizes": "dataset",
-    "split_dirichlet": "dataset",
-}
-
+    "builtin": ("a9a_from_adult",),
+    "columns": ("Categorical", "Date", "Numeric", "YesNo"),
+    "dataset": (
+        "Dataset", "clip_rows", "normalized", "split_dirichlet", "split_even", "split_uneven", "uneven_sizes",
+    ),
+    "loading": ("demo_dataset", "load"),
+    "registry": ("REGISTRY", "fetch", "find"),
+    "scanning": ("Scan", "scan"),
+    "schema": ("Schema", "read_schema"),
+}  # fmt: skip
 __all__ = [
     "load", "scan", "Scan", "Dataset", "demo_dataset", "fetch", "find", "REGISTRY", "Schema", "Numeric",
     "YesNo", "Date", "Categorical", "read_schema", "clip_rows", "normalized", "a9a_from_adult", "split_even",
@@ -57,8 +44,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{home}"), name)
     globals()[name] = value
     return value

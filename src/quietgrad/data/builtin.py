@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.data.columns import Categorical
+from quietgrad.data.columns import Categorical, to_numbers
 from quietgrad.data.dataset import Dataset, Matrix, check, encode_labels, hold_out, public_order
 from quietgrad.data.file_formats import open_npz, parse_idx, parse_libsvm
-from quietgrad.data.tables import parse_columns, parse_csv
 from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,34 +55,32 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
     from scipy import sparse
 
     from quietgrad.data.registry import REGISTRY
+    from quietgrad.data.tables import CSVDialect, text_columns
 
     schema = REGISTRY["adult"].schema
     assert schema is not None
     assert schema.names is not None
-    columns = parse_columns(adult_rows(content), schema.names, name)
-    hot: list[npt.NDArray[np.int64]] = []
-    offset = 0
+    columns = text_columns(adult_rows(content), CSVDialect(",", schema.names, False), schema.names, name)
+    hot: list[npt.NDArray[Any]] = []
     for column, kind in schema.columns.items():
-        values = columns[column]
         if isinstance(kind, Categorical):
-            words = [word for word in kind.categories if word != "?"]
-            position = {word: i for i, word in enumerate(words)}
-            index = np.fromiter((position.get(v, -1) for v in values), np.int64, len(values))
-            width = len(words)
+            words = tuple(word for word in kind.categories if word != "?")
+            hot.append(Categorical(words).encode(column, columns[column]))
         else:
-            index = np.searchsorted(_A9A_EDGES[column], np.asarray(values, dtype=np.float64), side="left")
-            width = len(_A9A_EDGES[column]) + 1
-        hot.append(np.where(index >= 0, index + offset, -1))
-        offset += width
-    table = np.column_stack(hot)
-    set_bits = table >= 0
-    indptr = np.concatenate(([0], np.cumsum(set_bits.sum(axis=1)))).astype(np.int32)
-    indices = table[set_bits].astype(np.int32)
-    X: Any = sparse.csr_matrix((np.ones(len(indices)), indices, indptr), shape=(len(table), offset))
+            edges = _A9A_EDGES[column]
+            bins = np.searchsorted(edges, to_numbers(column, columns[column]), side="left")
+            hot.append(bins[:, None] == np.arange(len(edges) + 1))
+    X: Any = sparse.csr_matrix(np.hstack(hot).astype(np.float64))
     income = np.asarray(columns["income"])
     if not np.isin(income, ("<=50K", ">50K")).all():
         raise DataError(f"{name}: income must be '<=50K' or '>50K'.")
     return X, np.where(income == ">50K", 1.0, -1.0)
+
+
+def _parsed(spec: DatasetSpec, text: bytes) -> Dataset:
+    from quietgrad.data.tables import parse_csv
+
+    return parse_csv(text, spec.schema, name=spec.name)
 
 
 def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
@@ -103,13 +100,13 @@ def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
 
 
 def _adult(spec: DatasetSpec, contents: Contents) -> Dataset:
-    data, test = (parse_csv(adult_rows(content), spec.schema, name="adult") for content in contents.values())
+    data, test = (_parsed(spec, adult_rows(content)) for content in contents.values())
     return replace(data, X_test=test.X, y_test=test.y, notes=(*data.notes, "published test set"))
 
 
 def _table(spec: DatasetSpec, contents: Contents) -> Dataset:
     """One or more tables with the same columns (wine: red, then white), and a test part by the public seed."""
-    parts = [parse_csv(content, spec.schema, name=spec.name) for content in contents.values()]
+    parts = [_parsed(spec, content) for content in contents.values()]
     X: Any = np.concatenate([np.asarray(part.X) for part in parts])
     y: Any = np.concatenate([part.y for part in parts])
     return hold_out(replace(parts[0], X=X, y=y))
@@ -122,7 +119,7 @@ def _kddcup99(spec: DatasetSpec, contents: Contents) -> Dataset:
     rows = [lines[i] for i in np.sort(public_order(len(lines))[:_KDD_ROWS])]
     merged = (line if line.endswith(b",normal.") else line[: line.rindex(b",")] + b",attack" for line in rows)
     text = b"\n".join(line.replace(b",normal.", b",normal") for line in merged)
-    data = hold_out(parse_csv(text, spec.schema, name=spec.name))
+    data = hold_out(_parsed(spec, text))
     return replace(data, notes=(*data.notes, f"{_KDD_ROWS} of {len(lines)} rows by a fixed public seed"))
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import bz2
-import codecs
+import gzip
 import hashlib
 import io
-import lzma
-import math
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad import files
-from quietgrad.data.dataset import Dataset, Matrix, Task, check, encode_labels
+from quietgrad.data.dataset import Dataset, Task, check, encode_labels
 from quietgrad.errors import DataError, boundary
 from quietgrad.sanitize import sanitize
 
@@ -30,7 +27,6 @@ EXPANSION = 256
 SMALL = 16 << 20
 """Bytes that every file may become: short repetitive tables shrink a thousandfold."""
 _PIECE = 1 << 20
-_STEP = 1 << 9  # a file may have a hundred thousand members of a few bytes each
 
 
 def budget(size: int) -> int:
@@ -52,53 +48,22 @@ def read_content(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
     content = unpacked(raw, str(path))
-    if content is raw and path.suffix in (".gz", ".bz2", ".xz") and not _is_text(raw[:4096]):
-        raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, bytes of neither are not
     if not content or content.isspace():
         raise DataError(f"{path}: the file is empty.")
     return content
 
 
 def unpacked(raw: bytes, where: str) -> bytes:
-    """The content of gzip, bzip2 or xz bytes; all others are their own content."""
+    """The content of gzip or bzip2 bytes; all others are their own content."""
     # The first bytes decide, not the suffix: a renamed file is common.
-    if raw.startswith(b"\x1f\x8b"):
-        kind: Any = lambda: zlib.decompressobj(16 + zlib.MAX_WBITS)  # noqa: E731
-    elif raw.startswith(b"BZh"):
-        kind = bz2.BZ2Decompressor
-    elif raw.startswith(b"\xfd7zXZ\x00"):
-        kind = lambda: lzma.LZMADecompressor(memlimit=64 << 20)  # noqa: E731
-    else:
+    if not raw.startswith((b"\x1f\x8b", b"BZh")):
         return raw
-    with boundary(_DAMAGED.format(where)):
-        return _unpack(raw, kind, budget(len(raw)), where)
-
-
-_DAMAGED = "{}: the compressed file is cut short or damaged. Fetch or copy it again."
-
-
-def _is_text(start: bytes) -> bool:
-    """Whether bytes could begin a table: UTF-8 (a character may be cut at the end) without controls."""
-    words = codecs.getincrementaldecoder("utf-8")("replace").decode(start)
-    return not any(character == "\ufffd" or (character < " " and character not in "\t\r\n") for character in words)
-
-
-def _unpack(raw: bytes, kind: Any, most: int, where: str) -> bytes:
-    """Unpack one member after the other, never more than a piece beyond ``most`` bytes."""
-    pieces: list[bytes] = []
-    size = at = 0
-    while at < len(raw):
-        if pieces and raw[at] == 0 and not raw[at:].strip(b"\0"):
-            break  # tapes and some tools fill the last block with zeros
-        unpacker, step = kind(), _STEP
-        while not unpacker.eof:
-            data = getattr(unpacker, "unconsumed_tail", b"")
-            if not data and getattr(unpacker, "needs_input", True):
-                data = raw[at : at + step]
-                at, step = at + len(data), min(2 * step, _PIECE)
-                if not data:
-                    raise EOFError
-            piece = unpacker.decompress(data, _PIECE)
+    most, size, pieces = budget(len(raw)), 0, []
+    with (
+        boundary(_DAMAGED.format(where)),
+        (gzip if raw.startswith(b"\x1f\x8b") else bz2).open(io.BytesIO(raw)) as stream,
+    ):
+        while piece := stream.read(_PIECE):
             pieces.append(piece)
             size += len(piece)
             if size > most:
@@ -106,8 +71,10 @@ def _unpack(raw: bytes, kind: Any, most: int, where: str) -> bytes:
                     f"{where}: unpacks to more than {EXPANSION} times its size and {SMALL >> 20} MiB; if that is "
                     "meant, unpack it by hand and load the plain file."
                 )
-        at -= len(unpacker.unused_data)
     return b"".join(pieces)
+
+
+_DAMAGED = "{}: the compressed file is cut short or damaged. Fetch or copy it again."
 
 
 def sha256(content: bytes) -> str:
@@ -156,15 +123,13 @@ def parse_npz(
 ) -> Dataset:
     """Read `X, y[, X_test, y_test]` from an npz file.
 
-    `X` may instead be stored as CSR parts `data, indices, indptr, shape` (what scipy's save_npz writes, plus `y`).
-
     >>> buffer = io.BytesIO()
     >>> np.savez(buffer, X=np.eye(2), y=np.array([0, 1]))
     >>> parse_npz(buffer.getvalue()).task
     'binary'
     """
     arrays = open_npz(content, name)
-    X = _matrix(arrays, name)
+    X = _dense(_array(arrays, ("X", "x_train", "X_train"), name), name)
     raw = _array(arrays, ("y", "y_train"), name)
     y, kind, codes, class_names = encode_labels(name, raw.ravel(), task, classes)
     X_test = y_test = None
@@ -183,51 +148,17 @@ def open_npz(content: bytes, name: str) -> dict[str, npt.NDArray[Any]]:
     Traceback (most recent call last):
     quietgrad.errors.DataError: cut.npz: not a readable npz file ...
     """
-    most, arrays = budget(len(content)), {}
     refusal = f"{name}: not a readable npz file of plain arrays; it may be cut short or hold pickled objects."
-    with boundary(refusal), zipfile.ZipFile(io.BytesIO(content)) as archive:
-        members = archive.infolist()
-        if sum(member.file_size for member in members) > most:
+    with boundary(refusal):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = archive.infolist()
+        # zipfile unpacks other kinds than these two without a limit.
+        if any(member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) for member in members):
+            raise DataError(refusal)
+        if sum(member.file_size for member in members) > budget(len(content)):
             raise DataError(f"{name}: its arrays are more than {EXPANSION} times the file's size.")
-        for member in members:
-            arrays[member.filename.removesuffix(".npy")] = _read_npy(archive, member)
-    return arrays
-
-
-def _read_npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> npt.NDArray[Any]:
-    """One array, if its header announces exactly the bytes that the archive holds for it."""
-    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("zipfile unpacks other kinds without a limit")
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError("unknown version")
-        reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = reader(file)
-        left = member.file_size - file.tell()
-        if dtype.hasobject or dtype.itemsize == 0 or math.prod(shape) * dtype.itemsize != left:
-            raise ValueError("the header does not fit the content")
-        body = bytearray(file.read(left))  # may be written to, as any array
-    array = np.frombuffer(body, dtype)
-    return array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
-
-
-def _matrix(arrays: dict[str, npt.NDArray[Any]], name: str) -> Matrix:
-    if {"data", "indices", "indptr", "shape"} <= arrays.keys():
-        from scipy import sparse
-
-        parts: Any = (_dense(arrays["data"], name), arrays["indices"], arrays["indptr"])
-        with boundary(f"{name}: data, indices, indptr and shape are not a valid CSR matrix."):
-            rows, columns = (int(s) for s in arrays["shape"].ravel())
-            if columns > MOST_FEATURES or any(
-                arrays[part].dtype.kind not in "iu" for part in ("indices", "indptr")
-            ):
-                raise ValueError
-            matrix: Any = sparse.csr_matrix(parts, shape=(rows, columns))
-            matrix.check_format(full_check=True)
-        checked: Matrix = matrix
-        return checked
-    return _dense(_array(arrays, ("X", "x_train", "X_train"), name), name)
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return dict(arrays)
 
 
 def _array(arrays: dict[str, npt.NDArray[Any]], keys: tuple[str, ...], name: str) -> npt.NDArray[Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from quietgrad import files
 from quietgrad.data.dataset import Dataset, Task, check, check_task, encode_labels, normalized
 from quietgrad.data.file_formats import parse_libsvm, parse_npz, read_content
 from quietgrad.data.registry import entry, fetch, locate, read_verified
 from quietgrad.data.schema import Schema, read_schema
-from quietgrad.data.tables import parse_csv, read_parquet
 from quietgrad.errors import DataError
+
+if TYPE_CHECKING:
+    from quietgrad.data.tables import ColumnOptions
 
 Format = Literal["libsvm", "csv", "npz", "parquet"]
 _SUFFIXES: Mapping[str, Format] = {
@@ -63,15 +63,19 @@ def load(
     check_task(task)
     path = Path(source)
     if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
-        files.check_regular(path)
         public = read_schema(schema) if schema is not None else None
-        facts: dict[str, Any] = {
-            "schema": public, "label": label, "task": task, "person": person, "drop": drop, "keep": keep,
-            "delimiter": delimiter, "encoding": encoding, "labelled": labelled,
+        said: ColumnOptions = {
+            "label": label, "task": task, "classes": classes, "person": person, "drop": drop, "keep": keep,
+            "labelled": labelled,
         }  # fmt: skip
-        data = _read(path, format, classes=classes, n_features=n_features, **facts)
+        data = _read(path, format, public, n_features, delimiter, encoding, said)
         if test is not None:
-            data = _with_test(data, Path(test), format, classes, facts)
+            if not Path(test).exists():
+                raise DataError(f"{test}: no such test file.")
+            if classes is None and public is None and data.class_names is not None:
+                said["classes"] = tuple(int(c) for c in data.class_names)  # the pair of the training file
+            other = _read(Path(test), format, public, data.d, delimiter, encoding, said)
+            data = check(replace(data, X_test=other.X, y_test=other.y, person_test=other.person))
     elif path.parent != Path(".") or path.suffix:
         raise DataError(f"{source}: no such file.")
     else:
@@ -79,101 +83,73 @@ def load(
                  "delimiter": delimiter, "encoding": encoding, "keep": keep, "drop": drop or None}  # fmt: skip
         if extra := [k for k, v in given.items() if v is not None]:
             raise DataError(f"{source} is a registered data set; {extra[0]}= applies to files only.")
-        data = _registered(str(source), download)
+        name = str(source)
+        wanted = entry(name)
+        if locate(name) is None:
+            if not download:
+                raise DataError(
+                    f"{name} is not on this machine. Run `quietgrad data fetch {name}` or set QUIETGRAD_DATA."
+                )
+            fetch(name)
+        found = locate(name)
+        if found is None:
+            raise DataError(f"{name}: the fetched files disappeared from the cache; fetch again.")
+        contents, remarks = read_verified(*found)
+        data = wanted.build(contents)
+        data = check(replace(data, notes=(*data.notes, *remarks)))
     if normalize_rows:
         data = normalized(data)
-    return data if dtype is None else _cast(data, dtype)
-
-
-def _registered(name: str, download: bool) -> Dataset:
-    wanted = entry(name)
-    if locate(name) is None:
-        if not download:
-            raise DataError(
-                f"{name} is not on this machine. Run `quietgrad data fetch {name}` or set QUIETGRAD_DATA."
-            )
-        fetch(name)
-    found = locate(name)
-    if found is None:
-        raise DataError(f"{name}: the fetched files disappeared from the cache; fetch again.")
-    holder, paths = found
-    contents, remarks = read_verified(holder, paths)
-    data = wanted.build(contents)
-    return check(replace(data, notes=(*data.notes, *remarks)))
+    if dtype not in (None, "float32", "float64"):
+        raise DataError(f"dtype={dtype!r}: must be 'float32' or 'float64'.")
+    if dtype is not None:
+        X: Any = data.X.astype(dtype)
+        X_test: Any = None if data.X_test is None else data.X_test.astype(dtype)
+        data = replace(data, X=X, X_test=X_test)
+    return data
 
 
 def _read(
     path: Path,
     format: Format | None,
-    *,
     schema: Schema | None,
-    label: str | None,
-    task: Task | None,
-    classes: Sequence[object] | None,
     n_features: int | None,
-    person: str | None,
-    drop: Sequence[str],
-    keep: str | None,
     delimiter: str | None,
     encoding: str | None,
-    labelled: bool,
+    said: ColumnOptions,
 ) -> Dataset:
+    files.check_regular(path)
     name = path.name
     kind = format or _guess(path)
-    if (person is not None or keep is not None or drop) and kind not in ("csv", "parquet"):
+    if kind in ("csv", "parquet"):
+        from quietgrad.data.tables import parse_csv, read_parquet
+
+        if kind == "parquet":
+            return read_parquet(path, schema, **said)
+        return parse_csv(read_content(path), schema, name=name, delimiter=delimiter, encoding=encoding, **said)
+    if said["person"] is not None or said["keep"] is not None or said["drop"]:
         raise DataError(
             f"{name}: people's ids are read from a column of a CSV or parquet file; so are keep and drop."
         )
-    said: dict[str, Any] = {
-        "label": label, "task": task, "classes": classes, "name": name, "person": person, "drop": drop,
-        "keep": keep, "labelled": labelled,
-    }  # fmt: skip
-    if kind == "parquet":
-        return read_parquet(path, schema, **said)
     content = read_content(path)
     if kind == "npz":
-        return parse_npz(content, task=task, classes=classes, name=name)
-    if kind == "csv":
-        return parse_csv(content, schema, delimiter=delimiter, encoding=encoding, **said)
+        return parse_npz(content, task=said["task"], classes=said["classes"], name=name)
     X, raw = parse_libsvm(content, n_features, name=name)
-    y, found, codes, names = encode_labels(name, raw, task, classes)
-    notes = (
-        ()
-        if n_features is not None
-        else ("d is the largest feature index seen; declare n_features to make it public",)
-    )
+    y, found, codes, names = encode_labels(name, raw, said["task"], said["classes"])
+    note = "d is the largest feature index seen; declare n_features to make it public"
+    notes = () if n_features is not None else (note,)
     return check(Dataset(name, X, y, task=found, classes=codes, class_names=names, notes=notes))
 
 
-def _with_test(
-    data: Dataset, path: Path, format: Format | None, classes: Sequence[object] | None, facts: dict[str, Any]
-) -> Dataset:
-    if not path.exists():
-        raise DataError(f"{path}: no such test file.")
-    if classes is None and facts["schema"] is None and data.class_names is not None:
-        classes = tuple(int(c) for c in data.class_names)  # the test labels must use the training file's pair
-    other = _read(path, format, classes=classes, n_features=data.d, **facts)
-    return check(replace(data, X_test=other.X, y_test=other.y, person_test=other.person))
-
-
 def _guess(path: Path) -> Format:
-    suffixes = [s for s in path.suffixes if s not in (".gz", ".bz2", ".xz")]
+    suffixes = [s for s in path.suffixes if s not in (".gz", ".bz2")]
     if suffixes and suffixes[-1] in _SUFFIXES:
         return _SUFFIXES[suffixes[-1]]
     if not suffixes:
         return "libsvm"  # LIBSVM's own files carry no suffix: a9a.bz2
     raise DataError(
-        f"{path}: unknown kind of file {suffixes[-1]!r}. Known: {', '.join(_SUFFIXES)} (also .gz, .bz2, .xz); "
+        f"{path}: unknown kind of file {suffixes[-1]!r}. Known: {', '.join(_SUFFIXES)} (also .gz, .bz2); "
         "or say format='csv', 'libsvm', 'npz' or 'parquet'."
     )
-
-
-def _cast(data: Dataset, dtype: Literal["float32", "float64"]) -> Dataset:
-    if dtype not in ("float32", "float64"):
-        raise DataError(f"dtype={dtype!r}: must be 'float32' or 'float64'.")
-    kind = np.dtype(dtype)
-    test = None if data.X_test is None else data.X_test.astype(kind)
-    return replace(data, X=data.X.astype(kind), X_test=test)
 
 
 def demo_dataset(*, download: bool = True) -> Dataset:

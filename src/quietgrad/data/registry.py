@@ -132,10 +132,10 @@ def search_dirs() -> tuple[Path, ...]:
 
 
 def find(name: str) -> dict[str, Path] | None:
-    """Paths of a registered set's files, or None if one is missing; plain, .gz, .bz2 and .xz copies count."""
+    """Paths of a registered set's files, or None if one is missing; plain, .gz and .bz2 copies count."""
     paths: dict[str, Path] = {}
     for file in entry(name).files:
-        candidates = (d / (file.name + suffix) for d in search_dirs() for suffix in ("", ".gz", ".bz2", ".xz"))
+        candidates = (d / (file.name + suffix) for d in search_dirs() for suffix in ("", ".gz", ".bz2"))
         path = next((p for p in candidates if p.is_file()), None)
         if path is None:
             return None

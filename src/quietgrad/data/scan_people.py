@@ -13,8 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
-from quietgrad.data.scan_partitions import Array, RowLayout
+from quietgrad.data.scan_reader import Array, ScanParts
+from quietgrad.data.scan_sources import Partition
+from quietgrad.data.tables import RowLayout
 from quietgrad.errors import ChangedError, DataError
 from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
 from quietgrad.objectives.privacy_units import ContributionBounds, UnitGrouping
@@ -36,9 +40,9 @@ class UserAlignedPartition:
     its own last person: the first rows of later pieces.
     """
 
-    unit: Any
+    unit: Partition
     skip: int
-    tail: tuple[tuple[Any, int], ...] = ()
+    tail: tuple[tuple[Partition, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,6 @@ class IdRuns:
     rows: int
     people: int
     head: int
-    foot: int
-    longest: int
     orders: tuple[bool, bool]
 
     def __repr__(self) -> str:
@@ -68,8 +70,10 @@ class IdRuns:
         if self.kind != other.kind:
             raise DataError(KINDS)
         same = self.last == other.first
-        orders = in_order(self.last, other.first)
-        joined = self.foot + other.head if same else 0
+        by_value = by_length = bool(self.last <= other.first)
+        if isinstance(self.last, str | bytes):
+            before, after = (len(id.encode() if isinstance(id, str) else id) for id in (self.last, other.first))
+            by_length = before < after or (before == after and by_value)
         return IdRuns(
             self.kind,
             self.first,
@@ -77,29 +81,19 @@ class IdRuns:
             self.rows + other.rows,
             self.people + other.people - same,
             self.head + other.head if same and self.people == 1 else self.head,
-            self.foot + other.foot if same and other.people == 1 else other.foot,
-            max(self.longest, other.longest, joined),
-            (self.orders[0] and other.orders[0] and orders[0], self.orders[1] and other.orders[1] and orders[1]),
+            (
+                self.orders[0] and other.orders[0] and by_value,
+                self.orders[1] and other.orders[1] and by_length,
+            ),
         )
 
 
-_EMPTY = IdRuns("", None, None, 0, 0, 0, 0, 0, (True, True))
+_EMPTY = IdRuns("", None, None, 0, 0, 0, (True, True))
 
 
-def in_order(before: Any, after: Any) -> tuple[bool, bool]:
-    """Whether an id may follow another: by value, and by length before value."""
-    by_value = bool(before <= after)
-    if not isinstance(before, str | bytes):
-        return by_value, by_value
-    sizes = [len(id.encode() if isinstance(id, str) else id) for id in (before, after)]
-    return by_value, sizes[0] < sizes[1] or (sizes[0] == sizes[1] and by_value)
-
-
-def comparable(values: Any) -> tuple[str, Any]:
+def comparable(values: pa.Array) -> tuple[str, pa.Array]:
     """(kind of ids, the ids as an Arrow column of numbers, texts or bytes); times become numbers."""
-    import pyarrow as pa
-
-    if hasattr(values, "dictionary"):
+    if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if values.null_count:
         raise DataError(MISSING)
@@ -119,11 +113,8 @@ def comparable(values: Any) -> tuple[str, Any]:
     raise DataError(KINDS)
 
 
-def starts_of(ids: Any) -> tuple[Array, tuple[bool, bool]]:
+def starts_of(ids: pa.Array) -> tuple[Array, tuple[bool, bool]]:
     """Where people begin among sorted ids, and whether they are: by value, and by length before value."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
     before, after = ids.slice(0, len(ids) - 1), ids.slice(1)
     begins = np.asarray(pc.not_equal(after, before).to_numpy(zero_copy_only=False), dtype=bool)
     less = np.asarray(pc.less(after, before).to_numpy(zero_copy_only=False), dtype=bool)
@@ -142,32 +133,26 @@ class RunsOf:
 
     layout: RowLayout
 
-    def __call__(self, parts: Any, task: Task) -> list[IdRuns]:
+    def __call__(self, parts: ScanParts, task: Task) -> list[IdRuns]:
         found = _EMPTY
-        for values in self._ids(parts, task.unit):
+        if self.layout.may_drop:  # who is left out only all columns tell
+            columns = (ids for _, _, ids in parts.rows_of(task.unit))
+        else:
+            columns = (batch.column(0) for batch in task.unit.batches([self.layout.person], 1 << 17))
+        for values in columns:
             kind, ids = comparable(values)
             if not len(ids):
                 continue
             starts, orders = starts_of(ids)
             if kind in ("text", "bytes"):
                 _check_spelling(ids.take(starts))
-            sizes = np.diff([*starts.tolist(), len(ids)])
-            first, last = ids[0].as_py(), ids[-1].as_py()
-            some = IdRuns(
-                kind, first, last, len(ids), len(starts), int(sizes[0]), int(sizes[-1]), int(sizes.max()), orders
-            )
+            head = int(starts[1]) if len(starts) > 1 else len(ids)
+            some = IdRuns(kind, ids[0].as_py(), ids[-1].as_py(), len(ids), len(starts), head, orders)
             found = found.then(some)
         return [found]
 
-    def _ids(self, parts: Any, unit: Any) -> Iterator[Any]:
-        if self.layout.may_drop or hasattr(unit, "checksum"):  # who is left out only all columns tell
-            yield from (ids for _, _, ids in parts.rows_of(unit))
-        else:
-            for batch in unit.batches([self.layout.person], 1 << 17):
-                yield batch.column(0)
 
-
-def _check_spelling(ids: Any) -> None:
+def _check_spelling(ids: pa.Array) -> None:
     for text in ids.to_pylist():
         if not len(text) or text in NO_ONE:
             raise DataError(MISSING)
@@ -178,7 +163,9 @@ def _check_spelling(ids: Any) -> None:
             )
 
 
-def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+def cut_by_person(
+    units: Sequence[Partition], runs: Sequence[IdRuns]
+) -> tuple[tuple[Partition | UserAlignedPartition, ...], tuple[int, ...]]:
     """The partitions with a person's rows in one of them, and how many people begin in each.
 
     Raises:
@@ -189,23 +176,16 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[A
         everyone = everyone.then(found)
     if not any(everyone.orders):
         raise DataError(UNSORTED)
-    pieces: list[Any] = list(units)
+    pieces: list[Partition | UserAlignedPartition] = list(units)
     people = [found.people for found in runs]
     owner, last = -1, None
     for place, found in enumerate(runs):
         if not found.rows:
             continue
         if owner >= 0 and found.first == last:
-            if any(hasattr(units[k], "held") for k in (owner, place)):
-                raise DataError(
-                    "person: a person's rows lie in two partitions of the frame. Repartition it so that "
-                    "each person's lie in one, or scan the files."
-                )
-            begun = (
-                pieces[owner]
-                if isinstance(pieces[owner], UserAlignedPartition)
-                else UserAlignedPartition(pieces[owner], 0)
-            )
+            begun = pieces[owner]
+            if not isinstance(begun, UserAlignedPartition):
+                begun = UserAlignedPartition(begun, 0)
             pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], found.head)))
             pieces[place] = UserAlignedPartition(units[place], found.head)
             people[place] -= 1
@@ -215,14 +195,14 @@ def cut_by_person(units: Sequence[Any], runs: Sequence[IdRuns]) -> tuple[tuple[A
     return tuple(pieces), tuple(people)
 
 
-def whole_people(parts: Any, task: Task, whose: ContributionBounds) -> Iterator[tuple[Array, Array, UnitGrouping]]:
+def whole_people(
+    parts: ScanParts, task: Task, whose: ContributionBounds
+) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
 
     Of a person with more rows than are read at a time, the first so many are looked at: a rule about a person's own
     rows, as a refusal would not be.
     """
-    import pyarrow as pa
-
     if not task.people:
         return
     kept: tuple[Array, Array, Any] | None = None
@@ -268,7 +248,7 @@ def _asked(
         yield np.ascontiguousarray(X[rows]), y[rows], only
 
 
-def _carried(parts: Any, unit: Any) -> Iterator[tuple[Array, Array, Any]]:
+def _carried(parts: ScanParts, unit: Partition | UserAlignedPartition) -> Iterator[tuple[Array, Array, Any]]:
     """The rows of a piece from the first person who begins in it to the end of its last one."""
     if not isinstance(unit, UserAlignedPartition):
         yield from ((X, y, comparable(ids)[1]) for X, y, ids in parts.rows_of(unit) if len(X))

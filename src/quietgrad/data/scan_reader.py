@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,13 +10,19 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-from quietgrad.data.scan_partitions import Array, RowLayout
-from quietgrad.errors import ChangedError, DataError
+from quietgrad.data.scan_sources import FilePartition, Partition
+from quietgrad.data.tables import RowLayout
+from quietgrad.errors import DataError
+from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work, merged, one_thread_each
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task, merged, one_thread_each
 
 Value = TypeVar("Value")
+Array = npt.NDArray[Any]
+ScanWork = Callable[["ScanParts", Task], Value]
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,9 @@ class ScanParts:
 
     layout: RowLayout
     rows: int
-    turned: Callable[[Array, Array], Any] | None = None
+    turned: tuple[Callable[[Array, Array], Any], ...] = ()
     whose: ContributionBounds | None = None
-    mapped: Callable[[Array], Array] | None = None
+    mapped: tuple[Callable[[Array], Array], ...] = ()
 
     def blocks(self, task: Task) -> Iterator[Any]:
         """What an objective's ``prepare`` takes, block by block."""
@@ -37,7 +42,9 @@ class ScanParts:
 
     def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
         """A block as an objective takes it."""
-        data = Laid(X, y) if self.turned is None else self.turned(X, y)
+        data: Any = Laid(X, y)
+        for turned in self.turned:
+            data = turned(*data)
         return data if people is None else RecordsWithIds(data, people)
 
     def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
@@ -49,64 +56,36 @@ class ScanParts:
         else:
             yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
 
-    def checksum(self, unit: Any) -> int:
-        """A checksum of what a piece holds, however it is then laid out."""
-        found = 0
-        for batch in unit.batches(self.layout.read, self.rows):
-            if batch.num_rows:
-                X, y, _ = self.layout.rows(batch)
-                found = checksum_of(X, y, found)
-        return found
-
-    def _mapped(self, X: Array) -> Array:
-        return X if self.mapped is None else self.mapped(X)
-
-    def rows_of(self, unit: Any, rows: Array | None = None) -> Iterator[tuple[Array, Array, Any]]:
+    def rows_of(self, unit: Partition, rows: Array | None = None) -> Iterator[tuple[Array, Array, pa.Array | None]]:
         """(X, y, people's ids) of all rows of a piece, or of those at ``rows``, block by block."""
-        seen, watched, checksum = 0, hasattr(unit, "checksum"), 0
+        seen = 0
         batches = unit.batches(self.layout.read, self.rows)
         # The kernel reads local files ahead by itself; a thread for it costs a copy between two cores' caches.
-        for batch in _ahead(batches) if getattr(unit, "filesystem", None) is not None else batches:
+        remote = isinstance(unit, FilePartition) and unit.filesystem is not None
+        for batch in _ahead(batches) if remote else batches:
             if not batch.num_rows:
                 continue
-            if rows is not None and not (watched or self.layout.may_drop):
-                wanted = _between(rows, seen, seen + batch.num_rows)
+            if rows is not None and not self.layout.may_drop:  # take the sample first: the rest need not be encoded
+                first, last = np.searchsorted(rows, (seen, seen + batch.num_rows))
+                wanted = rows[first:last] - seen
                 seen += batch.num_rows
-                if len(wanted):
-                    X, y, ids = self.layout.rows(batch.take(_indices(wanted)))
-                    yield np.ascontiguousarray(self._mapped(X)), y, ids
-                continue
-            X, y, ids = self.layout.rows(batch)
-            if watched:
-                checksum = checksum_of(X, y, checksum)
+                if not len(wanted):
+                    continue
+                X, y, kept = self.layout.rows(batch.take(pa.array(wanted)))
+            else:
+                X, y, kept = self.layout.rows(batch)
+                if rows is not None:
+                    first, last = np.searchsorted(rows, (seen, seen + len(X)))
+                    wanted = rows[first:last] - seen
+                    seen += len(X)
+                    X, y, kept = X[wanted], y[wanted], kept.take(pa.array(wanted))
+            for mapped in self.mapped:
+                X = mapped(X)
+            ids = None if self.layout.person is None else kept.column(self.layout.person)
             if rows is None:
-                yield self._mapped(X), y, ids
-                continue
-            wanted = _between(rows, seen, seen + len(X))
-            seen += len(X)
-            if len(wanted):
-                yield np.ascontiguousarray(self._mapped(X[wanted])), y[wanted], None
-        if watched and unit.checksum not in (None, checksum):
-            raise ChangedError(
-                "frame: a partition has other content than when it was first read. Make the frame's computation "
-                "repeatable, or persist it; nothing is released from a table that changes under a run."
-            )
-
-
-def checksum_of(X: Array, y: Array, before: int) -> int:
-    """A checksum of rows in memory, going on from ``before``: not secret, and no proof against malice."""
-    return zlib.crc32(np.ascontiguousarray(y).tobytes(), zlib.crc32(np.ascontiguousarray(X.T).data, before))
-
-
-def _between(rows: Array, first: int, last: int) -> Array:
-    a, b = np.searchsorted(rows, (first, last))
-    return np.asarray(rows[a:b] - first)
-
-
-def _indices(places: Array) -> Any:
-    import pyarrow as pa
-
-    return pa.array(places)
+                yield X, y, ids
+            elif len(X):
+                yield np.ascontiguousarray(X), y, ids
 
 
 def _ahead(values: Iterator[Value]) -> Iterator[Value]:
@@ -128,7 +107,7 @@ class Threads:
 
     count: int
 
-    def total(self, parts: ScanParts, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+    def total(self, parts: ScanParts, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of all tasks, merged in their order whichever is done first."""
         with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
             return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
@@ -150,8 +129,6 @@ def _in_order(
             future.cancel()
 
 
-__all__ = ["Verification", "Verified", "copied"]
-
 _COPY = 100  # rows: shorter files of tables with few different rows may be equal by chance
 
 
@@ -160,7 +137,6 @@ class Verified(NamedTuple):
 
     digest: bytes
     rows: int
-    checksum: int
     varied: bool
 
 
@@ -168,15 +144,14 @@ class Verified(NamedTuple):
 class Verification:
     """Checks a piece as an objective checks a table in memory, and digests its content by columns."""
 
-    reading: Any
+    reading: RecordAdapter
     digest: bool
     name: str
     width: int
 
-    def __call__(self, parts: Any, task: Task) -> list[Verified]:
+    def __call__(self, parts: ScanParts, task: Task) -> list[Verified]:
         columns = [hashlib.sha256() for _ in range(self.width)] if self.digest else []
         rows, varied, first = 0, False, None
-        checksum = parts.checksum(task.unit) if hasattr(task.unit, "checksum") else 0
         for X, y, people in parts.read(task):
             if not np.isfinite(X).all():
                 raise DataError(
@@ -197,15 +172,15 @@ class Verification:
             for place, column in enumerate(columns):
                 column.update(np.ascontiguousarray(X[:, place], dtype=np.float64).data)
         digest = hashlib.sha256(b"".join(c.digest() for c in columns)).digest()
-        return [Verified(digest, rows, checksum, varied)]
+        return [Verified(digest, rows, varied)]
 
 
-def copied(pieces: Sequence[Any], found: Sequence[Verified]) -> bool:
+def copied(pieces: Sequence[Partition], found: Sequence[Verified]) -> bool:
     """Whether two files hold the same rows throughout; files of one and the same row may."""
     files: dict[str, list[Verified]] = {}
     for piece, verified in zip(pieces, found, strict=True):
-        if (path := getattr(piece, "path", None)) is not None:
-            files.setdefault(str(path), []).append(verified)
+        if isinstance(piece, FilePartition):
+            files.setdefault(piece.path, []).append(verified)
     long = [
         tuple(each.digest for each in of)
         for of in files.values()

@@ -1,49 +1,232 @@
-"""What can be scanned, cut into partitions: files by path, pattern, folder or address; frames; Dask frames."""
+"""What can be scanned, cut into partitions: files by path, pattern, folder or address, and frames in memory.
+
+A partition is some row groups of a file or a slice of a frame. It is small and can be sent to another process. It
+keeps the state of its file from when the scan was made, and refuses a file that has changed before or while it is
+read.
+"""
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import glob
-import io
 import os
-from collections.abc import Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeAlias
 
-from quietgrad.data.scan_partitions import (
-    LEAST_ROWS,
-    CSVDialect,
-    FilePartition,
-    RowLayout,
-    Stamp,
-    TablePartition,
-    _text_stream,
-    arrow_table,
-    is_frame,
-    open_file,
-    parquet_facts,
-    stamp_of,
-)
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import fs
+
 from quietgrad.data.schema import Schema
-from quietgrad.errors import DataError, boundary
+from quietgrad.data.tables import CSVDialect, RowLayout
+from quietgrad.errors import ChangedError, DataError, QuietgradError, boundary
 from quietgrad.files import PACKED, table_kind
 from quietgrad.sanitize import sanitize
 
-if TYPE_CHECKING:
-    from quietgrad.data.scanning import _ScanOptions
-
 _LONGEST_HEADER = 1 << 22
+_BLOCK = 1 << 20  # bytes of text read at a time
+_LONGEST_LINE = 1 << 26
+_PAGE = 1 << 20  # bytes that a page of a column usually has at most
+_BUFFER = 1 << 16  # bytes of a column chunk read at a time: a chunk is never held whole
+_SMALL = 32 << 20  # bytes of a file whose columns are read at once
+LEAST_ROWS = 1 << 15
+"""Row groups smaller than this are read together."""
 
 
-def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]:
+class Stamp(NamedTuple):
+    """What tells that a file is the one it was: size, times and place on the disk."""
+
+    size: int
+    modified: int
+    changed: int = 0
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class FilePartition:
+    """Some row groups of a parquet file, or all of a CSV file."""
+
+    path: str
+    filesystem: fs.FileSystem | None  # None: this machine's
+    stamp: Stamp
+    groups: tuple[int, ...] = ()
+    dialect: CSVDialect | None = None
+    kinds: tuple[tuple[str, pa.DataType], ...] = ()
+    host: str = field(default_factory=platform.node)
+
+    @property
+    def kind(self) -> str:
+        return "parquet" if self.dialect is None else "csv"
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Record batches of at most ``rows`` rows."""
+        self.check()
+        try:
+            yield from self._parquet(list(columns), rows) if self.dialect is None else self._csv(columns, rows)
+        except QuietgradError:
+            raise
+        except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
+            self.check()
+            raise DataError(f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short.") from None
+        self.check()
+
+    def _parquet(self, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+        facts = parquet_facts(self.path, self.filesystem, self.stamp)
+        kinds = facts.schema.to_arrow_schema()
+        # Words stay codes into a short list: one long word in a million rows is stored once.
+        words = [name for name in columns if str(kinds.field(name).type) in ("string", "large_string", "binary")]
+        # Through a buffer pyarrow makes room for whatever a page's header announces, 2 GiB at most; without one no
+        # more than the column has. So no file takes more than 64 times its size.
+        buffer = _BUFFER if self.stamp.size > _SMALL else 0
+        with (
+            _opened(self.path, self.filesystem) as source,
+            pq.ParquetFile(
+                source, metadata=facts, buffer_size=buffer, pre_buffer=False, read_dictionary=words
+            ) as file,
+        ):
+            yield from file.iter_batches(rows, row_groups=list(self.groups), columns=columns, use_threads=False)
+
+    def _csv(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        assert self.dialect is not None
+        kinds = {name: kind for name, kind in self.kinds if name in columns}
+        first, seen = True, 0
+        with _text_stream(self.path, self.filesystem) as stream:
+            for block in line_blocks(stream):
+                lines = self.dialect.body(block) if first else block
+                first = False
+                try:
+                    table = self.dialect.table(lines, kinds)
+                except pa.ArrowException:
+                    raise self.dialect.refusal(lines, kinds, sanitize(self.path), seen) from None
+                seen += table.num_rows
+                yield from table.to_batches(max_chunksize=rows)
+
+    def room(self, columns: Sequence[str]) -> int:
+        """Bytes that reading takes beside the rows: of parquet, a page of every column, and dictionaries twice."""
+        if self.dialect is not None:
+            return 4 * _PAGE
+        facts = parquet_facts(self.path, self.filesystem, self.stamp)
+        # pyarrow ends the process if a column's facts are damaged and nobody has read the column before it is asked
+        # for them; a reader meets the same damage as an error.
+        next(self.batches(columns, 1), None)
+        group, total = facts.row_group(self.groups[0]), 0
+        for place in range(len(facts.schema)):
+            if facts.schema.column(place).path in columns:
+                chunk = group.column(place)
+                total += min(chunk.total_uncompressed_size, _PAGE) * (3 if chunk.has_dictionary_page else 1)
+        return total + (len(columns) * _BUFFER if self.stamp.size > _SMALL else self.stamp.size)
+
+    def check(self) -> None:
+        """Raise unless the file is as it was when the scan was made."""
+        now, before = stamp_of(self.path, self.filesystem), self.stamp
+        # Machines of a cluster may see one file at different places; its size and time they see alike.
+        parts = None if platform.node() == self.host else 2
+        if now is None or now[:parts] != before[:parts]:
+            raise ChangedError(
+                f"{sanitize(self.path)}: the file changed since the scan was made. Nothing is released from a "
+                "table that changes under a run: let it rest, scan it again, and resume or start again."
+            )
+
+
+@dataclass(frozen=True)
+class TablePartition:
+    """Some rows of an Arrow table in memory, which never changes."""
+
+    table: pa.Table
+
+    def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """Record batches of at most ``rows`` rows."""
+        yield from self.table.select(list(columns)).to_batches(max_chunksize=rows)
+
+
+Partition: TypeAlias = FilePartition | TablePartition
+
+
+def line_blocks(stream: Any) -> Iterator[bytes]:
+    """The lines of a stream, about a MB at a time; a line may hold ends of lines within quotes.
+
+    A reader of pyarrow that streams reads ahead in threads of its own, which may still do so when it is closed
+    early. So blocks are cut here, and each is read by a call that is done when it returns.
+    """
+    kept = b""
+    while piece := stream.read(_BLOCK):
+        block = kept + piece if kept else bytes(piece)
+        end = block.rfind(b"\n") + 1
+        odd = block.count(b'"', 0, end) % 2
+        while odd and end:  # inside quotes: back to an end of a line that is outside
+            before = block.rfind(b"\n", 0, max(block.rfind(b'"', 0, end), 0)) + 1
+            odd = (odd + block.count(b'"', before, end)) % 2
+            end = before
+        if end:
+            yield block[:end]
+        kept = block[end:]
+        if len(kept) > _LONGEST_LINE:
+            raise OSError("a line without an end")
+    if kept:
+        yield kept
+
+
+def stamp_of(path: str, filesystem: fs.FileSystem | None) -> Stamp | None:
+    """What the file looks like now; ``None`` if it is gone."""
+    if filesystem is None:
+        try:
+            seen = os.stat(path)
+        except OSError:
+            return None
+        # The time of a change of the file's entry cannot be set back, as that of its content can.
+        return Stamp(seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino)
+    info = filesystem.get_file_info(path)
+    return Stamp(int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
+
+
+def _opened(path: str, filesystem: fs.FileSystem | None) -> Any:
+    return pa.OSFile(path) if filesystem is None else filesystem.open_input_file(path)
+
+
+def _text_stream(path: str, filesystem: fs.FileSystem | None) -> Any:
+    if filesystem is None:
+        return pa.input_stream(path, compression="detect")
+    return filesystem.open_input_stream(path)
+
+
+_FOOTERS: dict[tuple[str, str, Stamp], pq.FileMetaData] = {}
+_MOST_FOOTERS = 256
+
+
+def parquet_facts(path: str, filesystem: fs.FileSystem | None, stamp: Stamp) -> pq.FileMetaData:
+    """A parquet file's footer, read once for a file that stays as it is."""
+    key = (path, "" if filesystem is None else filesystem.type_name, stamp)
+    if key not in _FOOTERS:
+        with _opened(path, filesystem) as source:
+            found = pq.read_metadata(source)
+        if len(_FOOTERS) >= _MOST_FOOTERS:
+            _FOOTERS.clear()
+        _FOOTERS[key] = found
+        return found
+    return _FOOTERS[key]
+
+
+# --- which files --------------------------------------------------------------------------------------------
+
+
+def find_files(sources: Sequence[str]) -> tuple[fs.FileSystem | None, list[str]]:
     """The file system and the paths, sorted: the order of the rows is that of the names."""
-    if filesystem is None and any("://" in source for source in sources):
-        filesystem, sources = _remote(sources)
-    elif filesystem is not None:
-        filesystem = _as_arrow(filesystem)
-    if filesystem is not None and _is_local(filesystem):
-        filesystem = None
+    said = sanitize(", ".join(sources))
+    filesystem: fs.FileSystem | None = None
+    if any("://" in source for source in sources):
+        try:
+            filesystem, _ = fs.FileSystem.from_uri(_root(sources[0]))
+        except (pa.ArrowException, ValueError, OSError, ImportError):
+            raise DataError(
+                f"{said}: nothing installed knows this kind of address. For one of an fsspec package write "
+                "fsspec+SCHEME://…."
+            ) from None
+        if isinstance(filesystem, fs.LocalFileSystem):
+            filesystem = None
+        sources = [source.partition("://")[2] for source in sources]
     found: list[str] = []
     for source in sources:
         found += _local(source) if filesystem is None else _matching(filesystem, source)
@@ -57,18 +240,18 @@ def find_files(sources: Sequence[str], filesystem: Any) -> tuple[Any, list[str]]
     packed = {name.removesuffix(Path(name).suffix) for name in names if Path(name).suffix in PACKED}
     if not packed.isdisjoint(names):
         raise DataError(
-            f"{sanitize(', '.join(sources))}: a file lies there packed and unpacked, so each person in it would "
-            "count twice. Name the files that are meant, or remove one of the two."
+            f"{said}: a file lies there packed and unpacked, so each person in it would count twice. Name the "
+            "files that are meant, or remove one of the two."
         )
     if not names:
-        raise DataError(f"{sanitize(', '.join(sources))}: no table files there (parquet, arrow, feather or csv).")
+        raise DataError(f"{said}: no table files there (parquet or csv).")
     return filesystem, names
 
 
 def _local(source: str) -> Iterator[str]:
     path = Path(source)
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if _told(p.relative_to(path).parts))
+        inside = (p for p in path.rglob("*") if _is_told(p.relative_to(path).parts))
         yield from (str(p.resolve()) for p in inside if p.is_file() and table_kind(p.name))
     elif path.is_file():
         yield str(path.resolve())
@@ -78,30 +261,9 @@ def _local(source: str) -> Iterator[str]:
         raise DataError(f"{sanitize(source)}: no such file.")
 
 
-def _told(parts: Sequence[str]) -> bool:
+def _is_told(parts: Sequence[str]) -> bool:
     """Whether a path inside a folder is of its table: engines and editors leave copies of records beside it."""
     return not any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
-
-
-def _remote(sources: Sequence[str]) -> tuple[Any, list[str]]:
-    import pyarrow as pa
-    from pyarrow import fs
-
-    try:
-        system, _ = fs.FileSystem.from_uri(_root(sources[0]))
-        return system, [source.partition("://")[2] for source in sources]
-    except (pa.ArrowException, ValueError, OSError):
-        pass
-    try:
-        import fsspec
-
-        system = fsspec.filesystem(sources[0].partition("://")[0])
-    except (ImportError, ValueError):
-        raise DataError(
-            f"{sanitize(sources[0])}: nothing installed knows this kind of address; install its fsspec package, or "
-            "pass filesystem=."
-        ) from None
-    return _as_arrow(system), [str(system._strip_protocol(source)) for source in sources]
 
 
 def _root(source: str) -> str:
@@ -110,210 +272,123 @@ def _root(source: str) -> str:
     return source[:cut].rpartition("/")[0] if cut < len(source) else source
 
 
-def _as_arrow(system: Any) -> Any:
-    from pyarrow import fs
-
-    return system if isinstance(system, fs.FileSystem) else fs.PyFileSystem(fs.FSSpecHandler(system))
-
-
-def _is_local(system: Any) -> bool:
-    from pyarrow import fs
-
-    protocol = getattr(getattr(getattr(system, "handler", None), "fs", None), "protocol", ())
-    return isinstance(system, fs.LocalFileSystem) or "file" in (
-        (protocol,) if isinstance(protocol, str) else protocol
-    )
-
-
-def _matching(system: Any, source: str) -> list[str]:
-    from pyarrow import fs
-
-    if not glob.has_magic(source):
-        info = system.get_file_info(source)
-        if info.is_file:
-            return [source]
-        folder, pattern = source, None
-    else:
-        folder, pattern = _root(source), source
+def _matching(system: fs.FileSystem, source: str) -> list[str]:
+    folder = _root(source)
+    if folder == source and system.get_file_info(source).is_file:
+        return [source]
     try:
         inside = system.get_file_info(fs.FileSelector(folder, recursive=True))
     except OSError:
         raise DataError(f"{sanitize(source)}: no such file or folder.") from None
     paths = [info.path for info in inside if info.is_file]
-    if pattern is not None:
-        return [path for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if folder != source:
+        return [path for path in paths if fnmatch.fnmatchcase(path, source)]
     under = folder.strip("/").count("/") + 1 if folder.strip("/") else 0
-    return [path for path in paths if table_kind(path) and _told(path.strip("/").split("/")[under:])]
+    return [path for path in paths if table_kind(path) and _is_told(path.strip("/").split("/")[under:])]
 
 
-def header_of(path: str, filesystem: Any, kind: str, schema: Schema | None) -> Any:
-    """The Arrow schema of a file; of delimited text, the names alone, as the schema types them."""
-    import pyarrow as pa
+# --- partitions ---------------------------------------------------------------------------------------------
 
+Pieces: TypeAlias = list[tuple[Partition, int | None]]
+Laying: TypeAlias = Callable[[Sequence[str], str], RowLayout]
+
+
+def cut_source(source: Any, laying: Laying, schema: Schema | None) -> tuple[RowLayout, Pieces, tuple[str, ...]]:
+    """(layout, pieces with their rows, notes) of what can be scanned."""
+    if not isinstance(source, list | tuple | str | os.PathLike):
+        table = _arrow_table(source)
+        layout = laying([str(c) for c in table.column_names], "frame")
+        layout.check_types(table.schema, "frame")
+        step = 4 * LEAST_ROWS
+        slices = [(start, min(step, table.num_rows - start)) for start in range(0, table.num_rows, step)]
+        return layout, [(TablePartition(table.slice(*piece)), piece[1]) for piece in slices], ()
+    many = list(source) if isinstance(source, list | tuple) else [source]
+    if not many or not all(isinstance(one, str | os.PathLike) for one in many):
+        raise DataError(_WHAT)
+    system, paths = find_files([os.fspath(one) for one in many])
+    kinds = {table_kind(path) for path in paths}
+    if None in kinds:
+        odd = next(path for path in paths if table_kind(path) is None)
+        raise DataError(f"{sanitize(odd)}: unknown kind of file. A scan reads parquet and csv.")
+    if len(kinds) > 1:
+        raise DataError(
+            f"{sanitize(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))})."
+        )
+    header = _header_of(paths[0], system, schema)
+    name = Path(os.fspath(many[0])).name if len(many) == 1 else f"{len(paths)} files"
+    layout = laying([str(c) for c in header.names], name)
+    pieces = [piece for path in paths for piece in cut(path, system, layout, header)]
+    left_out = [h for h in header.names if h not in set(layout.read)]
+    notes = (f"columns left out: {sanitize(', '.join(left_out), most=400)}",) if left_out else ()
+    return layout, pieces, notes
+
+
+_WHAT = "scan: takes paths, an Arrow table, or a frame of polars or pandas."
+
+
+def _arrow_table(frame: Any) -> pa.Table:
+    """A frame of any library as an Arrow table: polars, pandas, or one already."""
+    if isinstance(frame, pa.Table):
+        return frame
+    if hasattr(frame, "__arrow_c_stream__"):  # polars and Arrow share their memory
+        return pa.table(frame)
+    if hasattr(frame, "iloc"):
+        with boundary("scan: a column of the frame holds values of several types."):
+            return pa.Table.from_pandas(frame, preserve_index=False)
+    raise DataError(_WHAT)
+
+
+def _header_of(path: str, filesystem: fs.FileSystem | None, schema: Schema | None) -> pa.Schema:
+    """The Arrow schema of a parquet file; of delimited text, its names."""
+    kind = table_kind(path)
     with boundary(f"{sanitize(path)}: cannot be read as {kind}; it may be cut short."):
         if kind == "csv":
-            return pa.schema([(name, pa.string()) for name in _csv_names(path, filesystem, schema)[0]])
-        if kind == "parquet":
-            stamp = stamp_of(path, filesystem)
-            assert stamp is not None
-            return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
-        with open_file(path, filesystem) as source, pa.ipc.open_file(source) as file:
-            return file.schema
+            return pa.schema([(name, pa.string()) for name in _dialect(path, filesystem, schema).names])
+        stamp = stamp_of(path, filesystem)
+        assert stamp is not None
+        return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
 
 
-def _csv_names(path: str, filesystem: Any, schema: Schema | None) -> tuple[tuple[str, ...], str, bool]:
-    if schema is not None and schema.names:
-        return schema.names, schema.delimiter, False
+def _dialect(path: str, filesystem: fs.FileSystem | None, schema: Schema | None) -> CSVDialect:
     with _text_stream(path, filesystem) as source:
-        start = source.read(_LONGEST_HEADER)
-    try:
-        line = start.split(b"\n", 1)[0].decode("utf-8-sig")
-    except UnicodeDecodeError:
-        raise DataError(f"{sanitize(path)}: the file is not UTF-8 text; is it a CSV file?") from None
-    delimiter = schema.delimiter if schema is not None else max(",;\t", key=line.count)
-    try:
-        row = next(csv.reader(io.StringIO(line), delimiter=delimiter, skipinitialspace=True), [])
-    except csv.Error as error:
-        raise DataError(f"{sanitize(path)}: not readable as delimited text ({error}).") from None
-    return tuple(name.strip() for name in row), delimiter, True
+        return CSVDialect.of(source.read(_LONGEST_HEADER), sanitize(path), schema)
 
 
-def cut(path: str, filesystem: Any, layout: RowLayout) -> list[tuple[FilePartition, int | None]]:
-    """The pieces of a file with their rows, ``None`` where only reading tells."""
-
-    kind = table_kind(path)
-    if kind is None:
-        raise DataError(f"{sanitize(path)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
+def cut(
+    path: str, filesystem: fs.FileSystem | None, layout: RowLayout, first: pa.Schema | None = None
+) -> list[tuple[Partition, int | None]]:
+    """The pieces of a file with their rows, ``None`` where only reading tells; ``first``: of the first file."""
     stamp = stamp_of(path, filesystem)
     if stamp is None:
         raise DataError(f"{sanitize(path)}: no such file.")
-    layout.check_types(_typed(header_of(path, filesystem, kind, layout.schema), kind, layout), sanitize(path))
-    if kind == "csv":
-        return [(FilePartition(path, filesystem, kind, stamp, (), _dialect(path, filesystem, layout)), None)]
-    with boundary(f"{sanitize(path)}: cannot be read as {kind}; it may be cut short."):
-        sizes = _group_sizes(path, filesystem, kind, stamp)
-    units: list[tuple[FilePartition, int | None]] = []
+    header = _header_of(path, filesystem, layout.schema)
+    if table_kind(path) == "csv":
+        kinds = layout.csv_kinds()
+        dialect = _dialect(path, filesystem, layout.schema)
+        if len(set(dialect.names)) != len(dialect.names):
+            raise DataError(f"{sanitize(path)}: the header names a column twice.")
+        layout.check_types(
+            pa.schema([(name, kinds.get(name, pa.string())) for name in header.names]), sanitize(path)
+        )
+        return [(FilePartition(path, filesystem, stamp, (), dialect, tuple(kinds.items())), None)]
+    layout.check_types(header, sanitize(path))
+    if layout.schema is None and first is not None:
+        for column in layout.read:  # a sum of columns of two types means nothing
+            if header.field(column).type != first.field(column).type:
+                raise DataError(
+                    f"{sanitize(path)}: column {column!r} is {header.field(column).type}, in the first file it is "
+                    f"{first.field(column).type}. Write all files alike, or declare a schema."
+                )
+    with boundary(f"{sanitize(path)}: cannot be read as parquet; it may be cut short."):
+        facts = parquet_facts(path, filesystem, stamp)
+        sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+    units: list[tuple[Partition, int | None]] = []
     groups: list[int] = []
     rows = 0
     for group, size in enumerate(sizes):
         groups.append(group)
         rows += size
         if rows >= LEAST_ROWS or group == len(sizes) - 1:
-            units.append((FilePartition(path, filesystem, kind, stamp, tuple(groups)), rows))
+            units.append((FilePartition(path, filesystem, stamp, tuple(groups)), rows))
             groups, rows = [], 0
     return units
-
-
-def _group_sizes(path: str, filesystem: Any, kind: str, stamp: Stamp) -> list[int]:
-    if kind == "parquet":
-        facts = parquet_facts(path, filesystem, stamp)
-        return [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
-    import pyarrow as pa
-
-    one = pa.ipc.IpcReadOptions(included_fields=[0])
-    with open_file(path, filesystem) as source, pa.ipc.open_file(source, options=one) as file:
-        return [file.get_batch(group).num_rows for group in range(file.num_record_batches)]
-
-
-def _typed(kinds: Any, kind: str, layout: RowLayout) -> Any:
-    """Of delimited text, numbers wherever the layout wants them: what is none is refused as it is read."""
-    import pyarrow as pa
-
-    if kind != "csv":
-        return kinds
-    known = dict(_csv_kinds(layout))
-    return pa.schema([(name, getattr(pa, known.get(name, "string"))()) for name in kinds.names])
-
-
-def _csv_kinds(layout: RowLayout) -> tuple[tuple[str, str], ...]:
-    schema = layout.schema
-    words = {} if schema is None else {c: "string" for c, k in schema.columns.items() if not k.plain}
-    kinds = {column: words.get(column, "float64") for column in layout.columns}
-    if layout.target is not None:
-        classes = layout.classes if schema is None else schema.classes
-        by_number = classes is None or all(isinstance(label, int | float) for label in classes)
-        by_number = by_number and (schema is None or schema.label_format == (".", ""))
-        kinds[layout.target] = "float64" if by_number else "string"
-    if layout.person is not None:
-        kinds[layout.person] = "string"
-    return tuple(kinds.items())
-
-
-def _dialect(path: str, filesystem: Any, layout: RowLayout) -> CSVDialect:
-    names, delimiter, header = _csv_names(path, filesystem, layout.schema)
-    if len(set(names)) != len(names):
-        raise DataError(f"{sanitize(path)}: the header names a column twice.")
-    missing = ("", "NA", "NaN", "nan") if layout.schema is None else layout.schema.missing
-    return CSVDialect(delimiter, names, header, missing, _csv_kinds(layout))
-
-
-Pieces = Sequence[tuple[Any, int | None]]
-
-
-def cut_source(
-    source: Any, asked: _ScanOptions, filesystem: Any, cluster: Any
-) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
-    """(layout, pieces with their rows, who does the work if not this process's threads, notes)."""
-    if is_dask(source):
-        from quietgrad.cluster import cut_partitions
-
-        layout = asked.layout([str(c) for c in source.columns], "frame")
-        pieces, runner = cut_partitions(source, layout, cluster)
-        return layout, pieces, runner, ()
-    runner = None
-    if cluster is not None:
-        from quietgrad.cluster import connected
-
-        runner = connected(cluster)
-    if is_frame(source):
-        table = arrow_table(source)
-        layout = asked.layout([str(c) for c in table.column_names], "frame")
-        layout.check_types(table.schema, "frame")
-        step = 4 * LEAST_ROWS
-        slices = [(start, min(step, table.num_rows - start)) for start in range(0, table.num_rows, step)]
-        return layout, [(TablePartition(table.slice(*piece)), piece[1]) for piece in slices], runner, ()
-    return _cut_files(source, asked, filesystem, runner)
-
-
-def _cut_files(
-    source: Any, asked: _ScanOptions, filesystem: Any, runner: Any
-) -> tuple[RowLayout, Pieces, Any, tuple[str, ...]]:
-    many = list(source) if isinstance(source, list | tuple) else [source]
-    if not many or not all(isinstance(one, str | os.PathLike) for one in many):
-        raise DataError("scan: takes paths, an Arrow table, or a frame of polars, pandas or dask.")
-    system, paths = find_files([os.fspath(one) for one in many], filesystem)
-    kinds = {table_kind(path) for path in paths}
-    if None in kinds:
-        odd = next(path for path in paths if table_kind(path) is None)
-        raise DataError(f"{sanitize(odd)}: unknown kind of file. A scan reads parquet, arrow, feather and csv.")
-    if len(kinds) > 1:
-        raise DataError(
-            f"{sanitize(many[0])}: holds files of several kinds ({', '.join(sorted(map(str, kinds)))})."
-        )
-    kind = str(next(iter(kinds)))
-    header = header_of(paths[0], system, kind, asked.schema)
-    name = Path(os.fspath(many[0])).name if len(many) == 1 else f"{len(paths)} files"
-    layout = asked.layout([str(c) for c in header.names], name)
-    pieces = [piece for path in paths for piece in cut(path, system, layout)]
-    left_out = [h for h in header.names if h not in set(layout.read)]
-    notes = (f"columns left out: {sanitize(', '.join(left_out), most=400)}",) if left_out else ()
-    if asked.schema is None:
-        _check_alike(paths, system, kind, header, layout)
-    return layout, pieces, runner, notes
-
-
-def _check_alike(paths: Sequence[str], system: Any, kind: str, header: Any, layout: RowLayout) -> None:
-    """Refuse a file whose columns have other types than the first one's: a sum of both means nothing."""
-    for path in paths[1:]:
-        other = header_of(path, system, kind, None)
-        for column in layout.read:
-            if other.field(column).type != header.field(column).type:
-                raise DataError(
-                    f"{sanitize(path)}: column {column!r} is {other.field(column).type}, in {sanitize(paths[0])} "
-                    f"it is {header.field(column).type}. Write all files alike, or declare a schema."
-                )
-
-
-def is_dask(value: Any) -> bool:
-    """Whether a value is a Dask data frame; Dask is not imported to know."""
-    return type(value).__module__.partition(".")[0] in ("dask", "dask_expr") and hasattr(value, "partitions")

@@ -7,26 +7,26 @@ on the workers of a cluster.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+from joblib import cpu_count
 
 from quietgrad.data.dataset import Task as Kind
-from quietgrad.data.scan_partitions import LEAST_ROWS, Array, RowLayout
 from quietgrad.data.scan_people import IdRuns, RunsOf, UserAlignedPartition, cut_by_person
-from quietgrad.data.scan_reader import ScanParts, Threads, Verification, copied
+from quietgrad.data.scan_reader import Array, ScanParts, ScanWork, Threads, Verification, copied
+from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
 from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.tables import RowLayout
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import Combine, ContributionBounds
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task, Work
-from quietgrad.sanitize import sanitize
+from quietgrad.objectives.tables.scanned import Laid, Merge, Task
 
 Value = TypeVar("Value")
 
@@ -42,14 +42,21 @@ class _ScanMetadata:
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     sizes: tuple[int, ...] | None = None
-    checksums: tuple[int, ...] | None = None
-    by_person: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
+    by_person: tuple[tuple[Partition | UserAlignedPartition, ...], tuple[int, ...]] | None = None
     digests: tuple[bytes, ...] | None = None
     passes: list[int] = field(default_factory=lambda: [0])
 
     def of_rows(self) -> _ScanMetadata:
         """What is known of the same rows, whatever is read of them."""
         return _ScanMetadata(self.lock, sizes=self.sizes, passes=self.passes)
+
+
+class Runner(Protocol):
+    """Does work on pieces of a scan: on threads of this process, or on a cluster."""
+
+    def total(self, parts: ScanParts, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+        """``work`` of all tasks, merged in their order whichever is done first."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,15 +66,15 @@ class Scan:
     is_source: ClassVar[bool] = True
 
     layout: RowLayout
-    pieces: tuple[Any, ...]
-    runner: Any
+    pieces: tuple[Partition, ...]
+    runner: Runner
     rows_at_once: int
     memory: int
     notes: tuple[str, ...] = ()
-    turned: Callable[[Array, Array], Any] | None = None
+    turned: tuple[Callable[[Array, Array], Any], ...] = ()
     begun: bool = False
     whose: ContributionBounds | None = None
-    mapping: Callable[[Array], Array] | None = None
+    mapping: tuple[Callable[[Array], Array], ...] = ()
     names: tuple[str, ...] | None = None
     _seen: _ScanMetadata = field(default_factory=_ScanMetadata, repr=False)
 
@@ -97,7 +104,7 @@ class Scan:
     @property
     def classes(self) -> tuple[object, ...] | None:
         """The declared classes, whose codes the labels are; ``None`` if labels are as they were found."""
-        return self.layout.classes if self.layout.schema is None else self.layout.schema.classes
+        return self.layout.classes
 
     @property
     def leaves_out(self) -> bool:
@@ -125,9 +132,9 @@ class Scan:
     # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
 
     @property
-    def units(self) -> tuple[Any, ...]:
+    def units(self) -> tuple[Partition | UserAlignedPartition, ...]:
         """The partitions; with privacy unit person, each holds all rows of the people who begin in it."""
-        return self._watched if self.whose is None else self._people[0]
+        return self.pieces if self.whose is None else self._people[0]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -135,43 +142,31 @@ class Scan:
         return self._row_sizes if self.whose is None else self._people[1]
 
     @property
-    def _watched(self) -> tuple[Any, ...]:
-        """The pieces; those that nothing else watches expect the content they had at first."""
-        known = self._seen.checksums
-        if known is None or not any(hasattr(piece, "expecting") for piece in self.pieces):
-            return self.pieces
-        return tuple(piece.expecting(value) for piece, value in zip(self.pieces, known, strict=True))
-
-    @property
     def _row_sizes(self) -> tuple[int, ...]:
         """Rows of each piece; read off the files' own records of them where there are any."""
         with self._seen.lock:
             if self._seen.sizes is None:
-                counted = self._rows.total(_count_rows, [Task(unit, None) for unit in self._watched], _join)
+                counted = replace(self, whose=None).total(_count_rows, self._all_rows, _join)
                 self._seen.sizes = tuple(counted or ())
             return self._seen.sizes
 
     @property
-    def _rows(self) -> Scan:
-        """The same rows without ids of people."""
-        return replace(self, whose=None)
+    def _all_rows(self) -> list[Task]:
+        return [Task(unit, None) for unit in self.pieces]
 
     @property
-    def _people(self) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    def _people(self) -> tuple[tuple[Partition | UserAlignedPartition, ...], tuple[int, ...]]:
         """The partitions cut so that a person's rows are read together, and the people who begin in each."""
         with self._seen.lock:
             if self._seen.by_person is None:
                 if self.person is None:
                     raise DataError("person: name the column of people's ids: scan(..., person=...).")
-                tasks = [Task(unit, None) for unit in self._watched]
-                read: Work[list[IdRuns]] = RunsOf(self.layout)
-                runs = self._rows.total(read, tasks, _join) or []
+                read: ScanWork[list[IdRuns]] = RunsOf(self.layout)
+                runs = replace(self, whose=None).total(read, self._all_rows, _join) or []
                 self._seen.by_person = cut_by_person(self.pieces, runs)
-            units, people = self._seen.by_person
-            watched = zip(units, self._watched, strict=True)
-            return tuple(unit if isinstance(unit, UserAlignedPartition) else same for unit, same in watched), people
+            return self._seen.by_person
 
-    def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
+    def total(self, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged in a fixed order."""
         self._seen.passes[0] += 1
         parts = ScanParts(self.layout, self.rows_at_once, self.turned, self.whose, self.mapping)
@@ -195,7 +190,6 @@ class Scan:
                         " Name the files that are meant."
                     )
                 self._seen.digests = tuple(each.digest for each in found)
-                self._seen.checksums = tuple(each.checksum for each in found)
             sizes = tuple(each.rows for each in found)
             if self._seen.sizes is None:
                 if self.whose is None:
@@ -216,22 +210,11 @@ class Scan:
         yield f"scan {self.features}".encode()
         yield from sorted(self._seen.digests)
 
-    def of_people(self, column: Any = None) -> Scan:
-        """The same records, each the person's whose id is in ``column``, which is then no feature."""
-        if column is None or column == self.person:
-            return self
-        if not isinstance(column, str):
-            raise DataError("person: of a scan, name the column of people's ids.")
-        if self.person is not None or column == self.layout.target:
-            raise DataError(f"person: {sanitize(column)!r} is not the column of ids that the scan was made with.")
-        layout = self.layout
-        if layout.schema is not None or column not in layout.columns:
-            raise DataError(f"person: say it where the scan is made: scan(..., person={sanitize(column)!r}).")
-        if any(getattr(piece, "kind", "") == "csv" for piece in self.pieces):
-            # They read it as numbers, to which 007 and 7 are one person.
-            raise DataError(f"person: say it where the scan is made: scan(..., person={sanitize(column)!r}).")
-        columns = tuple(name for name in layout.columns if name != column)
-        return replace(self, layout=replace(layout, columns=columns, person=column), _seen=self._seen.of_rows())
+    def of_people(self, column: object = None) -> Scan:
+        """The same scan, if the column of ids is not named or is the one that the scan was made with."""
+        if column is not None and column != self.person:
+            raise DataError("person: say it where the scan is made: scan(..., person=COLUMN).")
+        return self
 
     def by_row(self) -> Scan:
         """The same rows without their people: for scores without a privacy guarantee."""
@@ -247,16 +230,16 @@ class Scan:
 
     def with_rows(self, turned: Callable[[Array, Array], Any]) -> Scan:
         """The same records, each block seen as ``turned(X, y)``: a public map of one record to one record."""
-        return replace(self, turned=turned if self.turned is None else partial(_then, self.turned, turned))
+        return replace(self, turned=(*self.turned, turned))
 
     def mapped(self, rows: Callable[[Array], Array], names: Sequence[str]) -> Scan:
         """The same records with ``rows(X)`` for their features: a public map of each row, kept nowhere."""
         return replace(
             self,
-            mapping=rows if self.mapping is None else partial(_mapped_twice, self.mapping, rows),
+            mapping=(*self.mapping, rows),
             names=tuple(names),
             rows_at_once=max(256, min(self.rows_at_once, _CELLS // max(1, len(names)))),
-            _seen=replace(self._seen.of_rows(), checksums=self._seen.checksums, by_person=self._seen.by_person),
+            _seen=replace(self._seen.of_rows(), by_person=self._seen.by_person),
         )
 
     @property
@@ -291,7 +274,7 @@ class Scan:
 
         That a table has two classes and how they are written is taken as public, as when a file is loaded.
         """
-        found = self.total(partial(_pairs, self.layout), [Task(unit, None) for unit in self.units], np.logical_and)
+        found = self.total(partial(_pairs, self.layout), self._all_rows, np.logical_and)
         if found is None or not np.any(found):
             return None
         return (0, 1) if found[0] else (-1, 1)
@@ -299,16 +282,8 @@ class Scan:
     def blocks(self) -> Iterator[tuple[Array, Array]]:
         """(X, y) of all records in order, a block at a time: for predictions, which need no sum."""
         parts = ScanParts(self.layout, self.rows_at_once, mapped=self.mapping)
-        for unit in self._watched:
+        for unit in self.pieces:
             yield from ((X, y) for X, y, _ in parts.rows_of(unit))
-
-
-def _then(first: Callable[[Array, Array], Any], second: Callable[[Array, Array], Any], X: Array, y: Array) -> Any:
-    return second(*first(X, y))
-
-
-def _mapped_twice(first: Callable[[Array], Array], second: Callable[[Array], Array], X: Array) -> Array:
-    return second(first(X))
 
 
 def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
@@ -328,7 +303,7 @@ def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
     return found
 
 
-def _count_rows(parts: Any, task: Task) -> list[int]:
+def _count_rows(parts: ScanParts, task: Task) -> list[int]:
     return [sum(len(X) for X, _, _ in parts.rows_of(task.unit))]
 
 
@@ -344,7 +319,6 @@ def scan(
     person: str | None = None,
     memory: int = 400,
     threads: int | None = None,
-    filesystem: Any = None,
     cluster: Any = None,
 ) -> Scan:
     """Open a table that is read in blocks and never loaded whole.
@@ -353,8 +327,8 @@ def scan(
 
     Args:
         source: a path, a pattern such as ``"people/*.parquet"``, a folder, an address (``"s3://…"``), a list of
-            them, or a frame: an Arrow table, polars, pandas or dask. Files are Parquet, Arrow (Feather) or CSV,
-            compressed or not; rows are in the order of the files' names.
+            them, or a frame: an Arrow table, polars or pandas. Files are Parquet or CSV, compressed or not; rows
+            are in the order of the files' names. Addresses are pyarrow's; ``"fsspec+SCHEME://…"`` is any of fsspec.
         target: the column to predict; the last one if not given, or the schema's.
         schema: a public schema (:mod:`quietgrad.data.schema`): types, bounds, categories, what stands for a gap.
             Without it every column must be numbers without gaps.
@@ -365,7 +339,6 @@ def scan(
             promise is then to people, with all their rows.
         memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
         threads: cores to use; all of this process's by default.
-        filesystem: of pyarrow or fsspec, for paths that are not on this machine.
         cluster: ``"local"``, the address of a Dask scheduler, or a Dask client: sums are made by its workers.
 
     Raises:
@@ -376,10 +349,6 @@ def scan(
     >>> table.shape, table.feature_names
     ((2, 2), ('x', 'z'))
     """
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError:
-        raise DataError("scan: needs pyarrow; pip install 'quietgrad[data]'.") from None
     if not (isinstance(memory, int | float) and memory > 0):
         raise ValueError(f"memory={memory!r}: must be a number of MB > 0.")
     public = None if schema is None else read_schema(schema)
@@ -387,92 +356,38 @@ def scan(
         raise ValueError("columns, classes: the schema says them already.")
     if public is not None and target not in (None, public.label):
         raise ValueError(f"target={target!r}: the schema's label is {public.label!r}.")
-    asked = _ScanOptions(
-        target, public, columns, None if classes is None else tuple(classes), task, labelled, person
-    )
-    from quietgrad.data.scan_sources import cut_source
-
-    layout, pieces, client, notes = cut_source(source, asked, filesystem, cluster)
+    laying = partial(
+        RowLayout.of, schema=public, columns=columns, label=target, classes=classes, task=task, labelled=labelled,
+        person=person,
+    )  # fmt: skip
+    layout, pieces, notes = cut_source(source, laying, public)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
-    runner = client or Threads(_affordable(threads, memory, layout, rows, [unit for unit, _ in pieces]))
-    sizes = [size for _, size in pieces]
-    known = (
-        None
-        if layout.may_drop or any(size is None for size in sizes)
-        else tuple(int(s) for s in sizes if s is not None)
-    )
+    units = tuple(unit for unit, _ in pieces)
+    if cluster is None:
+        runner: Runner = Threads(_affordable(threads, memory, layout, rows, units))
+    else:
+        from quietgrad.cluster import connected
+
+        runner = connected(cluster)
+    sizes = tuple(size for _, size in pieces if size is not None)
+    known = None if layout.may_drop or len(sizes) < len(pieces) else sizes
     if known is not None and not sum(known):
         raise DataError(f"{layout.name}: holds no rows.")
-    largest = max((size or 0 for unit, size in pieces if getattr(unit, "kind", "") == "arrow"), default=0)
-    if largest > LEAST_ROWS and largest * len(layout.read) * 8 > memory * 2**19:
-        raise DataError(
-            f"{layout.name}: holds record batches larger than memory={memory:g} allows, and Arrow files are read "
-            "by whole batches. Write smaller ones, or Parquet."
-        )
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
-    units = tuple(unit for unit, _ in pieces)
     return Scan(layout, units, runner, rows, int(memory), notes, _seen=_ScanMetadata(sizes=known))
 
 
-@dataclass(frozen=True)
-class _ScanOptions:
-    """What the caller said of the columns."""
-
-    target: str | None
-    schema: Schema | None
-    columns: Sequence[str] | None
-    classes: tuple[object, ...] | None
-    task: Kind | None
-    labelled: bool
-    person: str | None
-
-    def layout(self, header: Sequence[str], name: str) -> RowLayout:
-        """The layout of a table with these columns."""
-        if len(set(header)) != len(header):
-            raise DataError(f"{name}: two columns have the same name.")
-        if self.person is not None:
-            if self.person not in header:
-                raise DataError(f"{name}: no column {sanitize(self.person)!r}.")
-            if self.person in (
-                self.target,
-                *(self.columns or ()),
-                *(() if self.schema is None else self.schema.columns),
-            ):
-                raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
-            header = [column for column in header if column != self.person]
-        if self.schema is not None:
-            kind: Kind | None = "regression" if self.schema.classes is None else None
-            label = self.schema.label if self.labelled else None
-            return RowLayout(name, tuple(self.schema.columns), label, self.schema, None, kind, self.person)
-        if not header:
-            raise DataError(f"{name}: has no columns.")
-        if not self.labelled:
-            return RowLayout(
-                name, tuple(header if self.columns is None else self.columns), None, person=self.person
-            )
-        target = header[-1] if self.target is None else self.target
-        if target not in header:
-            raise DataError(f"{name}: no column {target!r}.")
-        chosen = tuple(self.columns) if self.columns is not None else tuple(h for h in header if h != target)
-        if not chosen or target in chosen or len(set(chosen)) != len(chosen):
-            raise DataError(f"{name}: needs feature columns, each named once, besides the target {target!r}.")
-        return RowLayout(name, chosen, target, None, self.classes, self.task, self.person)
-
-
-def _firsts(units: Sequence[Any]) -> list[Any]:
-    """One piece of each file that tells what reading it takes."""
-    return list({unit.path: unit for unit in reversed(units) if hasattr(unit, "room")}.values())
-
-
-def _affordable(threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Any]) -> int:
+def _affordable(
+    threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Partition]
+) -> int:
     """How many pieces can be read and summed at a time within ``memory`` MB."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r}: must be ≥ 1.")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    wanted = cores if threads is None else threads
+    wanted = cpu_count() if threads is None else threads
     read = len(layout.read)
-    held = max((unit.room(layout.read) for unit in _firsts(units)), default=read * _PAGE)
+    firsts = {unit.path: unit for unit in reversed(units) if isinstance(unit, FilePartition)}
+    held = max((unit.room(layout.read) for unit in firsts.values()), default=read * _PAGE)
     # Two batches read ahead, their rows laid out, a view of them by a frame; and what a reader holds of a file.
     together = 1 if layout.person is None else 2  # a person's rows are kept until all of them have come
     one = (together * rows * (2 * read + 3 * layout.width) * 8 + held) / 2**20

@@ -1,93 +1,363 @@
-"""CSV and parquet tables into features and labels, with or without a public schema."""
+"""Tables of named columns as numbers: one layout and one encoding for files that are loaded and for scans.
+
+pyarrow reads delimited text and parquet. Its messages may quote a cell, so none of them is shown: what it refuses
+is looked at again, and the refusal names columns and row numbers.
+"""
 
 from __future__ import annotations
 
 import codecs
 import csv
-import io
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as pq
 
 from quietgrad import files
-from quietgrad.data.arrow_csv import (
-    DictionaryColumn,
-    NotPlainError,
-    by_word,
-    coded,
-    quick_chunks,
-    unique_small_ints,
-)
-from quietgrad.data.columns import NotNumericError, to_numbers
-from quietgrad.data.dataset import Dataset, Task, check, encode_labels
+from quietgrad.data.columns import MISSING, Date, NotNumericError, Numeric, is_number, to_numbers
+from quietgrad.data.dataset import Dataset, Labels, Task, check, encode_labels
 from quietgrad.data.file_formats import EXPANSION, budget, read_content
 from quietgrad.data.schema import Schema
-from quietgrad.errors import DataError, QuietgradError, boundary
+from quietgrad.errors import DataError, boundary
 from quietgrad.sanitize import sanitize
 
-Columns: TypeAlias = dict[str, "Sequence[Any] | npt.NDArray[Any] | DictionaryColumn"]
-_CHUNK = 16384  # rows turned into numbers at a time: Python strings of a whole table would dwarf its numbers
-_CELLS = 1 << 20  # fewer rows at a time if they are long
-_LONGEST_LABEL = 1000  # characters
+Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+_ROWS = 16_384  # rows of a parquet file turned into numbers at a time
 
 
-def parse_csv(
-    content: bytes,
-    schema: Schema | None = None,
-    *,
-    label: str | None = None,
-    task: Task | None = None,
-    classes: Sequence[object] | None = None,
-    delimiter: str | None = None,
-    encoding: str | None = None,
-    name: str = "csv",
-    person: str | None = None,
-    drop: Sequence[str] = (),
-    keep: str | None = None,
-    labelled: bool = True,
-) -> Dataset:
-    """Parse delimited text. Without a schema every column must be numeric and keeps its own scale.
+class DictionaryColumn(NamedTuple):
+    """A column by its distinct values: row i holds ``words[codes[i]]``."""
 
-    The label is `label`, or the last column. `person` is the column of the ids of the people that rows are about;
-    `keep` one of ids that stand beside predictions. Columns of `drop` are no features.
+    words: list[object]
+    codes: npt.NDArray[np.int64]
 
-    >>> parse_csv(b"a,b,y\\n1,2,0\\n3,4,1\\n").X.tolist()
-    [[1.0, 2.0], [3.0, 4.0]]
+
+def coded(values: pa.Array) -> DictionaryColumn:
+    """An Arrow column by the values that occur in it, a gap being ``None``."""
+    if pa.types.is_dictionary(values.type):
+        values.validate(full=True)  # pyarrow itself decodes codes beyond the dictionary without a word
+    else:
+        values = values.dictionary_encode()
+    places = np.asarray(values.indices.fill_null(len(values.dictionary)).to_numpy(zero_copy_only=False), np.int64)
+    # The codes that occur, without sorting.
+    used = np.flatnonzero(np.bincount(places))
+    at = np.zeros(len(values.dictionary) + 1, np.int64)
+    at[used] = np.arange(len(used))
+    known = [*values.dictionary.to_pylist(), None]
+    return DictionaryColumn([known[place] for place in used], at[places])
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
+    )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _floats(values: pa.Array) -> npt.NDArray[np.float64]:
+    if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):
+        values = values.cast(pa.uint8() if pa.types.is_boolean(values.type) else pa.float64())
+    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+class ColumnOptions(TypedDict, total=False):
+    """What the caller says of the columns, beside a schema.
+
+    The label is the last column if `label` is not given, and there is none unless `labelled`. `person` is the
+    column of the ids of the people that rows are about, `keep` one of ids that stand beside predictions; columns of
+    `drop` are no features.
     """
-    if schema is not None:
-        delimiter, encoding = delimiter or schema.delimiter, encoding or schema.encoding
-    content = as_utf8(content, encoding, name)
-    if delimiter is None:
-        first = content[: content.find(b"\n") + 1 or len(content)]
-        delimiter = max(",;\t", key=lambda mark: first.count(mark.encode()))
-    try:
-        rows = _rows(content, delimiter)
-    except TypeError:
-        raise DataError(f"{name}: the delimiter {delimiter!r} must be a single character.") from None
-    try:
-        header = list(schema.names) if schema is not None and schema.names else [h.strip() for h in next(rows, [])]
-        if schema is None and header and all(_is_number(h) for h in header):
-            raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
+
+    label: str | None
+    task: Task | None
+    classes: Sequence[object] | None
+    labelled: bool
+    person: str | None
+    keep: str | None
+    drop: Sequence[str]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Which columns of a table are features, which is the target, and how they become numbers.
+
+    Without a ``schema`` features keep their scale. ``classes`` turn targets into codes 0…k−1, ``task="regression"``
+    into numbers; without either, labels stay as they are (an estimator decides what they are). ``person`` is the
+    column of people's ids and ``keep`` one of ids that stand beside predictions; neither is a feature.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+    target: str | None
+    schema: Schema | None = None
+    classes: tuple[object, ...] | None = None
+    task: Task | None = None
+    person: str | None = None
+    keep: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        header: Sequence[str],
+        name: str,
+        schema: Schema | None = None,
+        columns: Sequence[str] | None = None,
+        **said: Unpack[ColumnOptions],
+    ) -> RowLayout:
+        """The layout of a table with these columns; refuses what is not among them, and columns of two roles."""
+        target, task, classes = said.get("label"), said.get("task"), said.get("classes")
+        person, keep, drop = said.get("person"), said.get("keep"), said.get("drop", ())
+        labelled = said.get("labelled", True)
+        known, aside = set(header), {person, keep, *drop}
+        if len(known) != len(header):
+            raise DataError(f"{name}: the header names a column twice.")
+        if schema is not None:
+            schema = schema.without([column for column in drop if column in schema.columns])
+            target, columns, classes = schema.label, list(schema.columns), schema.classes
+            task = "regression" if classes is None else None
+        elif target is None and labelled:
+            target = next((column for column in reversed(header) if column not in aside), None)
+        if columns is None:
+            columns = [column for column in header if column != target and column not in aside]
+        if not labelled:
+            target = None
+        if person is not None and person in (target, *columns):
+            raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
+        wanted = dict.fromkeys((*columns, target, person, keep, *drop))
+        if absent := [column for column in wanted if column is not None and column not in known]:
+            named = ", ".join(repr(sanitize(column)) for column in absent[:40])
+            raise DataError(f"{name}: no column {named}; the file has {_listed(header) or 'no columns'}.")
+        if not columns or target in columns or len(set(columns)) != len(columns):
+            raise DataError(
+                f"{name}: needs feature columns, each named once, besides the label {target!r}; is the delimiter "
+                "another one?"
+            )
+        public = None if classes is None else tuple(classes)
+        return cls(name, tuple(columns), target, schema, public, task, person, keep)
+
+    @property
+    def width(self) -> int:
+        return len(self.columns) if self.schema is None else self.schema.width
+
+    @property
+    def read(self) -> list[str]:
+        """The columns that are read."""
+        beside = (self.target, self.person, self.keep)
+        return list(dict.fromkeys((*self.columns, *(name for name in beside if name is not None))))
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether rows with a gap are left out."""
+        return self.schema is not None and self.schema.drop_incomplete
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        return MISSING if self.schema is None else self.schema.missing
+
+    def csv_kinds(self) -> dict[str, pa.DataType]:
+        """The types that columns of delimited text are read as: a number wherever one is wanted."""
+        numbers = {name for name in self.columns if self.schema is None or self.schema.columns[name].plain}
+        plain = self.schema is None or self.schema.label_format == (".", "")
+        if self.target is not None and self.classes is None and plain:
+            numbers.add(self.target)
         # Ids are taken as they are written: 007 is not 7.
-        apart = _ColumnRoles(person, keep, tuple(drop), labelled)
-        quick = None if apart != _ColumnRoles() else quick_chunks(content, header, delimiter, schema, label)
-        if quick is not None:
+        return {name: pa.float64() if name in numbers else pa.string() for name in self.read}
+
+    def check_types(self, kinds: pa.Schema, where: str) -> None:
+        """Refuse a file that lacks columns, or whose features are neither numbers nor what the schema says."""
+        names = set(kinds.names)
+        for column in self.read:
+            if column not in names:
+                raise DataError(f"{where}: has no column {column!r}.")
+        for column in self.columns:
+            kind = kinds.field(column).type
+            if _is_number(kind):
+                continue
+            if self.schema is None:
+                raise DataError(
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}, not a number. Declare it in a "
+                    "schema, with bounds or categories."
+                )
+            days = isinstance(self.schema.columns[column], Date) and pa.types.is_temporal(kind)
+            if not (_is_text(kind) or pa.types.is_dictionary(kind) or days):
+                raise DataError(
+                    f"{where}: column {column!r} is {sanitize(kind, most=40)}, not what the schema says of it."
+                )
+
+    def rows(self, batch: pa.RecordBatch) -> tuple[Floats, npt.NDArray[np.generic], pa.RecordBatch]:
+        """(X, y, the batch without rows that are left out): X column-major, float32 or float64."""
+        try:
+            X = self._plain(batch) if self.schema is None else self._encoded(batch, self.schema)
+            if self.may_drop:
+                kept = np.isfinite(X).all(axis=1)
+                X, batch = X[kept], batch.filter(pa.array(kept))
+            y = np.zeros(len(X)) if self.target is None else self.targets(batch.column(self.target))
+        except pa.ArrowException:  # its message may quote a cell
+            raise DataError(f"{self.name}: has columns that cannot be made numbers.") from None
+        return X, y, batch
+
+    def _plain(self, batch: pa.RecordBatch) -> Floats:
+        columns = []
+        for column in map(batch.column, self.columns):
+            if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
+                column = pa.array(_floats(column))
+            columns.append(column.cast(pa.float32()) if pa.types.is_float16(column.type) else column)
+        chosen = pa.RecordBatch.from_arrays(columns, names=list(self.columns))
+        X: Floats = chosen.to_tensor(null_to_nan=True, row_major=False).to_numpy()
+        return X if X.dtype in (np.float32, np.float64) else X.astype(np.float64)
+
+    def _encoded(self, batch: pa.RecordBatch, schema: Schema) -> Floats:
+        X = np.empty((batch.num_rows, schema.width), order="F")
+        at = 0
+        for column, kind in schema.columns.items():
+            values = batch.column(column)
+            if isinstance(kind, Numeric) and _is_number(values.type):
+                block = kind.encode(column, _floats(values), schema.missing)
+            else:
+                held = coded(values)
+                block = kind.encode(column, held.words, schema.missing)[held.codes] if len(values) else X[:, :0]
+            X[:, at : at + kind.width] = block
+            at += kind.width
+        return X
+
+    def targets(self, values: pa.Array) -> npt.NDArray[np.generic]:
+        """The target column as codes, numbers or the labels it holds."""
+        target, schema = str(self.target), self.schema
+        if self.classes is not None:
+            words, codes = coded(values)
+            if all(isinstance(label, int | float) for label in self.classes):
+                raw: list[object] = [float(word) if isinstance(word, bool) else word for word in words]
+            else:
+                said = [str(word).strip() for word in words]
+                raw = [word if schema is None else schema.label_word(word) for word in said]
+            found: Labels = encode_labels(self.name, np.array(raw, dtype=object), None, self.classes)[0]
+            return found[codes]
+        if values.null_count:
+            raise DataError(f"{self.name}: the target {target!r} has missing entries. Remove those records first.")
+        if not _is_number(values.type) and not _is_text(values.type):
+            raise DataError(f"{self.name}: the target {target!r} is neither numbers nor words.")
+        if self.task != "regression":
+            if _is_number(values.type):
+                return np.asarray(values.to_numpy(zero_copy_only=False))
+            words, codes = coded(values)
+            return np.asarray(words)[codes]
+        if _is_number(values.type):
+            y = _floats(values)
+        else:
+            words, codes = coded(values)
+            decimal, thousands = (".", "") if schema is None else schema.label_format
+            y = to_numbers(target, words, decimal=decimal, thousands=thousands)[codes]
+        return y if schema is None or schema.label_bounds is None else np.clip(y, *schema.label_bounds)
+
+
+# --- delimited text -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CSVDialect:
+    """How delimited text is read: its delimiter, columns and header, and what means a gap in a number."""
+
+    delimiter: str
+    names: tuple[str, ...]
+    header: bool
+    missing: tuple[str, ...] = ("",)
+
+    @classmethod
+    def of(cls, start: bytes, where: str, schema: Schema | None = None, delimiter: str | None = None) -> CSVDialect:
+        """The dialect that the first line and the schema tell."""
+        first = start[: start.find(b"\n") + 1 or len(start)]
+        if delimiter is None:
+            delimiter = (
+                schema.delimiter if schema is not None else max(",;\t", key=lambda m: first.count(m.encode()))
+            )
+        missing = MISSING if schema is None else schema.missing
+        try:
+            arrow_csv.ParseOptions(delimiter=delimiter)
+            if schema is not None and schema.names:
+                return cls(delimiter, schema.names, False, missing)
+            row = next(csv.reader([first.decode("utf-8-sig")], delimiter=delimiter, skipinitialspace=True), [])
+        except UnicodeDecodeError:
+            raise DataError(_NOT_TEXT.format(where)) from None
+        except (TypeError, ValueError):
+            raise DataError(f"{where}: the delimiter {delimiter!r} must be a single character.") from None
+        except csv.Error:
+            raise DataError(f"{where}: not readable as delimited text.") from None
+        return cls(delimiter, tuple(name.strip() for name in row), True, missing)
+
+    def body(self, text: bytes) -> memoryview:
+        """A file's text without its header line."""
+        return memoryview(text)[text.find(b"\n") + 1 or len(text) if self.header else 0 :]
+
+    def table(self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], *, threads: bool = False) -> pa.Table:
+        """The columns of ``kinds`` in some lines, read by pyarrow."""
+        if len(lines) < 4096 and not bytes(lines).strip(b"\r\n"):
+            return pa.schema(list(kinds.items())).empty_table()
+        read = arrow_csv.ReadOptions(
+            use_threads=threads, block_size=1 << 20 if threads else len(lines) + 1, column_names=list(self.names)
+        )
+        quoted = re.search(b'"', lines) is not None  # pyarrow is faster where it need not look for quotes
+        parse = arrow_csv.ParseOptions(
+            delimiter=self.delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
+        )
+        convert = arrow_csv.ConvertOptions(
+            column_types=kinds,
+            include_columns=list(kinds),
+            null_values=list(self.missing),
+            strings_can_be_null=False,
+        )
+        return arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+
+    def refusal(
+        self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], where: str, before: int = 0
+    ) -> DataError:
+        """What is wrong with lines that pyarrow refused, without their cells; ``before``: rows read already."""
+        uneven: list[tuple[int, int]] = []
+
+        def skip(row: arrow_csv.InvalidRow) -> str:
+            uneven.append((before + row.number, row.actual_columns))
+            return "skip"
+
+        words = dict.fromkeys(kinds, pa.string())
+        read = arrow_csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=list(self.names))
+        parse = arrow_csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
+        convert = arrow_csv.ConvertOptions(
+            column_types=words, include_columns=list(kinds), strings_can_be_null=False
+        )
+        try:
+            bytes(lines).decode()
+            table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+        except UnicodeDecodeError:
+            return DataError(_NOT_TEXT.format(where))
+        except (pa.ArrowException, ValueError):
+            return DataError(f"{where}: not readable as delimited text.")
+        if uneven:
+            row, fields = uneven[0]
+            return DataError(
+                f"{where}: data row {row} has {fields} fields, the header {len(self.names)}. Was the file cut "
+                "short, or is the delimiter another one?"
+            )
+        wrong = []
+        for column, kind in kinds.items():
             try:
-                return _assemble(quick, header, schema, label, task, classes, name, apart)
-            except NotPlainError:
-                pass  # what the quick reader cannot take, the strict one reads or refuses, saying why
-        chunks = _column_chunks(rows, header, name)
-        return _assemble(chunks, header, schema, label, task, classes, name, apart)
-    except csv.Error as error:
-        raise DataError(f"{name}: not readable as delimited text ({error}).") from None
-    except UnicodeDecodeError:
-        raise DataError(_NOT_TEXT.format(name)) from None
+                if kind == pa.float64():
+                    to_numbers(column, coded(table.column(column).combine_chunks()).words, self.missing)
+            except NotNumericError:
+                wrong.append(column)
+        return (
+            NotNumericError(*wrong) if wrong else DataError(f"{where}: a column holds cells that are not numbers.")
+        )
 
 
 _NOT_TEXT = "{}: the file is not UTF-8 text. Say its encoding (such as encoding='cp1252'), or is it no CSV file?"
@@ -105,285 +375,153 @@ def as_utf8(content: bytes, encoding: str | None, name: str) -> bytes:
         raise DataError(f"{name}: the file is not {encoding} text.") from None
 
 
-def read_header(path: Path, schema: Schema | None, delimiter: str | None, encoding: str | None) -> list[str]:
-    """The column names of a delimited file."""
-    encoding = encoding or (schema.encoding if schema is not None else None)
-    content = as_utf8(read_content(path), encoding, path.name)
-    first = content[: content.find(b"\n") + 1 or len(content)].decode("utf-8-sig", errors="replace")
-    mark = delimiter or (schema.delimiter if schema is not None else max(",;\t", key=first.count))
-    return [name.strip() for name in next(csv.reader([first], delimiter=mark, skipinitialspace=True), [])]
-
-
-def read_cells(path: Path, schema: Schema, extra: Sequence[str] = ()) -> dict[str, list[Any]]:
-    """The cells of the columns that a schema lists, its label among them, and of ``extra`` ones."""
-    wanted = list(dict.fromkeys((*schema.columns, schema.label, *extra)))
-    if path.suffix in (".parquet", ".pq"):
-        import pyarrow.parquet
-
-        with boundary(f"{path.name}: not a readable parquet file, or it lacks columns of the schema."):
-            table = pyarrow.parquet.read_table(path, columns=wanted)
-            return {name: table.column(name).to_pylist() for name in wanted}
-    content = as_utf8(read_content(path), schema.encoding, path.name)
-    out: dict[str, list[Any]] = {name: [] for name in wanted}
-    try:
-        rows = _rows(content, schema.delimiter)
-        header = list(schema.names) if schema.names else [name.strip() for name in next(rows, [])]
-        if absent := [name for name in wanted if name not in header]:
-            raise DataError(
-                f"{path.name}: no column {', '.join(map(repr, absent))}; the file has {_listed(header)}."
-            )
-        for chunk in _column_chunks(rows, header, path.name):
-            for name in wanted:
-                out[name] += _texts(chunk[name])
-    except (csv.Error, UnicodeDecodeError, TypeError):
-        raise DataError(_NOT_TEXT.format(path.name)) from None
-    return out
-
-
-def read_parquet(
-    path: Path,
+def parse_csv(
+    content: bytes,
     schema: Schema | None = None,
     *,
-    label: str | None = None,
-    task: Task | None = None,
-    classes: Sequence[object] | None = None,
-    name: str = "parquet",
-    person: str | None = None,
-    drop: Sequence[str] = (),
-    keep: str | None = None,
-    labelled: bool = True,
+    name: str = "csv",
+    delimiter: str | None = None,
+    encoding: str | None = None,
+    **said: Unpack[ColumnOptions],
 ) -> Dataset:
-    """Read a parquet file with pyarrow (the `data` extra), under the same rules as CSV."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(f"{name}: reading parquet needs pyarrow; pip install 'quietgrad[data]'.") from None
-    try:
-        most = budget(files.check_regular(path).st_size)
-        table = pyarrow.parquet.ParquetFile(path)
-        kinds = table.schema_arrow
-        header = [str(c) for c in kinds.names]
-        # Words stay codes into a short list: one long word in a million rows is stored once.
-        words = [f.name for f in kinds if pyarrow.types.is_string(f.type) or pyarrow.types.is_binary(f.type)]
-        table = pyarrow.parquet.ParquetFile(path, read_dictionary=words)
-        facts = table.metadata
-        packed = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
-        if max(packed, 8 * facts.num_rows * max(1, len(header))) > most:
-            raise DataError(
-                f"{name}: {facts.num_rows} rows of {len(header)} columns are more than {EXPANSION} times the "
-                "file's size; if it is meant so, write it as CSV or npz."
-            )
-        rows = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
-        chunks = (_parquet_columns(batch, header) for batch in table.iter_batches(batch_size=rows))
-        return _assemble(
-            chunks, header, schema, label, task, classes, name, _ColumnRoles(person, keep, tuple(drop), labelled)
-        )
-    except QuietgradError:
-        raise
-    except Exception:  # pyarrow's own, and what it lets through of bytes that are not parquet
-        raise DataError(f"{name}: not a readable parquet file; it may be cut short.") from None
+    """Parse delimited text. Without a schema every column must be numeric and keeps its own scale.
 
-
-def _parquet_columns(batch: Any, header: Sequence[str]) -> Columns:
-    batch.validate(full=True)  # pyarrow decodes codes beyond the dictionary without a word
-    out: Columns = {}
-    for k, column in enumerate(header):
-        values = batch.column(k)
-        out[column] = coded(values) if hasattr(values, "dictionary") else values.to_pylist()
-    return out
-
-
-def parse_columns(content: bytes, names: Sequence[str], name: str = "csv") -> dict[str, tuple[str, ...]]:
-    """The columns of a comma-separated file without a header, as text.
-
-    >>> parse_columns(b"1, a\\n2, b\\n", ("n", "c"))
-    {'n': ('1', '2'), 'c': ('a', 'b')}
+    >>> parse_csv(b"a,b,y\\n1,2,0\\n3,4,1\\n").X.tolist()
+    [[1.0, 2.0], [3.0, 4.0]]
     """
-    rows = _rows(content, ",")
-    out: dict[str, list[Any]] = {c: [] for c in names}
+    content = as_utf8(content, encoding or (schema.encoding if schema is not None else None), name)
+    dialect = CSVDialect.of(content, name, schema, delimiter)
+    if schema is None and dialect.names and all(is_number(cell) for cell in dialect.names):
+        raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
+    layout = RowLayout.of(dialect.names, name, schema, **said)
+    lines, kinds = dialect.body(content), layout.csv_kinds()
     try:
-        for chunk in _column_chunks(rows, list(names), name):
-            for column, values in chunk.items():
-                assert not isinstance(values, DictionaryColumn)
-                out[column].extend(values)
-    except (csv.Error, UnicodeDecodeError):
-        raise DataError(f"{name}: not readable as comma-separated UTF-8 text.") from None
-    return {column: tuple(values) for column, values in out.items()}
+        table = dialect.table(lines, kinds, threads=True)
+    except (pa.ArrowException, ValueError):
+        refusal = dialect.refusal(lines, kinds, name)
+        if isinstance(refusal, NotNumericError) and refusal.columns == (layout.target,):
+            refusal = DataError(
+                f"{name}: labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. "
+                "No privacy budget was spent."
+            )
+        raise refusal from None
+    return _loaded(table.to_batches(), table.num_rows, layout, dialect.names, said.get("task"))
 
 
-def _rows(content: bytes, delimiter: str) -> Iterator[list[str]]:
-    """The rows of delimited text, decoded as they are asked for."""
-    text = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
-    return csv.reader(text, delimiter=delimiter, skipinitialspace=True)
+def read_parquet(path: Path, schema: Schema | None = None, **said: Unpack[ColumnOptions]) -> Dataset:
+    """Read a parquet file, under the same rules as CSV."""
+    from quietgrad.data.scan_sources import cut
+
+    most, name = budget(files.check_regular(path).st_size), path.name
+    with boundary(f"{name}: not a readable parquet file; it may be cut short."):
+        facts = pq.read_metadata(path)
+        header = [str(column) for column in facts.schema.to_arrow_schema().names]
+        packed = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
+    if max(packed, 8 * facts.num_rows * max(1, len(header))) > most:
+        raise DataError(
+            f"{name}: {facts.num_rows} rows of {len(header)} columns are more than {EXPANSION} times the "
+            "file's size; if it is meant so, write it as CSV or npz."
+        )
+    layout = RowLayout.of(header, name, schema, **said)
+    pieces = [piece for piece, _ in cut(str(path), None, layout)]
+    batches = (batch for piece in pieces for batch in piece.batches(layout.read, _ROWS))
+    return _loaded(batches, facts.num_rows, layout, header, said.get("task"))
 
 
-def _column_chunks(rows: Iterator[list[str]], header: list[str], name: str) -> Iterator[Columns]:
-    seen = 0
-    filled = (row for row in rows if row)  # blank lines, usually at the end, are no rows
-    at_once = max(1, min(_CHUNK, _CELLS // max(1, len(header))))
-    while chunk := list(islice(filled, at_once)):
-        for offset, row in enumerate(chunk, start=1):
-            if len(row) != len(header):
-                raise DataError(
-                    f"{name}: data row {seen + offset} has {len(row)} fields, the header {len(header)}. Was the "
-                    "file cut short, or is the delimiter another one?"
-                )
-        seen += len(chunk)
-        yield dict(zip(header, zip(*chunk, strict=True), strict=True))
-
-
-@dataclass(frozen=True)
-class _ColumnRoles:
-    """Columns that are no features: of people's ids, of ids to keep, and those to leave out."""
-
-    person: str | None = None
-    keep: str | None = None
-    drop: tuple[str, ...] = ()
-    labelled: bool = True
-
-    @property
-    def read(self) -> list[str]:
-        return [name for name in (self.person, self.keep) if name is not None]
-
-
-def _assemble(
-    chunks: Iterator[Columns],
-    header: list[str],
-    schema: Schema | None,
-    label: str | None,
-    task: Task | None,
-    classes: Sequence[object] | None,
-    name: str,
-    apart: _ColumnRoles,
+def _loaded(
+    batches: Iterable[pa.RecordBatch], rows: int, layout: RowLayout, header: Sequence[str], task: Task | None
 ) -> Dataset:
-    known, person = set(header), apart.person
-    if len(known) != len(header):
-        raise DataError(f"{name}: the header names a column twice.")
-    target = schema.label if schema is not None else (label or (header[-1] if header else ""))
-    if schema is not None and apart.drop:
-        schema = schema.without([column for column in apart.drop if column in schema.columns])
-    aside = {target, *apart.read, *apart.drop}
-    features = list(schema.columns) if schema is not None else [h for h in header if h not in aside]
-    if person is not None and (person == target or person in (schema.columns if schema is not None else ())):
-        raise DataError(f"{name}: the column of people's ids cannot be the label or a feature as well.")
-    wanted = (*features, *([target] if apart.labelled else []), *apart.read, *apart.drop)
-    absent = [c for c in wanted if c not in known]
-    if absent:
-        named = ", ".join(repr(column) for column in dict.fromkeys(absent))
-        raise DataError(f"{name}: no column {named}; the file has {_listed(header) or 'no columns'}.")
-    if not features:
-        raise DataError(f"{name}: there is no column besides the label {target!r}; is the delimiter another one?")
-    # Without labels, one public class or number stands in their place.
-    filler = str(((classes if schema is None else schema.classes) or ("0",))[0])
-    parts: list[npt.NDArray[np.float64]] = []
-    labels: list[npt.NDArray[np.int64]] = []
-    ids: dict[str, list[Any]] = {column: [] for column in apart.read}
-    gaps: dict[str, int] = {}
-    seen: dict[str, int] = {}  # labels are few words: an array of text would give every row the longest one's room
-    for columns in chunks:
-        block = _encoded(columns, features, schema, gaps)
-        # Without labels, one public class or number stands in their place.
-        said = columns[target] if target in columns else [filler] * len(block)
-        words = [str(v).strip() for v in (said.words if isinstance(said, DictionaryColumn) else said)]
-        if schema is not None:
-            words = [schema.label_word(word) for word in words]
-        if max(map(len, words), default=0) > _LONGEST_LABEL:
-            raise DataError(f"{name}: a label has more than {_LONGEST_LABEL} characters; is {target!r} the label?")
-        raw = np.fromiter((seen.setdefault(word, len(seen)) for word in words), np.int64, len(words))
-        if isinstance(said, DictionaryColumn):
-            raw = raw[said.codes]
-        whose = {column: _texts(columns[column]) for column in ids}
-        if schema is not None and schema.drop_incomplete:
-            complete = np.asarray(np.isfinite(block).all(axis=1))
-            block, raw = block[complete], raw[complete]
-            whose = {c: [v for v, kept in zip(of, complete, strict=True) if kept] for c, of in whose.items()}
-        for column, of in whose.items():
-            ids[column] += of
-        parts.append(block)
-        labels.append(raw)
-    if not parts:
+    """The data set that the batches of a file make."""
+    name, schema = layout.name, layout.schema
+    X = np.empty((rows, layout.width))
+    targets: list[npt.NDArray[np.generic]] = []
+    ids: dict[str, list[object]] = {column: [] for column in (layout.person, layout.keep) if column is not None}
+    n = 0
+    for batch in batches:
+        block, y, kept = layout.rows(batch)
+        X[n : n + len(block)] = block
+        n += len(block)
+        targets.append(y)
+        for column, found in ids.items():
+            found += [v.strip() if isinstance(v, str) else v for v in kept.column(column).to_pylist()]
+    if not rows:
         raise DataError(f"{name}: the file holds no rows.")
-    X, raw = np.concatenate(parts), np.concatenate(labels)
-    if gaps and not (schema is not None and schema.drop_incomplete):
-        counted = ", ".join(f"{sanitize(column, most=80)!r} ({rows} rows)" for column, rows in gaps.items())
+    X = X[:n]
+    names = schema.feature_names if schema is not None else layout.columns
+    gaps = n - np.isfinite(X).sum(axis=0)
+    if gaps.any():
+        counted = ", ".join(f"{sanitize(names[k], most=80)!r} ({gaps[k]} rows)" for k in np.flatnonzero(gaps)[:40])
         raise DataError(
             f"{name}: the features hold missing, NaN or infinite values in {counted}. Fill them with public values "
             'first: in a schema missing = "indicator" or fill = NUMBER for the column, or drop_incomplete = true '
             "for the table. No privacy budget was spent."
         )
-    if schema is not None:
-        task = "regression" if schema.classes is None else None
-        classes = schema.classes
-    occurring, places = unique_small_ints(raw)
-    words_seen = np.array(list(seen), dtype=object)[occurring]
-    y, kind_of_task, codes, class_names = encode_labels(name, words_seen, task, classes)
-    y = y[places]
-    bounds = schema.label_bounds if schema is not None else None
-    if bounds is not None:
-        y = np.clip(y.astype(np.float64), *bounds)
-    notes = []
-    used = {*features, target, *apart.read}
-    if left_out := [h for h in header if h not in used]:
-        notes.append(f"columns left out: {_listed([h or '(row name)' for h in left_out])}")
-    if schema is not None and schema.drop_incomplete:
+    raw: Any = np.concatenate(targets) if targets else np.zeros(0)
+    if layout.classes is None:
+        y, kind, codes, class_names = encode_labels(name, raw, layout.task or task)
+    else:
+        _, kind, codes, class_names = encode_labels(
+            name, raw[:0], None if schema is not None else task, layout.classes
+        )
+        y = raw
+    used = set(layout.read)
+    left_out = [column or "(row name)" for column in header if column not in used]
+    notes = [f"columns left out: {_listed(left_out)}"] if left_out else []
+    if layout.may_drop:
         notes.append("rows with a missing entry left out")
     return check(
         Dataset(
-            name, X, y, task=kind_of_task, classes=codes,
-            row_bound=schema.row_bound if schema is not None else None,
-            notes=tuple(notes), class_names=class_names, label_bounds=bounds,
-            feature_names=schema.feature_names if schema is not None else tuple(features),
-            person=None if person is None else np.array([*ids[person], None], dtype=object)[:-1],
-            ids=None if apart.keep is None else tuple(str(v) for v in ids[apart.keep]),
+            name, X, y, task=kind, classes=codes, row_bound=schema.row_bound if schema is not None else None,
+            notes=tuple(notes), class_names=class_names,
+            label_bounds=schema.label_bounds if schema is not None else None, feature_names=names,
+            person=None if layout.person is None else np.array([*ids[layout.person], None], dtype=object)[:-1],
+            ids=None if layout.keep is None else tuple(str(v) for v in ids[layout.keep]),
             feature_bounds=None if schema is None else schema.feature_bounds,
-            bounded_names=() if schema is None else schema.bounded_names,
-            leaves_out=schema is not None and schema.drop_incomplete,
+            bounded_names=() if schema is None else schema.bounded_names, leaves_out=layout.may_drop,
         )
     )  # fmt: skip
 
 
-def _encoded(
-    columns: Columns, features: Sequence[str], schema: Schema | None, gaps: dict[str, int]
-) -> npt.NDArray[np.float64]:
-    """The features of some rows; counts rows with a gap by column, and refuses all columns that are no numbers."""
-    blocks: list[npt.NDArray[np.float64]] = []
-    refused: list[str] = []
-    for column in features:
-        if schema is None:
-            encode: Any = partial(to_numbers, column)
-        else:
-            encode = partial(schema.columns[column].encode, column, missing=schema.missing)
-        try:
-            block = by_word(columns[column], encode)
-        except NotNumericError as error:
-            refused += error.columns
-            continue
-        block = block[:, None] if block.ndim == 1 else block
-        if rows := int((~np.isfinite(block)).any(axis=1).sum()):
-            gaps[column] = gaps.get(column, 0) + rows
-        blocks.append(block)
-    if refused:
-        raise NotNumericError(*refused)
-    return np.hstack(blocks)
+def read_header(path: Path, schema: Schema | None, delimiter: str | None, encoding: str | None) -> tuple[str, ...]:
+    """The column names of a parquet or delimited file."""
+    if path.suffix in (".parquet", ".pq"):
+        with boundary(f"{path.name}: not a readable parquet file; it may be cut short."):
+            return tuple(str(column) for column in pq.read_schema(path).names)
+    content = as_utf8(read_content(path), encoding or (schema.encoding if schema is not None else None), path.name)
+    return CSVDialect.of(content, path.name, schema, delimiter).names
 
 
-def _texts(values: Any) -> list[Any]:
-    """A column of ids as they are written."""
-    words = values.words if isinstance(values, DictionaryColumn) else values
-    words = [v.strip() if isinstance(v, str) else v for v in words]
-    return [words[code] for code in values.codes] if isinstance(values, DictionaryColumn) else words
+def read_cells(path: Path, schema: Schema, extra: Sequence[str] = ()) -> dict[str, list[object]]:
+    """The cells of the columns that a schema lists, its label among them, and of ``extra`` ones."""
+    wanted = list(dict.fromkeys((*schema.columns, schema.label, *extra)))
+    if path.suffix in (".parquet", ".pq"):
+        with boundary(f"{path.name}: not a readable parquet file, or it lacks columns of the schema."):
+            table = pq.read_table(path, columns=wanted)
+            return {name: table.column(name).to_pylist() for name in wanted}
+    content = as_utf8(read_content(path), schema.encoding, path.name)
+    dialect = CSVDialect.of(content, path.name, schema)
+    if absent := [name for name in wanted if name not in dialect.names]:
+        raise DataError(
+            f"{path.name}: no column {', '.join(map(repr, absent))}; the file has {_listed(dialect.names)}."
+        )
+    return text_columns(content, dialect, wanted, path.name)
+
+
+def text_columns(content: bytes, dialect: CSVDialect, wanted: Sequence[str], name: str) -> dict[str, list[object]]:
+    """Columns of delimited text as they are written.
+
+    >>> text_columns(b"1, a\\n2, b\\n", CSVDialect(",", ("n", "c"), False), ["c"], "rows")
+    {'c': ['a', 'b']}
+    """
+    lines, kinds = dialect.body(content), dict.fromkeys(wanted, pa.string())
+    try:
+        table = dialect.table(lines, kinds, threads=True)
+    except (pa.ArrowException, ValueError):
+        raise dialect.refusal(lines, kinds, name) from None
+    return {column: [cell.strip() for cell in table.column(column).to_pylist()] for column in wanted}
 
 
 def _listed(names: Sequence[str]) -> str:
     """Names for a message: the first few dozen, without what a terminal would obey."""
     text = ", ".join(sanitize(name, most=80) for name in names[:40])
     return f"{text}, … {len(names)} in all" if len(names) > 40 else text
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -11,11 +11,8 @@ changes no other row. What was done is a few public words that are kept with the
 
 Means and deviations come from two public photographs, so they are constants. These are the two pictures that come
 with scikit-learn, a temple and a flower, cut 600 times into squares of 48 to 400 pixels and shrunk to 32. The
-numbers are kept in ``photographs.json``: a model means the same everywhere.
-
-    python -m quietgrad.features.scattering
-
-makes them again, with scikit-learn and pillow, and prints the file.
+numbers are kept in ``photographs.json``, which ``tools/photographs.py`` makes again: a model means the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -293,8 +290,6 @@ class Pictures:
 
 Floats = npt.NDArray[np.float64]
 
-_CROPS, _SIDE, _SMALLEST, _LARGEST, _SEED = 600, 32, 48, 400, 20190
-
 
 def constants(channels: int) -> tuple[Floats, Floats]:
     """Mean and standard deviation of each map, (channels, 81) each, of pixels in [0, 1]; grey is the mean colour.
@@ -303,53 +298,6 @@ def constants(channels: int) -> tuple[Floats, Floats]:
     >>> mean.shape, bool((deviation > 0.0).all())
     ((3, 81), True)
     """
-    mean, deviation = (np.array(_kept()["grey" if channels == 1 else "colour"][part]) for part in ("mean", "std"))
+    kept = json.loads((files("quietgrad.features") / "photographs.json").read_text())
+    mean, deviation = (np.array(kept["grey" if channels == 1 else "colour"][part]) for part in ("mean", "std"))
     return mean, deviation
-
-
-@cache
-def _kept() -> dict[str, Any]:
-    kept: dict[str, Any] = json.loads((files("quietgrad.features") / "photographs.json").read_text())
-    return kept
-
-
-def made() -> dict[str, Any]:
-    """The constants, from the photographs."""
-    import torch
-    from sklearn.datasets import load_sample_images
-
-    photographs = [np.asarray(each, np.float64) / 255.0 for each in load_sample_images().images]
-    rng = np.random.default_rng(_SEED)
-    crops = []
-    for number in range(_CROPS):
-        whole = photographs[number % len(photographs)]
-        side = int(np.exp(rng.uniform(np.log(_SMALLEST), np.log(_LARGEST))))
-        row, column = (int(rng.integers(0, edge - side + 1)) for edge in whole.shape[:2])
-        shrink = _averages(side)
-        square = whole[row : row + side, column : column + side]
-        crops.append(np.einsum("im,mnc,jn->cij", shrink, square, shrink, optimize=True))
-    colour = np.array(crops)
-    kept = {}
-    for name, pictures in (("colour", colour), ("grey", colour.mean(1, keepdims=True))):
-        maps = Scattering(_SIDE)(torch.tensor(pictures)).double().movedim(0, 2).flatten(2)
-        kept[name] = {"mean": _rounded(maps.mean(2)), "std": _rounded(maps.std(2, correction=0))}
-    return kept
-
-
-def _averages(side: int) -> Floats:
-    """The matrix that shrinks ``side`` pixels to 32 by averaging what each of the new ones covers."""
-    edges = np.linspace(0.0, side, _SIDE + 1)
-    pixels = np.arange(side)
-    covered = np.minimum(edges[1:, None], pixels + 1.0) - np.maximum(edges[:-1, None], pixels)
-    weights = np.clip(covered, 0.0, None)
-    return np.asarray(weights / weights.sum(axis=1, keepdims=True))
-
-
-def _rounded(values: Any) -> list[list[float]]:
-    return [[float(f"{value:.4g}") for value in row] for row in values.tolist()]
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(json.dumps(made()).replace("]], ", "]],\n") + "\n")
