@@ -10,7 +10,6 @@ import bz2
 import gzip
 import io
 import json
-import lzma
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -377,7 +376,6 @@ READERS = (
     Reader("parquet", _table(".parquet"), _parquet_seeds),
     Reader("gz", _table(".csv.gz"), lambda: [NUMBERS, NUMBERS + NUMBERS[6:] * 20], gzip.compress),
     Reader("bz2", _table(".libsvm.bz2"), lambda: [LIBSVM, LIBSVM * 20], bz2.compress),
-    Reader("xz", _table(".csv.xz"), lambda: [NUMBERS], lzma.compress),
     Reader("safetensors", _read_model, lambda: [_result()[1]]),
     Reader("checkpoint", _read_checkpoint, lambda: [_checkpoint()]),
     Reader("result.json", _read_result, lambda: [json.dumps(_result()[0]).encode()]),

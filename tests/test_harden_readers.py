@@ -80,7 +80,7 @@ _ROW = st.tuples(_NUMBERISH, st.lists(_PAIR, max_size=4)).map(lambda row: " ".jo
 
 
 @given(st.lists(_ROW, max_size=5), st.sampled_from([None, 4, 2**31 + 5]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_libsvm_text(rows: list[str], d: int | None) -> None:
     try:
         X, y = parse_libsvm("\n".join(rows).encode(), d)
@@ -93,7 +93,7 @@ def test_any_libsvm_text(rows: list[str], d: int | None) -> None:
 
 
 @given(st.lists(st.lists(st.text(max_size=8), max_size=4), max_size=5), st.sampled_from([",", ";", "\t"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_csv_text(rows: list[list[str]], mark: str) -> None:
     text = "\n".join(mark.join(row) for row in rows)
     try:
@@ -104,7 +104,7 @@ def test_any_csv_text(rows: list[list[str]], mark: str) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_bytes_for_json(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         parse_json(data)

@@ -106,60 +106,55 @@ def test_groups_of_a_power_of_two_are_branches_of_the_tree() -> None:
     """A cluster merges groups first: the same tree, whatever the number of values."""
     for count in range(1, 70):
         words = [str(k) for k in range(count)]
-        whole = merged(iter(words), lambda a, b: f"({a}+{b})")
-        for size in (2, 8):
-            groups = [
-                merged(iter(words[start : start + size]), lambda a, b: f"({a}+{b})")
-                for start in range(0, count, size)
-            ]
-            assert merged(iter(groups), lambda a, b: f"({a}+{b})") == whole
+        groups = [merged(words[start : start + 8], _pair) for start in range(0, count, 8)]
+        assert merged(groups, _pair) == merged(words, _pair)
 
 
-def test_estimators_fit_a_scan_as_an_array(folder: Path) -> None:
+def _pair(a: str, b: str) -> str:
+    return f"({a}+{b})"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (PrivateLogisticRegression, {"classes": [0, 1]}),
+        (PrivateLogisticRegression, {}),
+        (PrivateHuberRegressor, {}),
+        (PrivateHuberRegressor, {"algorithm": "dp-gd", "target_bounds": (0.0, 1.0)}),
+        (PrivateAdditiveClassifier, {"bins": 4}),
+        (PrivateAdditiveRegressor, {"target_bounds": (0.0, 1.0), "bins": 4}),
+    ],
+)
+def test_estimators_fit_a_scan_as_an_array(folder: Path, kind: Any, options: dict[str, Any]) -> None:
     X, y = rows()
-    declared: dict[str, Any] = {"classes": [0, 1]}
-    for options in (declared, {}):
-        table = scan(folder, target="y")
-        mine = PrivateLogisticRegression(epsilon=4.0, random_state=5, **options).fit(table)
-        other = PrivateLogisticRegression(epsilon=4.0, random_state=5, **options).fit(X, y)
-        np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-9)
-        assert mine.privacy_.epsilon == other.privacy_.epsilon
+    table = scan(folder, target="y")
+    mine, other = (kind(epsilon=4.0, random_state=5, **options) for _ in range(2))
+    mine.fit(table)
+    other.fit(X, y)
+    np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)
+    assert mine.privacy_.epsilon == other.privacy_.epsilon
+    assert list(mine.feature_names_in_) == [f"x{j}" for j in range(D)]
+    if kind is PrivateLogisticRegression:
         assert mine.classes_.tolist() == [0, 1]
         assert table.passes <= 40  # 32 steps, up to seven looks, and the check before them
-    assert list(mine.feature_names_in_) == [f"x{j}" for j in range(D)]
-    with pytest.raises(DataError, match="predict_to"):
-        mine.predict(table)
+        with pytest.raises(DataError, match="predict_to"):
+            mine.predict(table)
+    if options == {"classes": [0, 1]}:
+        mine.partial_fit(scan(folder, target="y")).partial_fit(scan(folder, target="y"))
+        with pytest.raises(DataError, match="other columns"):
+            mine.partial_fit(scan(folder, target="y", columns=["x0"]))
 
 
-def test_regressors_fit_a_scan_as_an_array(tmp_path: Path) -> None:
-    X, _ = rows()
-    y = X @ np.arange(D) + 3.0
-    pq.write_table(arrow(X, y), tmp_path / "t.parquet", row_group_size=900)
-    for options in (
-        {"target_bounds": (-20.0, 20.0)},
-        {},
-        {"algorithm": "dp-gd", "target_bounds": (-20.0, 20.0)},
-    ):
-        mine = PrivateHuberRegressor(epsilon=4.0, random_state=5, **options).fit(scan(tmp_path, target="y"))
-        other = PrivateHuberRegressor(epsilon=4.0, random_state=5, **options).fit(X, y)
-        np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-9)
-        assert mine.intercept_ == pytest.approx(other.intercept_, rel=1e-9)
-
-
-def test_additive_models_fit_a_scan_as_an_array(folder: Path) -> None:
+def test_minimize_a_scan(folder: Path) -> None:
     X, y = rows()
-    options: dict[str, Any] = {"epsilon": 4.0, "random_state": 5, "bins": 4}
-    both: tuple[dict[str, Any], ...] = ({"classes": [0, 1]}, {})
-    for declared in both:
-        mine = PrivateAdditiveClassifier(**declared, **options).fit(scan(folder, target="y"))
-        other = PrivateAdditiveClassifier(**declared, **options).fit(X, y)
-        np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)
-        assert mine.privacy_.epsilon == other.privacy_.epsilon
-    bounds: dict[str, Any] = {"target_bounds": (0.0, 1.0)}
-    regressor = PrivateAdditiveRegressor(**bounds, **options).fit(scan(folder, target="y"))
-    np.testing.assert_allclose(
-        regressor.coef_, PrivateAdditiveRegressor(**bounds, **options).fit(X, y).coef_, rtol=1e-7, atol=1e-9
-    )
+    loss = qg.objectives.Logistic(intercept=True)
+    method = qg.GD(steps=8, learning_rate=1.0)
+    one, two = (qg.minimize(loss, data, method, budget=None) for data in (scan(folder, target="y"), (X, y)))
+    np.testing.assert_allclose(one.params, two.params, rtol=1e-9, atol=1e-9)
+    budget = qg.Budget(3.0, 1e-5, qg.Relation.REPLACE_ONE)
+    sampled = qg.DPSGD(steps=10, batch_size=600, sampling="fixed-size")
+    result = qg.minimize(loss, scan(folder, target="y"), sampled, budget=budget, seed=2)
+    assert (((X @ result.params[:-1] + result.params[-1]) > 0) == y).mean() > 0.8
 
 
 def test_a_scaled_scan_is_a_scan(folder: Path, tmp_path: Path) -> None:
@@ -183,15 +178,6 @@ def test_a_scaled_scan_is_a_scan(folder: Path, tmp_path: Path) -> None:
     assert found.privacy_.epsilon == pytest.approx(4.0, rel=0.02)
     with pytest.raises(DataError, match="other columns"):
         found.transform(scan(folder, target="y", columns=["x0"]))
-
-
-def test_minimize_with_the_noise_off(folder: Path) -> None:
-    X, y = rows()
-    loss = qg.objectives.Logistic(intercept=True)
-    for method in (qg.GD(steps=8, learning_rate=1.0), qg.DPAGD()):
-        one = qg.minimize(loss, scan(folder, target="y"), method, budget=None)
-        two = qg.minimize(loss, (X, y), method, budget=None)
-        np.testing.assert_allclose(one.params, two.params, rtol=1e-9, atol=1e-9)
 
 
 def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -> None:
@@ -235,19 +221,6 @@ def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> No
         assert np.bincount(together, minlength=N).max() > 1
     again = sampling.scanning(N, SecureStream(seed_key(4), "sample/x"))
     assert again.batch(0).tolist() == batches[0].tolist()
-
-
-def test_mini_batches_of_a_scan_train(folder: Path) -> None:
-    loss = qg.objectives.Logistic(intercept=True)
-    budget = qg.Budget(3.0, 1e-5, qg.Relation.REPLACE_ONE)
-    for method in (
-        qg.DPSGD(steps=12, batch_size=600, learning_rate=1.0),
-        qg.DPSGD(steps=10, batch_size=600, sampling="fixed-size"),
-        qg.DPSGD(steps=10, batch_size=600, sampling="single-pass"),
-    ):
-        result = qg.minimize(loss, scan(folder, target="y"), method, budget=budget, seed=2)
-        X, y = rows()
-        assert (((X @ result.params[:-1] + result.params[-1]) > 0) == y).mean() > 0.8
 
 
 def test_queries_about_pairs_of_records_refuse_samples_of_a_scan(folder: Path) -> None:
@@ -408,7 +381,7 @@ def test_any_file_system(tmp_path: Path) -> None:
         with memory.open(f"/people/{k}.parquet", "wb") as out:
             pq.write_table(arrow(X[k::2], y[k::2]), out)
     try:
-        for source in ("fsspec+memory://people/*.parquet", "fsspec+memory:///people"):
+        for source in ("memory://people/*.parquet", "memory:///people"):
             seen = scan(source, target="y")
             assert seen.shape == (N, D)
             assert len(qg.objectives.Logistic().prepare(seen)) == N

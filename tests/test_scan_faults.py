@@ -259,7 +259,7 @@ def test_a_record_of_a_folder_counts_once(tmp_path: Path) -> None:
     for name in ("year=2020/a.parquet", "_temporary/0/a.parquet", ".snapshot/a.parquet"):
         with memory.open(f"/counted/people/{name}", "wb") as file:
             pq.write_table(rows, file)
-    assert len(scan("fsspec+memory:///counted/people", target="y")) == 3
+    assert len(scan("memory:///counted/people", target="y")) == 3
     memory.rm("/counted", recursive=True)
 
 

@@ -62,14 +62,13 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("combine", "most"), [("mean", None), ("sum", None), ("mean", 2), ("sum", 3)])
-@pytest.mark.parametrize("threads", [1, 2])
 def test_a_scan_sums_people_as_the_table_in_memory(
-    tmp_path: Path, table: Any, small: None, combine: Any, most: Any, threads: int
+    tmp_path: Path, table: Any, small: None, combine: Any, most: Any
 ) -> None:
     from dataclasses import replace
 
     ids, X, y = table
-    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=threads)
+    people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=2)
     people = replace(people, rows_at_once=90)
     there, scanned = with_privacy_unit(LOSS, people, None, combine, most)
     here, held = with_privacy_unit(LOSS, (X, y), ids, combine, most)
@@ -134,26 +133,19 @@ def test_estimators_promise_to_the_people_of_a_scan(tmp_path: Path, table: Any) 
         warnings.simplefilter("ignore")
         named = qg.data.scan(folder, target="y", person="id")
         model = PrivateLogisticRegression(epsilon=3.0, classes=[0, 1]).fit(named)
-        other = PrivateLogisticRegression(epsilon=3.0, classes=[0, 1]).fit(
-            qg.data.scan(folder, target="y"), person="id"
-        )
         score = private_score(model, named, epsilon=2.0)
-    for fitted in (model, other):
-        assert fitted.privacy_.unit == "person"
-        assert list(fitted.feature_names_in_) == ["x0", "x1", "x2"]
+    assert model.privacy_.unit == "person"
+    assert list(model.feature_names_in_) == ["x0", "x1", "x2"]
+    with pytest.raises(DataError, match="where the scan is made"):
+        PrivateLogisticRegression(classes=[0, 1]).fit(qg.data.scan(folder, target="y"), person="id")
     assert score.privacy.unit == "person"
     with pytest.raises(DataError, match="made with a person column"):  # never by row, once people are named
         LOSS.prepare(named)
 
 
-def shuffled(ids: Any) -> Any:
-    return np.random.default_rng(0).permutation(ids)
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
-        shuffled,
         lambda ids: np.concatenate([ids[:-1], ids[:1]]),  # somebody comes again at the very end
         lambda ids: np.concatenate([ids[220:], ids[:220]]),  # sorted within files, not over them
     ],

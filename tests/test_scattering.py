@@ -56,11 +56,10 @@ def test_the_numbers_are_kymatio_s() -> None:
     assert expected[17:].max() > 0.01
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_pictures_do_not_see_each_other(threads: int) -> None:
+def test_pictures_do_not_see_each_other() -> None:
     """To the last bit: else one picture more or less would move the features of all others a little."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(2)
     try:
         pictures = torch.rand(35, 28, 28, generator=torch.Generator().manual_seed(1))
         made = Scattering(28)

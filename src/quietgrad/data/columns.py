@@ -66,7 +66,6 @@ class Numeric:
 
     @property
     def width(self) -> int:
-        """How many features the column becomes."""
         return 1 + self.indicator
 
     @property
@@ -220,22 +219,16 @@ class Date(_Bits):
         return (*days, *_FLAG * (self.width - len(days)))
 
     def names(self, column: str) -> tuple[str, ...]:
-        found: list[str] = []
-        for part, names in (
-            ("days", [f"{column} days"]),
-            ("month", [f"{column} month={m}" for m in _MONTHS]),
-            ("weekday", [f"{column} weekday={d}" for d in _WEEKDAYS]),
-        ):
-            found += names if part in self.parts else []
+        months, weekdays = [f"month={m}" for m in _MONTHS], [f"weekday={d}" for d in _WEEKDAYS]
+        words = (("days", ["days"]), ("month", months), ("weekday", weekdays))
+        found = [f"{column} {word}" for part, those in words if part in self.parts for word in those]
         return (*found, *((f"{column} missing",) if self.indicator else ()))
 
     def dates(self, column: str, values: Cells, missing: Sequence[str]) -> list[date | None]:
         """The cells as dates, ``None`` for a missing one."""
-        absent = set(missing) | {"None", "NaT"}
+        texts, absent = [str(value).strip() for value in values], {*missing, "None", "NaT"}
         try:
-            return [
-                None if (text := str(value).strip()) in absent else to_date(text, self.format) for value in values
-            ]
+            return [None if text in absent else to_date(text, self.format) for text in texts]
         except ValueError:
             raise DataError(
                 f"column {column!r} holds cells that are not dates of the form {self.format}. Say its format in "
@@ -250,18 +243,13 @@ class Date(_Bits):
         gaps = np.isnan(days)
         if self.bounds is not None:
             days = np.clip(days / (self.bounds[1] - self.bounds[0]).days, 0.0, 1.0)
-        month = np.array([-1 if d is None else d.month - 1 for d in found])
-        weekday = np.array([-1 if d is None else d.weekday() for d in found])
-        blocks: list[Any] = []
-        if "days" in self.parts:
-            blocks.append(np.where(gaps, 0.0, days)[:, None] if self.indicator else days[:, None])
-        if "month" in self.parts:
-            blocks.append(month[:, None] == np.arange(12))
-        if "weekday" in self.parts:
-            blocks.append(weekday[:, None] == np.arange(7))
-        if self.indicator:
-            blocks.append(gaps[:, None])
-        return np.hstack([block.astype(np.float64) for block in blocks])
+        blocks: dict[str, Any] = {
+            "days": np.where(gaps, 0.0, days)[:, None] if self.indicator else days[:, None],
+            "month": np.array([-1 if d is None else d.month - 1 for d in found])[:, None] == np.arange(12),
+            "weekday": np.array([-1 if d is None else d.weekday() for d in found])[:, None] == np.arange(7),
+        }
+        chosen = [block for part, block in blocks.items() if part in self.parts]
+        return np.hstack([*chosen, gaps[:, None]][: len(chosen) + self.indicator]).astype(np.float64)
 
 
 def to_date(text: str, format: str) -> date:
@@ -302,28 +290,13 @@ def to_numbers(
     >>> to_numbers("age", ["1", "", "2.5"])
     array([1. , nan, 2.5])
     """
-    absent = set(missing)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
+        return values.astype(np.float64)
+    absent = {*missing, "None"}
+    texts = [str(v).strip() for v in values]
     try:
-        numbers = np.asarray(values, dtype=np.float64)
-        if numbers.ndim != 1:
-            raise DataError(f"column {column!r} holds lists, not numbers.")
-        # A number that stands for a gap is one in every row, not only beside cells that are no numbers.
-        plain = decimal == "." and not thousands and not any(is_number(word) for word in absent)
-        if plain or not isinstance(next(iter(values), None), str):
-            return numbers
-    except DataError:
-        raise
-    except (ValueError, TypeError, OverflowError):
-        pass
-    try:
-        texts = (str(v).strip() for v in values)
-        return np.array(
-            [
-                np.nan if t in absent or t == "None" else float(written_plainly(t, decimal, thousands))
-                for t in texts
-            ],
-            dtype=np.float64,
-        )
+        cells = (np.nan if t in absent else float(written_plainly(t, decimal, thousands)) for t in texts)
+        return np.fromiter(cells, np.float64, len(texts))
     except (ValueError, OverflowError):
         raise NotNumericError(column) from None
 

@@ -126,12 +126,7 @@ def check(data: Dataset) -> Dataset:
 
 
 def check_task(task: str | None) -> None:
-    """Refuse a task that is none, before anything is read.
-
-    >>> check_task("foo")
-    Traceback (most recent call last):
-    quietgrad.errors.DataError: task='foo': must be binary, multiclass or regression.
-    """
+    """Refuse a task that is none, before anything is read."""
     if task is not None and task not in get_args(Task):
         near = did_you_mean(task, get_args(Task))
         raise DataError(f"task={task!r}: must be binary, multiclass or regression.{near}")
@@ -171,7 +166,7 @@ def encode_labels(
     # there is one who has another label, and so would an error about a cell that is no number.
     y = np.zeros(len(raw), dtype=np.int64)
     if all(isinstance(c, int | float | np.number) for c in classes):
-        values = _numbers_if_any(raw)
+        values = np.fromiter(map(_number, raw), np.float64, len(raw))
         for code, label in enumerate(classes):
             y[values == label] = code
     else:
@@ -181,19 +176,11 @@ def encode_labels(
     return y, kind, tuple(range(len(classes))), tuple(str(c) for c in classes)
 
 
-def _numbers_if_any(raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The labels as numbers, NaN where one is none."""
-
-    def number(cell: object) -> float:
-        try:
-            return float(cell)  # type: ignore[arg-type]
-        except (ValueError, TypeError):
-            return math.nan
-
+def _number(cell: object) -> float:
     try:
-        return np.asarray(raw).astype(np.float64)
+        return float(cell)  # type: ignore[arg-type]
     except (ValueError, TypeError):
-        return np.fromiter(map(number, raw), np.float64, len(raw))
+        return math.nan
 
 
 def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -222,12 +209,9 @@ def clip_rows(X: Matrix, bound: float = 1.0) -> Matrix:
         norms = np.linalg.norm(X, axis=1)
         factors = (bound / np.maximum(norms, bound)).astype(X.dtype)
         return cast("Matrix", X * factors[:, None])
-    squares = np.add.reduceat(np.append(X.data**2, 0.0), X.indptr[:-1])
-    counts = np.diff(X.indptr)
-    norms = np.sqrt(np.where(counts > 0, squares, 0.0))  # reduceat gives an empty row its neighbour's entry
-    factors = bound / np.maximum(norms, bound)
+    norms = np.sqrt(np.asarray(X.multiply(X).sum(axis=1))).ravel()
     scaled = X.copy()
-    scaled.data = (X.data * np.repeat(factors, counts)).astype(X.dtype)
+    scaled.data = (X.data * np.repeat(bound / np.maximum(norms, bound), np.diff(X.indptr))).astype(X.dtype)
     return scaled
 
 
@@ -261,7 +245,7 @@ def hold_out(data: Dataset, fraction: float = 0.2) -> Dataset:
 def split_even(n: int, m: int, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
     """Deal n rows to m parties whose sizes differ by at most one; shuffled if a seed is given."""
     _check_parties(n, m)
-    return [part.astype(np.int64) for part in np.array_split(_order(n, seed), m)]
+    return np.array_split(_order(n, seed), m)
 
 
 def uneven_sizes(n: int, m: int, u: float) -> list[int]:
@@ -289,7 +273,7 @@ def uneven_sizes(n: int, m: int, u: float) -> list[int]:
 def split_uneven(n: int, m: int, u: float, seed: int | None = None) -> list[npt.NDArray[np.int64]]:
     """Deal n rows to m parties of `uneven_sizes(n, m, u)`; shuffled if a seed is given."""
     ends = np.cumsum(uneven_sizes(n, m, u))[:-1]
-    return [part.astype(np.int64) for part in np.split(_order(n, seed), ends)]
+    return np.split(_order(n, seed), ends)
 
 
 def split_dirichlet(y: npt.ArrayLike, m: int, alpha: float, seed: int) -> list[npt.NDArray[np.int64]]:

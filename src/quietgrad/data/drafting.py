@@ -45,6 +45,11 @@ class DraftColumn:
     thousands: str = ""
     format: str = ""
 
+    def format_lines(self) -> list[str]:
+        """How numbers are written, if not as Python writes them."""
+        lines = [f"decimal = {json.dumps(self.decimal)}"] if self.decimal != "." else []
+        return [*lines, *([f"thousands = {json.dumps(self.thousands)}"] if self.thousands else [])]
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -69,9 +74,17 @@ class Draft:
             "",
         ]
         target = next(column for column in self.columns if column.name == self.label)
-        out += ["[label]", f"column = {_quoted(target.name)}", *_label_lines(target), ""]
+        out += ["[label]", f"column = {_quoted(target.name)}"]
+        if target.kind == "yes/no":
+            out.append('kind = "yes/no"')
+        elif "number" in target.kind:
+            ends = "the lowest and highest possible value, such as [0, 100000]; [] is found privately"
+            out += [f'kind = "{target.kind}"', *target.format_lines(), f"bounds = []  # {ends}"]
+        else:
+            out += ['kind = "category"', 'classes = []  # all class labels, such as ["no", "yes"]: needed']
+        out.append("")
         for column in self.columns:
-            if column.name != self.label:
+            if column is not target:
                 out += [f"[columns.{_quoted(column.name)}]", *_column_lines(column), ""]
         return "\n".join(out)
 
@@ -80,27 +93,11 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _number_lines(column: DraftColumn) -> list[str]:
-    written = [f"decimal = {json.dumps(column.decimal)}"] if column.decimal != "." else []
-    return [*written, *([f"thousands = {json.dumps(column.thousands)}"] if column.thousands else [])]
-
-
-def _label_lines(column: DraftColumn) -> list[str]:
-    if column.kind == "yes/no":
-        return ['kind = "yes/no"']
-    if column.kind in ("number", "whole number"):
-        return [
-            f'kind = "{column.kind}"',
-            *_number_lines(column),
-            "bounds = []  # the lowest and highest possible value, such as [0, 100000]; [] is found privately",
-        ]
-    return ['kind = "category"', 'classes = []  # all class labels, such as ["no", "yes"]: needed']
-
-
 def _column_lines(column: DraftColumn) -> list[str]:
     lines = [f'kind = "{column.kind}"']
-    if column.kind in ("number", "whole number"):
-        lines += [*_number_lines(column), "bounds = []  # the lowest and highest plausible value, such as [0, 120]"]
+    if "number" in column.kind:
+        plausible = "bounds = []  # the lowest and highest plausible value, such as [0, 120]"
+        lines += [*column.format_lines(), plausible]
     elif column.kind == "category":
         lines.append('categories = []  # all values that matter, such as ["a", "b"]; others set no feature: needed')
     elif column.kind == "date":
@@ -111,8 +108,8 @@ def _column_lines(column: DraftColumn) -> list[str]:
         ]
     elif column.kind == "id":
         lines[0] += "  # no feature; it can be kept beside predictions"
-    else:
-        lines[0] += "  # no feature" if column.kind == "text" else ""
+    elif column.kind == "text":
+        lines[0] += "  # no feature"
     if column.gaps and column.kind not in ("id", "text"):
         lines.append('missing = "indicator"  # some cells are empty: a constant in their place, and a flag')
     return lines
@@ -155,25 +152,25 @@ def draft_schema(
     target = label or header[-1]
     if unknown := [c for c in (target, *drop, *([] if keep is None else [keep])) if c not in header]:
         raise DataError(f"{name}: no column {', '.join(map(repr, unknown))}; the file has {', '.join(header)}.")
-    found = []
+    found: list[DraftColumn] = []
     for place, column in enumerate(header):
         if column in drop:
             continue
-        if column == keep:
-            found.append(DraftColumn(column, "id"))
-            continue
-        one = _column(column, cells[place], is_label=column == target)
+        one = (
+            DraftColumn(column, "id")
+            if column == keep
+            else _column(column, cells[place], is_label=column == target)
+        )
         if one.kind == "empty":
             problems.append(f"column {column!r} is empty and left out")
-            continue
-        found.append(one)
-    if target not in [column.name for column in found]:
-        raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
-    for one in found:
-        if one.name == target and one.gaps:
+        else:
+            found.append(one)
+        if column == target and one.gaps:
             problems.append(
                 f"the label {target!r} has empty cells: they count as the first class; remove those rows"
             )
+    if target not in [column.name for column in found]:
+        raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
     return Draft(name, tuple(found), target, mark, encoding, tuple(problems))
 
 
@@ -240,10 +237,8 @@ def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:
     """Whether every cell is another, in a column that is called an id or holds no ordinary numbers or words."""
     if len(words) < len(filled) or len(filled) < 20:
         return False
-    called = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) is not None or name.endswith(
-        "Id"
-    )
-    return called or not any(is_number(word) or " " in word for word in words)
+    called = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
+    return bool(called) or not any(is_number(word) or " " in word for word in words)
 
 
 def _dates(words: set[str]) -> str:

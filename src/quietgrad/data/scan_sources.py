@@ -217,16 +217,10 @@ def find_files(sources: Sequence[str]) -> tuple[fs.FileSystem | None, list[str]]
     said = sanitize(", ".join(sources))
     filesystem: fs.FileSystem | None = None
     if any("://" in source for source in sources):
-        try:
-            filesystem, _ = fs.FileSystem.from_uri(_root(sources[0]))
-        except (pa.ArrowException, ValueError, OSError, ImportError):
-            raise DataError(
-                f"{said}: nothing installed knows this kind of address. For one of an fsspec package write "
-                "fsspec+SCHEME://…."
-            ) from None
+        addressed = [_remote(source) for source in sources]
+        filesystem, sources = addressed[0][0], [path for _, path in addressed]
         if isinstance(filesystem, fs.LocalFileSystem):
             filesystem = None
-        sources = [source.partition("://")[2] for source in sources]
     found: list[str] = []
     for source in sources:
         found += _local(source) if filesystem is None else _matching(filesystem, source)
@@ -264,6 +258,24 @@ def _local(source: str) -> Iterator[str]:
 def _is_told(parts: Sequence[str]) -> bool:
     """Whether a path inside a folder is of its table: engines and editors leave copies of records beside it."""
     return not any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
+
+
+def _remote(source: str) -> tuple[fs.FileSystem, str]:
+    """The file system of an address, of pyarrow or else of fsspec, and the path there."""
+    root = _root(source)
+    try:
+        system, path = fs.FileSystem.from_uri(root)
+    except (pa.ArrowException, ValueError, OSError):
+        try:
+            from fsspec.core import url_to_fs
+
+            found, path = url_to_fs(root)
+            system = fs.PyFileSystem(fs.FSSpecHandler(found))
+        except (ImportError, ValueError):
+            raise DataError(
+                f"{sanitize(source)}: nothing installed knows this kind of address; install its fsspec package."
+            ) from None
+    return system, path + source[len(root) :]
 
 
 def _root(source: str) -> str:

@@ -328,7 +328,8 @@ def scan(
     Args:
         source: a path, a pattern such as ``"people/*.parquet"``, a folder, an address (``"s3://…"``), a list of
             them, or a frame: an Arrow table, polars or pandas. Files are Parquet or CSV, compressed or not; rows
-            are in the order of the files' names. Addresses are pyarrow's; ``"fsspec+SCHEME://…"`` is any of fsspec.
+            are in the order of the files' names. Addresses are those of pyarrow and of
+            fsspec.
         target: the column to predict; the last one if not given, or the schema's.
         schema: a public schema (:mod:`quietgrad.data.schema`): types, bounds, categories, what stands for a gap.
             Without it every column must be numbers without gaps.

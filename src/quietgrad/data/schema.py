@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Literal
@@ -100,10 +100,7 @@ class Schema:
         return written_plainly(word, *self.label_format) if self.classes is None else word
 
     def without(self, drop: Sequence[str]) -> Schema:
-        from dataclasses import replace
-
-        if unknown := [name for name in drop if name not in (*self.columns, *self.ids)]:
-            raise DataError(f"drop: {', '.join(unknown)}: not among the columns of the schema.")
+        """The schema without these feature columns."""
         return replace(self, columns={name: kind for name, kind in self.columns.items() if name not in drop})
 
 
@@ -122,10 +119,21 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
         return source
     where = "schema"
     if not isinstance(source, Mapping):
-        where = str(source)
-        source = _file_content(Path(source))
+        path, where = Path(source), f"schema {source}"
+        try:
+            if path.suffix == ".toml":
+                source = tomllib.loads(files.read_bytes(path).decode("utf-8-sig"))
+            else:
+                source = files.read_json(path)
+        except DataError:
+            raise
+        except OSError as error:
+            raise DataError(f"{where}: cannot be read ({files.os_error_text(error)}).") from None
+        except ValueError as error:
+            kind = "TOML" if path.suffix == ".toml" else "JSON"
+            raise DataError(f"{where}: not valid {kind} ({sanitize(error, most=120)}).") from None
         if not isinstance(source, Mapping):
-            raise DataError(f"schema {where}: must be a JSON object with `label` and `columns`.")
+            raise DataError(f"{where}: must be a JSON object with `label` and `columns`.")
     try:
         label, problems = source["label"], []
         columns: dict[str, Column] = {}
@@ -138,7 +146,7 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
                 columns[str(name)] = _column(str(name), said)
             except DataError as error:
                 problems.append(f"column {name!r}: {str(error).rstrip('.')}")
-        classes, bounds, kind = _label(label, problems)
+        classes, bounds, label_kind = _label(label, problems)
         if problems:
             raise DataError(f"{where}: {'; '.join(problems)}.")
         return Schema(
@@ -151,38 +159,21 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
             missing=tuple(source.get("missing", MISSING)),
             drop_incomplete=bool(source.get("drop_incomplete", False)),
             encoding=str(source.get("encoding", "utf-8")),
-            label_kind=kind,
+            label_kind=label_kind,
             label_format=(str(label.get("decimal", ".")), str(label.get("thousands", ""))),
             ids=tuple(ids),
         )
+    except DataError:
+        raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
+        why = (
+            f"{error} is missing" if isinstance(error, KeyError) else "a value is of another kind than it should be"
+        )
         raise DataError(
-            f"{where}: is not laid out as a schema ({_missed(error)}). "
+            f"{where}: is not laid out as a schema ({why}). "
             'Expected {"label": {"column": …, "classes": […]}, '
             '"columns": {name: {"bounds": [low, high]} or {"categories": […]}}}.'
         ) from None
-
-
-def _file_content(path: Path) -> Any:
-    try:
-        if path.suffix == ".toml":
-            return tomllib.loads(files.read_bytes(path).decode("utf-8-sig"))
-        return files.read_json(path)
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"schema {path}: cannot be read ({files.os_error_text(error)}).") from None
-    except ValueError as error:
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
-        raise DataError(f"schema {path}: not valid {kind} ({sanitize(error, most=120)}).") from None
-
-
-def _missed(error: Exception) -> str:
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return "a value is of another kind than it should be" if isinstance(error, AttributeError) else str(error)
 
 
 def _label(said: Mapping[str, Any], problems: list[str]) -> tuple[Any, Any, Any]:

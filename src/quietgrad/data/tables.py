@@ -439,6 +439,8 @@ def _loaded(
     n = 0
     for batch in batches:
         block, y, kept = layout.rows(batch)
+        if n + len(block) > rows:
+            raise DataError(f"{name}: has other numbers of rows than the file says; it may be damaged.")
         X[n : n + len(block)] = block
         n += len(block)
         targets.append(y)

@@ -218,7 +218,7 @@ class PrivateModel(SpendsPrivacy):
     ) -> Self:
         """Fit on records ``X`` and labels or targets ``y``; a refusal of what is given spends nothing.
 
-        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow, polars or Dask
+        ``X`` may be a :class:`~quietgrad.data.scanning.Scan`, which knows its target, or an Arrow or polars
         frame with the name of the target column as ``y``.
 
         Args:
