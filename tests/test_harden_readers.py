@@ -162,11 +162,11 @@ def test_a_damaged_archive_is_one_sentence(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_header_of_many_columns_is_no_hang() -> None:
-    columns = 150_000  # code that looks a name up in a list would make ten thousand million comparisons
+    columns = 40_000  # code that looks a name up in a list would make a thousand million comparisons
     names = ",".join(f"c{k}" for k in range(columns))
     with soon(60):
         assert parse_csv(f"{names},y\n{'1,' * columns}0\n{'2,' * columns}1\n".encode()).d == columns
-        with pytest.raises(DataError, match="150000 in all"):
+        with pytest.raises(DataError, match="40000 in all"):
             parse_csv(names.encode() + b"\n", label="absent")
 
 

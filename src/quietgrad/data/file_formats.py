@@ -49,6 +49,8 @@ def read_content(path: Path) -> bytes:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
     content = unpacked(raw, str(path))
+    if content is raw and path.suffix in (".gz", ".bz2") and b"\0" in raw[:4096]:
+        raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, but text holds no zeros
     if not content or content.isspace():
         raise DataError(f"{path}: the file is empty.")
     return content
