@@ -139,10 +139,6 @@ def test_estimators_fit_a_scan_as_an_array(folder: Path, kind: Any, options: dic
         assert table.passes <= 40  # 32 steps, up to seven looks, and the check before them
         with pytest.raises(DataError, match="predict_to"):
             mine.predict(table)
-    if options == {"classes": [0, 1]}:
-        mine.partial_fit(scan(folder, target="y")).partial_fit(scan(folder, target="y"))
-        with pytest.raises(DataError, match="other columns"):
-            mine.partial_fit(scan(folder, target="y", columns=["x0"]))
 
 
 def test_minimize_a_scan(folder: Path) -> None:
