@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
+from quietgrad.algorithms.perturbed_sgd_theorem import solve
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import LossConstants
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
@@ -30,7 +31,6 @@ from benchmarks.record import save
 from reproduce.hessian_selection import HessianSelection
 from reproduce.local_parties import run_on_parties
 from reproduce.store import print_table
-from reproduce.theorem_two import solve
 
 UNIT = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
 

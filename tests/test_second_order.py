@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from reproduce.hessian_selection import HessianSelection, PackedHessian
 from reproduce.landscapes import landscape
 from reproduce.local_parties import Doors, run_on_parties
-from reproduce.theorem_two import solve
 from scipy import special
 
 import quietgrad as qg
 from quietgrad.algorithms.base import State
+from quietgrad.algorithms.perturbed_sgd_theorem import solve
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
+from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
 from quietgrad.algorithms.learning_rates import LearningRate
+from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Noise, Oracle
 from quietgrad.oracles.gradient_estimators import RecursiveMomentum, first_apart
+from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SamplingName
+from quietgrad.vectors import Vector, norm
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class DPSRM(FirstOrder):
         steps: T updates; one release ``first`` and T − 1 releases ``next``.
         batch_size, first_batch_size: b and b₀ (default b).
         first_noise: noise multiplier of the first release relative to the others.
-        learning_rate: a number or a schedule of :mod:`quietgrad.algorithms.learning_rates`.
+        learning_rate: a number or schedule (practical mode).
         gamma: γ, the weight of the fresh gradient.
         clip: C1, the bound on one record's gradient.
         difference_clip: C2, the bound on one record's gradient difference; default γ·C1/4. The noise of a step is
@@ -36,6 +39,8 @@ class DPSRM(FirstOrder):
         joint_clip: one clip C1·γ + C2·(1−γ) on the combination instead of two; never looser.
         smoothness: C2 follows the public step, smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
         sampling, cohorts, noise: as in :class:`~quietgrad.algorithms.dp_sgd.DPSGD`.
+        mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
+        zeta: ζ, of the theory mode alone.
         returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule:
             uniform on θ⁰ … θᵀ⁻¹).
 
@@ -54,6 +59,8 @@ class DPSRM(FirstOrder):
     first_batch_size: int | None = None
     first_noise: float = 1.0
     sampling: SamplingName = "poisson"
+    mode: Literal["practical", "theory"] = "practical"
+    zeta: float | None = None
     returns: Output = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
@@ -66,7 +73,56 @@ class DPSRM(FirstOrder):
         check_range("clip", self.clip, 0.0, math.inf, closed=False)
         if self.difference_clip is not None:
             check_range("difference_clip", self.difference_clip, 0.0, math.inf)
+        if self.mode == "theory" and (self.zeta is None or self.smoothness is None):
+            raise ValueError(
+                "mode='theory' needs zeta and smoothness: build it with DPSRM.theory(constants, ...), "
+                "which an objective with bounded rows can supply."
+            )
         super().__post_init__()
+
+    @classmethod
+    def theory(
+        cls,
+        constants: LossConstants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        initial_gap: float,
+        scale: float = 1.0,
+        sampling: SamplingName = "poisson",
+    ) -> DPSRM:
+        """Theorem 4.4's settings, its unspecified absolute constants all taken as ``scale``.
+
+        T = nε√(L·D_F)/(G√(d log(1/δ))), ζ = √G·(L·D_F·d log(1/δ))^¼/√(nε), b₀ = G²/(ζ²·L·D_F), b = G²/ζ, γ = ζ,
+        clips C1 = G and C2 = ζ (a step moves at most ζ/L), output a uniformly random iterate. These make the
+        theorem hold and are no way to a good model: steps of ζ/L are so short that on a9a at ε = 0.5 the run ends
+        near its start (``docs/methods/papers.md`` has the numbers); tune the practical settings instead.
+
+        Args:
+            constants: G and L of the loss at its row bound.
+            initial_gap: D_F ≥ F(θ⁰) − min F, a public number.
+        """
+        g, smooth = constants.needed("lipschitz", "smoothness")
+        check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
+        root = math.sqrt(dim * math.log(1.0 / budget.delta))
+        ne = n * budget.epsilon
+        zeta = scale * math.sqrt(g) * math.sqrt(math.sqrt(smooth * initial_gap) * root) / math.sqrt(ne)
+        steps = max(2, round(scale * ne * math.sqrt(smooth * initial_gap) / (g * root)))
+        return cls(
+            steps=steps,
+            batch_size=min(n, max(1, round(scale * g * g / zeta))),
+            first_batch_size=min(n, max(1, round(scale * g * g / (zeta * zeta * smooth * initial_gap)))),
+            learning_rate=1.0 / (2.0 * smooth),
+            gamma=min(1.0, scale * zeta),
+            clip=g,
+            difference_clip=zeta,
+            smoothness=smooth,
+            sampling=sampling,
+            mode="theory",
+            zeta=zeta,
+            returns="random",
+        )
 
     def oracle(self) -> Oracle:
         c2 = self.gamma * self.clip / 4.0 if self.difference_clip is None else self.difference_clip
@@ -87,6 +143,13 @@ class DPSRM(FirstOrder):
             cohorts=self.cohorts,
             noise=self.noise,
         )
+
+    def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
+        size = self._rate(state.step, self.steps)
+        if self.mode == "theory" and self.zeta is not None and self.smoothness is not None:
+            length = norm(gradient)
+            size = min(size, self.zeta / (self.smoothness * length) if length > 0.0 else size)
+        return size, gradient
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Asked, GradientQuery
+from quietgrad.objectives.base import Asked, GradientQuery, LossConstants
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
@@ -71,6 +71,61 @@ class OutputPerturbation(Algorithm):
             check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
         if self.mechanism not in ("gaussian", "pure"):
             raise ValueError(f"mechanism={self.mechanism!r}: must be 'gaussian' or 'pure'.")
+
+    @classmethod
+    def theory(
+        cls,
+        constants: LossConstants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        distance: float,
+        mechanism: Literal["gaussian", "pure"] = "gaussian",
+        scale: float = 1.0,
+    ) -> OutputPerturbation:
+        """Theorem 2's settings if the risk is strongly convex, else Theorem 3's; their Θ(·) is read as ``scale``.
+
+        With S = (nεD/L)²/(d·ln(1/δ)), or /d² for pure ε: η = 1/(μ+β) and T = (μ²+β²)/(μβ)·ln(μ²S), or η = 1/β and
+        T = (β²S)^⅓. The noise is the accountant's for the T that is run, so ``scale`` moves the error only.
+
+        Args:
+            constants: L (without the regulariser) and β of the loss, μ of the regulariser.
+            distance: D ≥ ‖ŵ‖, a public guess.
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> losses = [Logistic(regularizer=L2(mu), row_bound=1.0, rows="clip") for mu in (0.0, 0.1)]
+        >>> known = {"n": 10_000, "dim": 20, "budget": Budget(1.0, 1e-3, Relation.REPLACE_ONE), "distance": 1.0}
+        >>> [OutputPerturbation.theory(loss.constants(), **known).steps for loss in losses]
+        [36, 34]
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        check_range("distance", distance, 0.0, math.inf, closed=False)
+        mu = constants.strong_convexity
+        size = float(dim * dim) if mechanism == "pure" else dim * math.log(1.0 / budget.delta)
+        signal = (n * budget.epsilon * distance / lipschitz) ** 2 / size
+        if mu:
+            steps = (mu * mu + beta * beta) / (mu * beta) * math.log(max(math.e, mu * mu * signal))
+            rate = 1.0 / (mu + beta)
+        else:
+            steps, rate = (beta * beta * signal) ** (1.0 / 3.0), 1.0 / beta
+        return cls(steps=max(1, round(scale * steps)), learning_rate=rate, mechanism=mechanism)
+
+    @staticmethod
+    def regularization(
+        constants: LossConstants, *, n: int, dim: int, budget: Budget, failure: float = 0.05
+    ) -> float:
+        """μ = √(2L/(nεγ))·(βd)^¼, the L2 penalty with which the paper takes a convex risk to new records (3.1).
+
+        Fit ``L2(μ)`` by :meth:`theory`, and :func:`quietgrad.algorithms.theorems.bounds` says what is left of it.
+
+        >>> from quietgrad.objectives import Logistic
+        >>> convex = Logistic(row_bound=1.0, rows="clip").constants()
+        >>> round(OutputPerturbation.regularization(convex, n=10**6, dim=20, budget=Budget(1.0, 1e-5)), 4)
+        0.0095
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        return math.sqrt(2.0 * lipschitz / (n * budget.epsilon * failure)) * math.sqrt(math.sqrt(beta * dim))
 
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under the relation the proof is for."""
@@ -143,6 +198,45 @@ class WeightedAverage(Algorithm):
         if self.method not in ("one-shot", "rounds"):
             raise ValueError(f"method={self.method!r}: must be 'one-shot' or 'rounds'.")
         check_range("clip", self.clip, 0.0, math.inf, closed=False)
+
+    @classmethod
+    def theory(
+        cls,
+        constants: LossConstants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        method: Literal["one-shot", "rounds"] = "rounds",
+        scale: float = 1.0,
+        growth: float | None = None,
+    ) -> WeightedAverage:
+        """Theorem 2's settings: η = 1/β and T = (β/λ)·ln(n²ε²/(p·G²·ln(1/δ))), its Õ(·) read as ``scale``·β/λ.
+
+        The theorem is about a gradient that is noisy in every step, hence ``"rounds"``. Its noise is not taken
+        over: that is the accountant's, and its λ is the risk's strong convexity. With ``growth`` they are Theorem
+        3's, about risks that need not be convex: λ is then μ of the Polyak–Łojasiewicz inequality
+        ‖∇F‖² ≥ 2μ(F − min F), which nothing here can check. :mod:`quietgrad.algorithms.theorems` has both bounds.
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> strong = Logistic(regularizer=L2(0.01), row_bound=1.0, rows="clip").constants()
+        >>> made = WeightedAverage.theory(strong, n=10_000, dim=20, budget=Budget(1.0, 1e-3, Relation.REPLACE_ONE))
+        >>> made.steps, round(made.learning_rate, 2)
+        (351, 3.85)
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        strength = constants.strong_convexity if growth is None else growth
+        if not strength:
+            raise ValueError(
+                "Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01). Theorem 3 is about "
+                "others: give growth, μ of the Polyak–Łojasiewicz inequality."
+            )
+        check_range("growth", strength, 0.0, beta, closed=False)
+        if growth is not None and method == "one-shot":
+            raise ValueError("growth: Theorem 3 is about noise in every step; use method='rounds'.")
+        signal = (n * budget.epsilon / lipschitz) ** 2 / (dim * math.log(1.0 / budget.delta))
+        steps = max(1, round(scale * beta / strength * math.log(max(math.e, signal))))
+        return cls(steps=steps, learning_rate=1.0 / beta, method=method, clip=lipschitz)
 
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under a relation that is proved."""

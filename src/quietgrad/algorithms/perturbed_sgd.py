@@ -45,12 +45,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
+from quietgrad.algorithms.perturbed_sgd_theorem import solve
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
-from quietgrad.objectives.base import Asked, Objective
+from quietgrad.objectives.base import Asked, LossConstants, Objective
 from quietgrad.oracles.base import Estimate, EstimateError, Oracle, constant_of, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule
+from quietgrad.privacy.budget import Budget
 from quietgrad.vectors import Vector, copy, norm
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
@@ -165,8 +167,9 @@ class PerturbedSGD(Algorithm):
             below (default: the most negative that the risk can have, or β).
         independent: begin every attempt after the first with a full query.
         returns: ``"certified"``, the point no attempt could leave, or ``"last"``, where the last attempt ended.
-        mode: ``"derived"`` (from G, M and ρ), or ``"practical"`` (η, C and γ are chosen; with ``curvature`` it ends
-            with ``stopped_by="no-escape"`` where another would say ``"sosp"``).
+        mode: ``"derived"`` (from G, M and ρ), ``"practical"`` (η, C and γ are chosen; with ``curvature`` it ends
+            with ``stopped_by="no-escape"`` where another would say ``"sosp"``), or ``"theory"``, made by
+            :meth:`theory`.
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
@@ -187,7 +190,7 @@ class PerturbedSGD(Algorithm):
     curvature: float | None = None
     independent: bool = True
     returns: Literal["certified", "last"] = "certified"
-    mode: Literal["derived", "practical"] = "derived"
+    mode: Literal["derived", "practical", "theory"] = "derived"
 
     name: ClassVar[str] = "perturbed-sgd"
 
@@ -202,8 +205,12 @@ class PerturbedSGD(Algorithm):
                 check_count(setting, value)
         if self.returns not in ("certified", "last"):
             raise ValueError(f"returns={self.returns!r}: must be 'certified' or 'last'.")
-        if self.mode not in ("derived", "practical"):
-            raise ValueError(f"mode={self.mode!r}: must be 'derived' or 'practical'.")
+        if self.mode not in ("derived", "practical", "theory"):
+            raise ValueError(f"mode={self.mode!r}: must be 'derived', 'practical' or 'theory'.")
+        if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
+            raise ValueError(
+                "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
+            )
         if self.mode == "practical":
             object.__setattr__(self, "learning_rate", self.learning_rate or STEP)
             chosen = {"clip": CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
@@ -214,6 +221,44 @@ class PerturbedSGD(Algorithm):
                 if name in takes and getattr(self.oracle, name) is None
             }
             object.__setattr__(self, "oracle", replace(self.oracle, **missing) if missing else self.oracle)  # type: ignore[type-var]
+
+    @classmethod
+    def theory(
+        cls,
+        constants: LossConstants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        risk_bound: float,
+        failure: float = 0.05,
+        scale: float = 1.0,
+        constant: float = 1.0,
+    ) -> PerturbedSGD:
+        """Equations (4), (5) and Theorem 2; see :mod:`quietgrad.algorithms.perturbed_sgd_theorem` for s and C."""
+        found = solve(
+            constants, n=n, dim=dim, budget=budget, risk_bound=risk_bound, failure=failure, scale=scale,
+            constant=constant,
+        )  # fmt: skip
+        oracle = AdaptiveSpider(
+            batch_size=found.batch_size,
+            difference_batch_size=found.difference_batch_size,
+            clip=constants.lipschitz,
+            smoothness=constants.record_smoothness,
+            kappa=found.kappa,
+        )
+        return cls(
+            oracle=oracle,
+            steps=found.steps,
+            learning_rate=found.learning_rate,
+            chi=found.chi,
+            radius=found.radius,
+            escape_steps=found.escape_steps,
+            attempts=found.attempts,
+            failure=failure,
+            hessian_lipschitz=constants.hessian_lipschitz,
+            mode="theory",
+        )
 
     # --- what a run is ------------------------------------------------------------------------------------------
 
@@ -328,6 +373,8 @@ class PerturbedSGD(Algorithm):
 
     def _claim(self, session: Session) -> str:
         """Whether a stop rests on constants that the loss states, or on what was seen alone."""
+        if self.mode == "theory":
+            return "stated constants, with s and C taken as given"
         own = getattr(session.objective, "constants", None)
         oracle = {
             "lipschitz": getattr(self.oracle, "clip", None),

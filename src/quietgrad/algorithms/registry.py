@@ -284,8 +284,6 @@ class AlgorithmSpec:
 
 
 _RETIRED: dict[str, dict[str, Any]] = {
-    "dp-srm": {"mode": "practical", "zeta": None},
-    "storm": {"mode": "practical", "zeta": None},
     "rrpsgd": {"noise": "tight"},
     "bassily-sgd": {"noise": "tight"},
 }

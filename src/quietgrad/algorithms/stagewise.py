@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Asked, GradientQuery
+from quietgrad.objectives.base import Asked, GradientQuery, LossConstants
 from quietgrad.oracles.base import Noise, slot_of
 from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
 from quietgrad.sampling import SamplingName, sampling_of
 from quietgrad.vectors import Vector, copy
@@ -66,6 +67,57 @@ class StagewiseDPSGD(Algorithm):
         check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
         check_range("clip", self.clip, 0.0, math.inf, closed=False)
         check_range("momentum", self.momentum, 0.0, 1.0 - 1e-9)
+
+    @classmethod
+    def theory(
+        cls,
+        constants: LossConstants,
+        *,
+        n: int,
+        dim: int,
+        budget: Budget,
+        batch_size: int,
+        growth: float | None = None,
+        quasi_convexity: float = 1.0,
+        momentum: float = 0.9,
+        early: float = 0.2,
+        slack: float = 1.0,
+        sampling: SamplingName = "poisson",
+    ) -> StagewiseDPSGD:
+        """Theorem 3.2's settings.
+
+        η⁰ = min{θ(1−ϱ)²/(2β), 1}, T⁰ with η⁰·T⁰·((1−e) + e/(2(1−ϱ))) = 1/(c₄θμ), t⁰_on = e·T⁰, and
+        K = log₂(n²ε²θ²μ/(dL²·ln(1/δ))); every stage returns a random iterate. Printed is max{…, 1}, but the proof
+        needs the smaller. Nobody would run these: with ϱ = 0.9 the step is 200 times shorter than 1/β, and the
+        stages of the example below have 50 million steps together.
+
+        Args:
+            constants: L and β of the loss at its row bound.
+            growth: μ of the Polyak–Łojasiewicz inequality (default: the regulariser's strong convexity).
+            quasi_convexity: θ; 1 if the risk is convex.
+            early: e, the share of a stage with momentum. slack: c₄ in (0, 2).
+
+        >>> from quietgrad.objectives import L2, Logistic
+        >>> strong = Logistic(regularizer=L2(0.1), row_bound=1.0, rows="clip").constants()
+        >>> made = StagewiseDPSGD.theory(strong, n=10_000, dim=20, budget=Budget(1.0, 1e-5), batch_size=100)
+        >>> made.stages, made.first_steps, round(made.learning_rate, 4)
+        (16, 389, 0.0143)
+        """
+        lipschitz, beta = constants.needed("lipschitz", "smoothness")
+        mu = constants.strong_convexity if growth is None else growth
+        check_range("growth", mu, 0.0, math.inf, closed=False)
+        check_range("quasi_convexity", quasi_convexity, 0.0, 1.0, closed=False)
+        check_range("early", early, 0.0, 1.0)
+        check_range("slack", slack, 0.0, 2.0 - 1e-9, closed=False)
+        rate = min(quasi_convexity * (1.0 - momentum) ** 2 / (2.0 * beta), 1.0)
+        effective = (1.0 - early) + early / (2.0 * (1.0 - momentum))
+        first = max(1, math.ceil(1.0 / (slack * quasi_convexity * mu * rate * effective)))
+        signal = (n * budget.epsilon * quasi_convexity / lipschitz) ** 2 * mu / (dim * math.log(1.0 / budget.delta))
+        return cls(
+            stages=max(1, math.ceil(math.log2(max(2.0, signal)))), first_steps=first, batch_size=batch_size,
+            learning_rate=rate, clip=lipschitz, momentum=momentum, early_momentum=round(early * first),
+            sampling=sampling, returns="random",
+        )  # fmt: skip
 
     @property
     def steps(self) -> int:

@@ -56,6 +56,7 @@ from quietgrad.privacy.mechanisms import GaussianPartitionSelection
 from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
+from quietgrad.training.stationarity import StationarityRelease
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -500,6 +501,10 @@ _ESTIMATORS = (
 )
 _ROWS = (
     *map(_algorithm, attacked()),
+    AuditTarget(
+        "private-certificate", ("training.stationarity",), "(ε, δ) of two scalars",
+        _through_queries(StationarityRelease),
+    ),
     AuditTarget(
         "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram",
         _through_queries(lambda: Tabulate(4), _cells),

@@ -80,12 +80,18 @@ def plan(
     if as_json:
         proof = None if asked is None else the_plan.proof.to_json()
         more: dict[str, Any] = {} if reading is None else {"scan": reading.to_json()}
+        if asked is not None:
+            more["generalization"] = the_plan.generalization
         show_json({**the_plan.to_json(), "proof": proof, **more})
         return
     if reading is not None:
         show_rows(f"scanning {n:,} rows of {columns} columns on {cluster}", reading.lines())
     say(the_plan.explain())
     if the_plan.is_private:
+        say(
+            "on new records: the mean of a loss in [0, 1], such as the error rate, is expected to differ from that "
+            f"on these by at most {the_plan.generalization:.3g}, because of the noise"
+        )
         show_slots(the_plan)
 
 

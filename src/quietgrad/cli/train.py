@@ -134,8 +134,9 @@ def finish(
     facts = spec.describe_objective(data)
     details = {**result.details, "model": facts}
     curve = None if watched is None else watched.curve_of(result.privacy.epsilon)
-    if curve:  # a run that was charged again has none
+    if curve and watched is not None and watched.plan is not None:  # a run that was charged again has neither
         details["epsilon_curve"] = [list(point) for point in curve]
+        details["generalization"] = watched.plan.generalization
     metrics = plain_scores(
         objective_from(facts), result.params, data, Frame.told(details), test=not spec.scores_privately,
         train=spec.evaluate_train,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
@@ -270,11 +270,11 @@ class FederatedPlan(Plan):
         if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9):
             raise BudgetError(f"the plan promises ε={self.budget.epsilon:g}; its events cost {self.epsilon():g}.")
 
-    def explain(self) -> str:
+    def explain(self, bounds: Iterable[object] = ()) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
         from quietgrad.federation.planning import explain
 
-        return explain(self)
+        return "\n".join((explain(self), *(f"theorem: {bound}" for bound in bounds)))
 
     def to_json(self) -> dict[str, Any]:
         own = {_KEYS.get(name, name): getattr(self, name) for name in _OWN}

@@ -215,6 +215,14 @@ class LossConstants:
         """Whether F is known to be convex."""
         return self.weak_convexity == 0.0
 
+    def needed(self, *names: str) -> tuple[float, ...]:
+        """The constants of these names, for settings that a theorem makes of them; raise if one is not finite."""
+        values = [(name, getattr(self, name)) for name in names]
+        for name, value in values:
+            if value is None or not 0.0 < value < float("inf"):
+                raise ValueError(f"theory mode needs a finite {name} constant > 0; this loss states {value!r}.")
+        return tuple(float(value) for _, value in values)
+
 
 @runtime_checkable
 class Regularizer(Protocol):

@@ -14,17 +14,17 @@ import hashlib
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from quietgrad.charts import in_a_notebook
-from quietgrad.errors import BudgetError
+from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.explain import explain
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account, prove, sensitivity_factor
+from quietgrad.privacy.accounting import account, delta_of, prove, sensitivity_factor
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
 from quietgrad.privacy.calibration import calibrate_event
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
@@ -330,6 +330,26 @@ class Plan:
         assert self.budget is not None
         return prove(event, delta=self.budget.delta, relation=self.budget.relation)
 
+    @cached_property
+    def generalization(self) -> float:
+        """The most that the mean of any loss in [0, 1] differs in expectation between new records and these.
+
+        Replacing one record changes the law of what is released by a total variation of at most δ(0), so the run is
+        uniformly stable at that level for every such loss (the error rate, say), and its generalisation gap is no
+        larger (Hardt et al. 2016, theorem 2.2). Records are draws of one population. Removing one and adding
+        another replaces one: under add-remove it is twice δ(0).
+
+        >>> from quietgrad import DPGD, Budget, plan
+        >>> round(plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5, "replace-one")).generalization, 3)
+        0.107
+        """
+        relation, proof = self._relation, self.proof
+        try:
+            apart = delta_of(self.total, epsilon=0.0, relation=relation)
+        except UnprovableError:  # then what ε and δ alone say of it
+            apart = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
+        return min(1.0, apart if relation is Relation.REPLACE_ONE else 2.0 * apart)
+
     def epsilon(self, delta: float | None = None) -> float:
         """The ε the plan costs at ``delta`` (default: the budget's)."""
         if self.budget is None or delta is None or delta == self.budget.delta:
@@ -452,9 +472,12 @@ class Plan:
                 rows.append(("condition", self.condition))
         return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
 
-    def explain(self) -> str:
-        """Say for people what will be released, what each release reveals, and which proof prices it."""
-        return explain(self)
+    def explain(self, bounds: Iterable[object] = ()) -> str:
+        """Say for people what will be released, what each release reveals, and which proof prices it.
+
+        ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.algorithms.theorems`).
+        """
+        return "\n".join((explain(self), *(f"theorem: {bound}" for bound in bounds)))
 
 
 DECLARED = "declared public"

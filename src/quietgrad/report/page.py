@@ -89,6 +89,8 @@ class ReportedRun:
         rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
         found = self.result.details
         rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
+        if "generalization" in found:
+            rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
         rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
         return rows
 

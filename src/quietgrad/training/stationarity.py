@@ -1,7 +1,8 @@
 """Stationarity certificates: gradient norm and least Hessian eigenvalue, by Lanczos on Hessian–vector products.
 
 A certificate is an evaluation. On a landscape's population risk it touches no data; on data it is **not private**:
-use public records.
+use public records, or :func:`certify_privately` on held-out ones, which releases both numbers with noise and
+charges them to the ledger.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.curators.base import Session
+from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue
+from quietgrad.oracles.base import constant_of
+from quietgrad.plans.schedule import Schedule, Slot
+from quietgrad.privacy.budget import Budget
+from quietgrad.sampling import FullBatch
+from quietgrad.training.minimizing import minimize
+from quietgrad.training.result import Privacy
 from quietgrad.vectors import Vector, dot, norm
 
 Floats = npt.NDArray[np.float64]
@@ -187,3 +197,75 @@ def _like(like: Vector) -> Callable[[Floats], Any]:
 
 def _numpy(vector: Any) -> Floats:
     return np.asarray(vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy(), np.float64)
+
+
+@dataclass(frozen=True)
+class PrivateCertificate(Certificate):
+    """A certificate whose two numbers are noisy releases; ``*_error`` are the noise's standard deviations."""
+
+    gradient_error: float
+    curvature_error: float
+    privacy: Privacy
+
+
+@dataclass(frozen=True)
+class StationarityRelease(Algorithm):
+    """The plan of :func:`certify_privately`: a gradient norm and a least eigenvalue of the same records."""
+
+    name: ClassVar[str] = "private-certificate"
+    needs_means: ClassVar[bool] = True  # a Hessian of a sum of records has no bound
+
+    def schedule(self, n_public: int) -> Schedule:
+        return Schedule((Slot("norm", FullBatch()), Slot("curvature", FullBatch())))
+
+    def init(self, x0: Vector) -> State:
+        return State(params=x0)
+
+    def step(self, state: State, session: Session) -> State:
+        clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
+        n = float(session.plan.n_public)
+        slope = float(session.release("norm", GradientNorm(state.params, clip, n))[0]) / n
+        curve = float(session.release("curvature", LeastEigenvalue(state.params, smoothness, n))[0]) / n
+        scale = session.plan.noise_multiplier / n
+        state.extra = {"gradient_norm": slope, "lambda_min": curve,
+                       "gradient_error": scale * clip, "curvature_error": scale * smoothness}  # fmt: skip
+        state.step, state.done = 1, True
+        return state
+
+    def output(self, state: State) -> Vector:
+        return state.params
+
+
+def certify_privately(
+    objective: Any,
+    params: Vector,
+    data: Any,
+    *,
+    budget: Budget,
+    alpha: float = 0.01,
+    rho: float | None = None,
+    **options: Any,
+) -> PrivateCertificate:
+    """A certificate on people's records: ‖∇F‖ and λ_min with Gaussian noise of G/n and M/n times the multiplier.
+
+    The records must be held out from training, or the budgets add up: give ``ledger`` and ``account`` and they do.
+    The objective must state G and M (``constants()``); every record is shortened to them.
+
+    Args:
+        options: passed to :func:`quietgrad.minimize`: ledger, account, cap, n_public, seed.
+
+    >>> import quietgrad as qg
+    >>> hill = qg.objectives.landscape("strict-saddle", d=5)
+    >>> found = certify_privately(hill, hill.saddle(), 10**5, budget=Budget(1.0, 1e-6), alpha=0.03, seed=0)
+    >>> found.kind, found.curvature_error < 1e-3
+    ('saddle', True)
+    """
+    result = minimize(objective, data, StationarityRelease(), budget=budget, start=params, **options)
+    rho = known_rho(objective) if rho is None else rho
+    curvature = known_curvature(objective)
+    names = ("gradient_norm", "lambda_min", "gradient_error", "curvature_error")
+    slope, curve, slope_error, curve_error = (float(result.details[name]) for name in names)
+    kind = classify(slope, curve, alpha, rho, curvature)
+    return PrivateCertificate(
+        slope, curve, kind, alpha, rho, curvature, slope_error, curve_error, result.privacy
+    )  # fmt: skip
