@@ -27,7 +27,7 @@ from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.queries.counts import MeanScore
-from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitzRecurrence
+from quietgrad.privacy.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.rng import seed_key
 from quietgrad.training import checkpoint
@@ -401,14 +401,14 @@ def closed_entries_pay_again(patch: Patch) -> None:
 
 
 def rows_from_the_last_64(patch: Patch) -> None:
-    row = BufferedToeplitzRecurrence.row
+    row = NoiseRecurrence.row
 
-    def short(self: BufferedToeplitzRecurrence, release: int, dim: int) -> Any:
+    def short(self: NoiseRecurrence, release: int, dim: int) -> Any:
         if self._buffers is None and release > 64:
-            self._buffers, self._next = np.zeros((len(self._alpha), dim)), release - 64
+            self._buffers, self._next = np.zeros((self._kept, dim)), release - 64
         return row(self, release, dim)
 
-    patch.setattr(BufferedToeplitzRecurrence, "row", short)
+    patch.setattr(NoiseRecurrence, "row", short)
 
 
 def who_scores_trained_too(patch: Patch) -> None:

@@ -32,7 +32,7 @@ from quietgrad.objectives.base import (
 )
 from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue
 from quietgrad.objectives.tables.scanned import is_additive, merged
-from quietgrad.sampling import CyclicCohorts, FixedSize, Poisson, SinglePass
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
 
 pytestmark = pytest.mark.filterwarnings("ignore:random_state=5")
 pa = pytest.importorskip("pyarrow")
@@ -199,6 +199,7 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
         SinglePass(N, 600),
         SinglePass(N, 600, qg.Relation.ADD_REMOVE),
         CyclicCohorts(10),
+        CyclicPoisson(4, 0.2),
     ],
 )
 def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> None:

@@ -233,6 +233,21 @@ def mnist() -> list[str]:
     ]
 
 
+def bands() -> list[str]:
+    """Correlated noise on Poisson samples."""
+    rows = [row for row in read("network_noise")["tables"][0]["rows"] if row[0] == "bands"]
+
+    def of(method: str) -> str:
+        return each((row[4] for row in rows if row[3] == method), "4.2f")
+
+    return [
+        "small CNN on MNIST, correlated noise in bands on Poisson samples, ε = 2 / 8, five runs",
+        f"test error in %: 4 bands {of('4 bands')}, 16 bands {of('16 bands')}",
+        f"independent noise {of('1 bands')}",
+        file("network_noise"),
+    ]
+
+
 def pictures() -> list[str]:
     """Scattering features."""
     table = read("pictures")["table"]
@@ -465,7 +480,7 @@ run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals]
 
 ## Networks and images
 
-{grid(COLUMNS, [*steps(), mnist(), pictures(), dense()])}
+{grid(COLUMNS, [*steps(), mnist(), bands(), pictures(), dense()])}
 
 ## Many parties
 

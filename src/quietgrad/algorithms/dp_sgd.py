@@ -33,9 +33,11 @@ class DPSGD(FirstOrder):
         clip: C, the L2 bound on one record's gradient.
         sampling: ``"poisson"`` (default), ``"random-allocation"`` (every record in one secret step of each epoch of
             ⌈n ÷ batch_size⌉ steps), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
-            or ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts).
-        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns: noise that later releases take
-            back, so that sums of releases have much less of it (:mod:`quietgrad.privacy.correlated`).
+            ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
+            ``"poisson-turns"`` (a Poisson sample of ``batch_size`` of the cohort whose turn it is).
+        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns of either kind: noise that later
+            releases take back, so that sums of releases have much less of it
+            (:mod:`quietgrad.privacy.correlated`, :mod:`quietgrad.privacy.banded`).
         momentum: weight of the past, 0 for none.
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
         momentum_steps: switch momentum off after so many steps (early momentum at one rate, paper 001).

@@ -76,6 +76,7 @@ _SRM: dict[str, Any] = {"steps": 150, "batch_size": 200, "learning_rate": 1.0}
 _SGD: dict[str, Any] = {"steps": 150, "batch_size": 200}
 _TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 15, "noise": "correlated"}
 _ONCE: dict[str, Any] = {"sampling": "single-pass", "noise": "correlated"}
+_BANDS: dict[str, Any] = {"sampling": "poisson-turns", "cohorts": 5, "noise": "correlated"}
 _STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
 _ESCAPE: dict[str, Any] = {
     "learning_rate": 2.0,
@@ -100,6 +101,7 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, sampling="fixed-size", **_SRM),
         _row(0.66, **{**_SRM, "steps": 300}, returns="random"),
         _row(0.52, learning_rate=1.0, steps=60, **_TURNS),
+        _row(0.50, **_SRM, **_BANDS),
     ),
     "dp-sgd": (
         _row(0.48, learning_rate=1.0, **_SGD),
@@ -109,6 +111,8 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.50, _REPLACE, steps=100, batch_size=200, learning_rate=1.0, returns="ema", sampling="fixed-size"),
         _row(0.48, learning_rate=1.0, steps=60, **_TURNS),
         _row(0.50, _REPLACE, learning_rate=4.0, steps=30, batch_size=100, **_ONCE),
+        _row(0.48, learning_rate=1.0, **_SGD, **_BANDS),
+        _row(0.48, _REPLACE, learning_rate=1.0, **_SGD, **_BANDS),
     ),
     "dp-adam": (_row(0.50, steps=100, batch_size=300, learning_rate=0.1),),
     "dp-disk": (
@@ -176,6 +180,16 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
         _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
+        _attack("Poisson turns", steps=6, batch_size=1, sampling="poisson-turns", cohorts=2, noise="correlated"),
+        _attack(
+            "Poisson turns",
+            _REPLACE,
+            steps=6,
+            batch_size=1,
+            sampling="poisson-turns",
+            cohorts=2,
+            noise="correlated",
+        ),
         # A record in every third release, as early as it can be: the worst turns there are, and they are known.
         replace(
             _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
@@ -338,13 +352,13 @@ def _readers() -> settings.Readers:
     from quietgrad.algorithms.range_estimation import Look, read_look
     from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
-    from quietgrad.privacy.correlated import BufferedToeplitzNoise
+    from quietgrad.privacy.correlated import CorrelatedNoise
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
     return {
         LearningRate: read_rate,
         Oracle: make_oracle,
         Look: read_look,
-        BufferedToeplitzNoise: read_noise,
+        CorrelatedNoise: read_noise,
         **kinds,
     }

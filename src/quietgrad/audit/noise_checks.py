@@ -38,7 +38,7 @@ from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, Probe, kinds
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import CyclicCohorts, FullBatch, Poisson, Sampling
+from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, Sampling
 from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
@@ -299,7 +299,7 @@ def probe_mechanism(
 ) -> list[AuditFinding]:
     """Listen to hundreds of releases of one mechanism, half of them after the session was opened again."""
     # Normals are made in blocks of 2¹⁶: wide releases go beyond the first.
-    width = WIDE if mechanism.amplified else WIDTH
+    width = WIDE if mechanism.amplified and mechanism.cohorts == 1 else WIDTH
     plan = plan_of(mechanism)
     return probe_slots(plan, curator, f"{mechanism.kind} noise", alpha=alpha, seed=seed, width=width)
 
@@ -319,7 +319,7 @@ def plan_of(mechanism: Mechanism, relation: Relation = Relation.ADD_REMOVE) -> P
     # Half of the samples of a vector are empty: noise must be there all the same.
     sampling: Sampling = Poisson(0.5) if mechanism.amplified else FullBatch()
     if (cohorts := mechanism.cohorts) > 1:
-        sampling = CyclicCohorts(cohorts)
+        sampling = CyclicPoisson(cohorts, 0.5) if mechanism.amplified else CyclicCohorts(cohorts)
     slot = Slot("probe", sampling, _count(mechanism), mechanism=mechanism)
     schedule = Schedule((slot,), "filter" if mechanism.verb == "choose" else "sequential")
     return Plan("probe", {}, schedule.under(relation), 1, Budget(1.0, 1e-5, relation), 2.0)

@@ -422,14 +422,14 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
     for slot in schedule.slots if schedule is not None else ():
         # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
         if slot.mechanism.together:
-            again = sensitivity_again(slot.mechanism)
+            again = sensitivity_again(slot.mechanism) if slot.mechanism.whole_run else None
             if again is None or not again <= slot.mechanism.factor * (1.0 + 1e-9):
                 known = False
                 break
             said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
     if not known or (schedule is not None and schedule.composition == "filter"):
         words = (
-            "one accountant: the event stands for many releases (a filter), by a theorem that "
+            "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", None, words)

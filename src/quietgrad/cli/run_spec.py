@@ -118,7 +118,7 @@ class RunSpec:
     gamma: Annotated[float | None, Option(help="DP-SRM: weight of the fresh gradient.")] = None
     sampling: Annotated[
         str | None,
-        Option(help="poisson, random-allocation, fixed-size, full, single-pass or turns."),
+        Option(help="poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns."),
     ] = None
     settings: Annotated[
         list[str] | None, Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated.")

@@ -95,8 +95,8 @@ class FederatedPlan(Plan):
                 f"would hide no party; give a quorum of {self.colluders + 1} or more."
             )
         for slot in self.schedule.slots:
-            if slot.sampling.only_central:
-                raise ValueError(slot.sampling.only_central)
+            if reason := slot.sampling.only_central or slot.mechanism.only_central:
+                raise ValueError(reason)
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):

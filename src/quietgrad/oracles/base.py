@@ -11,14 +11,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, Objective
 from quietgrad.plans.schedule import Law, Plan, Slot
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
+from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.sampling import (
     Sampling,
 )
 from quietgrad.vectors import Vector
 
-Noise = Literal["independent", "correlated"] | BufferedToeplitzNoise
+Noise = Literal["independent", "correlated"] | CorrelatedNoise
 """Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
 
 
@@ -86,7 +86,7 @@ def slot_of(
     """
     sampling.check_count(steps)
     mechanism: Mechanism = GaussianNoise()
-    if isinstance(noise, BufferedToeplitzNoise):
+    if isinstance(noise, CorrelatedNoise):
         mechanism = noise
     elif noise == "correlated":
         mechanism = sampling.correlated_noise(steps)
@@ -95,14 +95,15 @@ def slot_of(
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 
-def read_noise(given: Any) -> BufferedToeplitzNoise:
+def read_noise(given: Any) -> CorrelatedNoise:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
-    >>> read_noise(BufferedToeplitzNoise.made(8).to_json()) == BufferedToeplitzNoise.made(8)
+    >>> from quietgrad.privacy.banded import BandedToeplitzNoise
+    >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """
     made = from_json(given) if isinstance(given, Mapping) else None
-    if not isinstance(made, BufferedToeplitzNoise):
+    if not isinstance(made, CorrelatedNoise):
         raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")
     return made
 
@@ -111,8 +112,7 @@ def settings_of(oracle: Any) -> dict[str, Any]:
     """The public settings of an oracle as JSON values; the law of a random round is the algorithm's."""
     values = {f.name: getattr(oracle, f.name) for f in fields(oracle) if f.name != "law"}
     return {
-        name: value.to_json() if isinstance(value, BufferedToeplitzNoise) else value
-        for name, value in values.items()
+        name: value.to_json() if isinstance(value, CorrelatedNoise) else value for name, value in values.items()
     }
 
 

@@ -101,7 +101,7 @@ class Slot:
                 self.mechanism.event(self.sampling.event, z, relation, 1), tuple(law.items())
             )
         count = count or self.count
-        held = None if self.mechanism.together else self.sampling.participation(count)
+        held = None if self.mechanism.whole_run else self.sampling.participation(count)
         # Where a record is certainly not in every release, it pays for those that it is in.
         times = self.sampling.times(count) if held is None else held[0]
         return self.mechanism.event(self.sampling.event, z, relation, times)

@@ -20,6 +20,7 @@ What must not depend on other people is *when* a record takes part (see :class:`
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -36,12 +37,77 @@ from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 Floats = npt.NDArray[np.float64]
 
 _BUFFERS = 4
-_ROUNDED_UP = 1.0 + 1e-12
+ROUNDED_UP = 1.0 + 1e-12
 _MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
 
 
+class CorrelatedNoise(Mechanism, ABC):
+    """Gaussian noise w = S⁻¹u over the releases of a run, S lower triangular and Toeplitz with c₀ = 1.
+
+    Subclasses say which S, how its inverse is applied step by step, and what one record can do to S·sums.
+    """
+
+    releases: int
+
+    noise: ClassVar[str] = "correlated Gaussian"
+    white: ClassVar[bool] = True
+
+    @abstractmethod
+    def coefficients(self, releases: int | None = None) -> Floats:
+        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
+
+    @abstractmethod
+    def strategy(self) -> tuple[Floats, range]:
+        """The first column of S, and which columns one record moves together at most."""
+
+    @abstractmethod
+    def rows(self, key: bytes, label: str) -> NoiseRecurrence:
+        """The noise of unit scale, by number of the release."""
+
+    @property
+    @abstractmethod
+    def inverse(self) -> Floats:
+        """g, the first column of S⁻¹."""
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
+        return self.factor * float(np.linalg.norm(self.inverse))
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Gaussian(multiplier)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The innovations u, which are S·releases ÷ (z·C·s); releases themselves are not independent."""
+        column, columns = self.strategy()
+        scale = multiplier * bound * _worst_move(column, columns)
+        heard: list[Floats] = []
+
+        def normals(release: Floats, number: int, rng: np.random.Generator) -> Floats:
+            del heard[number:]
+            heard.append(release / scale)
+            return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
+
+        return Probe(normals)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _CorrelatedSource(self, key, label)
+
+    def reach(self, dim: int) -> float:
+        return self.loudness * super().reach(dim)
+
+    def _check(self, numbers: dict[str, object], lists: dict[str, object]) -> None:
+        for name, value in numbers.items():
+            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
+                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
+        for name, values in lists.items():
+            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
+                raise ValueError(f"{name}: must be a list of numbers.")
+            object.__setattr__(self, name, tuple(values))
+
+
 @dataclass(frozen=True)
-class BufferedToeplitzNoise(Mechanism, kind="correlated"):
+class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
 
     Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
@@ -65,9 +131,8 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
     lam: tuple[float, ...]
     alpha: tuple[float, ...]
 
-    noise: ClassVar[str] = "correlated Gaussian"
-    white: ClassVar[bool] = True
     in_mpc: ClassVar[bool] = False
+    whole_run: ClassVar[bool] = True
     together: ClassVar[str] = (
         "all releases of the run are together one Gaussian release, whatever is asked in each: their noise is "
         "correlated"
@@ -75,13 +140,7 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
 
     def __post_init__(self) -> None:
         numbers = {"releases": self.releases, "participations": self.participations, "separation": self.separation}
-        for name, value in numbers.items():
-            if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
-                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
-        for name, values in (("lam", self.lam), ("alpha", self.alpha)):
-            if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
-                raise ValueError(f"{name}: must be a list of numbers.")
-            object.__setattr__(self, name, tuple(values))
+        self._check(numbers, {"lam": self.lam, "alpha": self.alpha})
         if not 1 <= len(self.lam) == len(self.alpha) <= 64:
             raise ValueError("lam, alpha: must be as many of the one as of the other.")
         # Written so that a NaN is refused.
@@ -128,7 +187,7 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
         if not 1 <= count <= self.releases:
             raise BudgetError(f"{count} releases: the correlated noise was made for {self.releases}.")
         columns = range(0, count, self.separation)[: self.participations]
-        return _worst_move(self.coefficients(count), columns) * _ROUNDED_UP
+        return _worst_move(self.coefficients(count), columns) * ROUNDED_UP
 
     def strategy(self) -> tuple[Floats, range]:
         """A record in k releases b apart moves the columns 0, b, 2b, … of S."""
@@ -148,11 +207,6 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
     def factor(self) -> float:
         """s of the whole run, by which the noise is louder than z·C."""
         return self.sensitivity()
-
-    @property
-    def loudness(self) -> float:
-        """Standard deviation of the noise of one late release ÷ z·C: s·‖g‖."""
-        return self.factor * float(np.linalg.norm(self.inverse))
 
     @cached_property
     def inverse(self) -> Floats:
@@ -181,9 +235,6 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
 
     # --- what a mechanism is ----------------------------------------------------------------------------------
 
-    def once(self, multiplier: float, relation: Relation) -> events.Event:
-        return events.Gaussian(multiplier)
-
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """``Gaussian(z·s_T/s_j)`` after j releases: the noise is that of T, the sensitivity that of j.
 
@@ -201,8 +252,8 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
         if participation is None:
             raise ValueError(
                 f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use sampling='single-pass' or 'turns'. The whole table in every release (DP-GD) gains "
-                "nothing from it."
+                "part; use sampling='single-pass' or 'turns', or 'poisson-turns' for secret samples. The whole "
+                "table in every release (DP-GD) gains nothing from it."
             )
         k, b = participation
         if k > 1 and b == 1:
@@ -214,28 +265,9 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
                 "those."
             )
 
-    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
-        """The innovations u, which are S·releases ÷ (z·C·s); releases themselves are not independent."""
-        column, columns = self.strategy()
-        scale = multiplier * bound * _worst_move(column, columns)
-        heard: list[Floats] = []
-
-        def normals(release: Floats, number: int, rng: np.random.Generator) -> Floats:
-            del heard[number:]
-            heard.append(release / scale)
-            return np.asarray(column[: len(heard)][::-1] @ np.stack(heard))
-
-        return Probe(normals)
-
-    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        return _CorrelatedSource(self, key, label)
-
     def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
         """The noise of unit scale, by number of the release."""
         return BufferedToeplitzRecurrence(self, key, label)
-
-    def reach(self, dim: int) -> float:
-        return self.loudness * super().reach(dim)
 
     def describe(self, multiplier: float) -> str:
         return (
@@ -252,8 +284,8 @@ class BufferedToeplitzNoise(Mechanism, kind="correlated"):
         )
 
 
-class BufferedToeplitzRecurrence:
-    """w = S⁻¹u by number k: w_k = u_k − α·B and B ← λ·B + w_k, with four buffers B that start empty.
+class NoiseRecurrence(ABC):
+    """w_k = (S⁻¹u)_k by number k, from the few vectors that are kept of the rows before it.
 
     Rows are a function of the key and of k alone: after an interruption the buffers are made again from
     the stream's rows 0 … k−1, and nothing of them is ever stored, for with a release they are as secret as the key.
@@ -272,9 +304,8 @@ class BufferedToeplitzRecurrence:
     True
     """
 
-    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
-        self._releases = mechanism.releases
-        self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
+    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str, kept: int) -> None:
+        self._releases, self._kept = mechanism.releases, kept
         self._units = StandardNormals(key, f"unit/{label}", mechanism.releases)
         self._next = 0
         self._buffers: Floats | None = None
@@ -289,12 +320,24 @@ class BufferedToeplitzRecurrence:
                 "vectors of one length."
             )
         if self._buffers is None or release < self._next:
-            self._buffers, self._next = np.zeros((len(self._alpha), dim)), 0
+            self._buffers, self._next = np.zeros((self._kept, dim)), 0
         row: Floats = np.empty(0)
         for number in range(self._next, release + 1):
             row = self._step(number, self._units.row(number, dim), self._buffers)
         self._next = release + 1
         return row
+
+    @abstractmethod
+    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
+        """w of ``number`` as a new array, from u and what is ``kept``, which is brought up to date."""
+
+
+class BufferedToeplitzRecurrence(NoiseRecurrence):
+    """w = u_k − α·B and B ← λ·B + w, with four buffers B that start empty."""
+
+    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
+        super().__init__(mechanism, key, label, len(mechanism.alpha))
+        self._lam, self._alpha = np.array(mechanism.lam)[:, None], np.array(mechanism.alpha)
 
     def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
         row: Floats = unit - np.dot(self._alpha, kept)
@@ -304,7 +347,7 @@ class BufferedToeplitzRecurrence:
 
 
 class _CorrelatedSource(NoiseSource):
-    def __init__(self, mechanism: BufferedToeplitzNoise, key: bytes, label: str) -> None:
+    def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
         self._louder = mechanism.factor
         self._asked: tuple[float, float, int] | None = None

@@ -107,17 +107,22 @@ class Mechanism(ABC):
     one_curator: ClassVar[bool] = False
     """Whether it needs somebody who sees all records' exact numbers."""
     together: ClassVar[str] = ""
-    """In words, that all releases of the run have a price together only, if noise is correlated."""
+    """Which releases have a price together only, in words, if noise is correlated: nothing may stand between."""
+    whole_run: ClassVar[bool] = False
+    """Whether these are all releases of a run."""
+    only_central: ClassVar[str] = ""
+    """Why parties cannot release with it; empty if they can."""
     white: ClassVar[bool] = False
     """Whether the noise of a release is Gaussian and independent from coordinate to coordinate."""
     amplified: ClassVar[bool] = False
     """Whether the secrecy of a sample lowers its cost."""
 
     def __init_subclass__(cls, kind: str | None = None) -> None:
-        if kind is None:  # it would be written down as its parent, which makes other noise
+        if kind is not None:
+            cls.kind = kind
+            _KINDS[kind] = cls
+        elif ABC not in cls.__bases__:  # it would be written down as its parent, which makes other noise
             raise TypeError(f"{cls.__name__}: a mechanism names its kind.")
-        cls.kind = kind
-        _KINDS[kind] = cls
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:
@@ -206,7 +211,7 @@ def from_json(data: Any) -> Mechanism:
 
 def kinds() -> dict[str, type[Mechanism]]:
     """All mechanisms, by kind."""
-    import quietgrad.privacy.correlated  # noqa: F401 — registers a kind of noise that builds on this module
+    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
 
     return _KINDS
 

@@ -234,6 +234,8 @@ def sampling_words(sampling: Mapping[str, Any]) -> str:
             return f"{sampling['batch_size']} fresh records"
         case "turns":
             return f"one of {sampling['cohorts']} cohorts, in turn"
+        case "poisson-turns":
+            return f"one of {sampling['cohorts']} cohorts, in turn; of it Poisson, rate {sampling['rate']:.4g}"
     return str(sampling.get("sampling", "as stated above"))
 
 
@@ -242,9 +244,9 @@ def _amplification(slot: Mapping[str, Any]) -> str:
     kind = sampling.get("sampling")
     if kind == "single-pass":
         return "no record is used twice"
-    if mechanism_from(slot.get("mechanism", "gaussian")).together or sampling.get("rate") == 1.0:
+    if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
         return "none"
-    secret = kind in ("poisson", "random-allocation", "fixed-size")
+    secret = kind in ("poisson", "random-allocation", "fixed-size", "poisson-turns")
     return "by secret sampling" if secret else "none"
 
 

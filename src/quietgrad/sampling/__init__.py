@@ -2,7 +2,7 @@
 
 ``FullBatch`` · ``Poisson`` · ``RandomAllocation`` (every record in one secret step of each epoch) · ``FixedSize``
 (without replacement) · ``SinglePass`` (disjoint, every record once) · ``CyclicCohorts`` (cohorts, one after the
-other).
+other) · ``CyclicPoisson`` (secret samples of them).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -17,6 +17,7 @@ from quietgrad.sampling.samplers import Sampler
 from quietgrad.sampling.schemes import (
     KINDS,
     CyclicCohorts,
+    CyclicPoisson,
     FixedSize,
     FullBatch,
     Poisson,
@@ -28,6 +29,7 @@ from quietgrad.sampling.schemes import (
 
 __all__ = [
     "CyclicCohorts",
+    "CyclicPoisson",
     "FixedSize",
     "FullBatch",
     "Poisson",
@@ -40,7 +42,9 @@ __all__ = [
     "sampling_of",
 ]
 
-SamplingName = Literal["poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns"]
+SamplingName = Literal[
+    "poisson", "random-allocation", "fixed-size", "full", "single-pass", "turns", "poisson-turns"
+]
 """The kinds of schemes that settings may name."""
 
 

@@ -244,6 +244,31 @@ class AllocationSampler:
         return self._turns.batch(i)
 
 
+class BernoulliSubsampler:
+    """Of the batches of another sampler, the records whose coins say so: record r in release i by a keyed function.
+
+    Cohorts are read from block 0 of the stream; release i has block i + 1.
+
+    >>> from quietgrad.privacy.rng import seed_key
+    >>> whole = CohortSampler(np.zeros(1000, np.int64), 1)
+    >>> sampler = BernoulliSubsampler(whole, 0.1, SecureStream(seed_key(0), "batches"))
+    >>> 50 < len(sampler.batch(3)) < 150, sampler.batch(3).tolist() == sampler.batch(4).tolist()
+    (True, False)
+    """
+
+    def __init__(self, turns: Sampler, rate: float, stream: SecureStream) -> None:
+        self._turns, self._stream = turns, stream
+        self._threshold = int(rate * 2.0**64)  # exact; P(word < threshold) is the rate rounded down to 2⁻⁶⁴
+
+    def batch(self, i: int) -> Indices:
+        """Return the records of release ``i`` (possibly none)."""
+        members = self._turns.batch(i)
+        assert members is not None, "cohorts are lists of records"
+        if self._threshold == 2**64:
+            return members
+        return members[self._stream.at(i + 1, members) < np.uint64(self._threshold)]
+
+
 class SlotSampler:
     """Slots handed out in order, each once; refuses when there are not enough left.
 

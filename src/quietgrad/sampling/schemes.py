@@ -17,6 +17,7 @@ from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling.samplers import (
     AllocationSampler,
+    BernoulliSubsampler,
     CohortSampler,
     Everyone,
     KeyedPoissonSampler,
@@ -31,7 +32,8 @@ from quietgrad.sampling.samplers import (
 )
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.correlated import BufferedToeplitzNoise
+    from quietgrad.privacy.banded import BandedToeplitzNoise
+    from quietgrad.privacy.correlated import CorrelatedNoise
 
 KINDS: dict[str, type[Sampling]] = {}
 
@@ -129,7 +131,7 @@ class Sampling(ABC):
         """Return what draws anything of a person whom so many parties know, each drawing on its own."""
         return self
 
-    def correlated_noise(self, count: int) -> BufferedToeplitzNoise:
+    def correlated_noise(self, count: int) -> CorrelatedNoise:
         """Return noise correlated over ``count`` releases that suits how often records take part."""
         from quietgrad.privacy.correlated import BufferedToeplitzNoise
 
@@ -584,3 +586,82 @@ class CyclicCohorts(Sampling, kind="turns"):
 
     def describe(self) -> str:
         return f"turns: {self.cohorts} cohorts, one after the other, every record in one of them ({self.relation})"
+
+
+@dataclass(frozen=True)
+class CyclicPoisson(Sampling, kind="poisson-turns"):
+    """Cohorts that take turns, and of the one whose turn it is each record enters with probability ``rate``.
+
+    Cohorts as in :class:`CyclicCohorts`; coins are secret and each record's own. The rate is that within a cohort:
+    cohorts × wanted batch ÷ declared n. A record has one coin in each round of turns, ``cohorts`` releases apart,
+    which is what noise in as many bands needs (:class:`~quietgrad.privacy.banded.BandedToeplitzNoise`).
+
+    >>> CyclicPoisson(4, 0.1).participation(10), CyclicPoisson(4, 0.1).expected_batch(1000)
+    ((3, 4), 25.0)
+    >>> CyclicPoisson(4, 0.1).event(events.Gaussian(2.0), steps=8)
+    Repeated(inner=PoissonSampled(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=2)
+    """
+
+    cohorts: int
+    rate: float
+    relation: Relation = Relation.REPLACE_ONE
+    in_turns: ClassVar[bool] = True
+    only_central: ClassVar[str] = (
+        "sampling='poisson-turns': is for one curator; parties take turns by sampling='turns'."
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relation", self._turns.relation)
+        Poisson(self.rate)  # checks it
+
+    def correlated_noise(self, count: int) -> BandedToeplitzNoise:
+        """Return noise in as many bands as there are cohorts."""
+        from quietgrad.privacy.banded import BandedToeplitzNoise
+
+        return BandedToeplitzNoise.made(count, self.cohorts)
+
+    @property
+    def _turns(self) -> CyclicCohorts:
+        return CyclicCohorts(self.cohorts, self.relation)
+
+    @classmethod
+    def of(cls, n_public: int, batch_size: int | None, cohorts: int | None) -> Sampling:
+        """Return samples of ``batch_size`` of a cohort; without a batch size all of it."""
+        turns = CyclicCohorts.of(n_public, None, cohorts)
+        if batch_size is None:
+            return turns
+        if not 1 <= batch_size * turns.cohorts <= n_public:
+            raise ValueError(
+                f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "
+                f"{n_public / turns.cohorts:.4g} records; take smaller batches or fewer cohorts."
+            )
+        return cls(turns.cohorts, turns.cohorts * batch_size / n_public)
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        """Return a Poisson-sampled ``inner`` as often as one cohort has its turn."""
+        return self._turns.event(Poisson(self.rate).event(inner), steps)
+
+    def participation(self, count: int) -> tuple[int, int]:
+        """Return (⌈count ÷ cohorts⌉, cohorts): more is not possible, whatever the coins say."""
+        return self._turns.participation(count)
+
+    def expected_batch(self, n_public: int) -> float:
+        return self.rate * self._turns.expected_batch(n_public)
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the sampler whose batch i is of the cohort i mod cohorts, by a keyed coin of each member."""
+        return BernoulliSubsampler(self._turns.sampler(n_records, stream), self.rate, stream)
+
+    def scanning(self, n_records: int, stream: SecureStream) -> Sampler:
+        """Return the same for tables beyond memory: cohorts are looked up as they are needed."""
+        return BernoulliSubsampler(self._turns.scanning(n_records, stream), self.rate, stream)
+
+    def under(self, relation: Relation) -> CyclicPoisson:
+        """Return the same with cohorts by place (replace-one) or by hash (add-remove)."""
+        return dataclasses.replace(self, relation=relation)
+
+    def describe(self) -> str:
+        return (
+            f"Poisson samples in turns: {self.cohorts} cohorts, one after the other, each record of it with "
+            f"probability {self.rate:g} ({self.relation})"
+        )
