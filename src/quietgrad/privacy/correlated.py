@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import ClassVar
@@ -96,7 +97,7 @@ class CorrelatedNoise(Mechanism, ABC):
     def reach(self, dim: int) -> float:
         return self.loudness * super().reach(dim)
 
-    def _check(self, numbers: dict[str, object], lists: dict[str, object]) -> None:
+    def _check(self, numbers: Mapping[str, object], lists: Mapping[str, object]) -> None:
         for name, value in numbers.items():
             if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
                 raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
