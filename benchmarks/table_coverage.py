@@ -75,8 +75,8 @@ def main() -> None:
                     if wanted and not any(name.startswith(word) for word in wanted):
                         continue
                     cells[name] = cell(kind, n, d, epsilon, few if n == 5000 else many)
+                    save(RESULT, {"cells": cells})
                     print(name, cells[name], flush=True)
-    save(RESULT, {"cells": cells})
 
 
 if __name__ == "__main__":

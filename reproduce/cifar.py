@@ -2,7 +2,6 @@
 
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/cifar.py                # both figures, resumable
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/cifar.py --only cnn6    # one of them
-    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/cifar.py --more         # b₀ and parties, CNN5
     OMP_NUM_THREADS=1 python reproduce/cifar.py --quick                           # made-up images, seconds
 
 Takes 45 CPU minutes. Reduced, and how: the paper ran 10 trials of up to 100 epochs; here CNN5 has 4 epochs of
@@ -14,11 +13,8 @@ other 40 000, whose features are computed once. So CNN6 is not the paper's figur
 Protocol: add-remove, δ = 1e-5, Poisson samples, C1 = 0.1. Each method searches batch, step length and schedule on
 one grid (`SHAPES`), DP-SRM then γ and C2/(γC1) at the best shape (`MOMENTA`), by one fit each at the middle ε on
 four fifths of the private images, looking at the other fifth; the other ε take the settings over. The test images
-decide nothing. ε is that of one fit; the search is not in it, as in the paper.
-
-``--more``, CNN5 at ε = 8 with DP-SRM's settings: b₀ = b, 2b and 4b, one fit each on held-out images (`FIRST`); and
-DDP-SRM on 4 and 16 equal parties, one run each (`PARTIES`; panels (g) and (h) have 1 to 16). The noise is that of
-one trusted place, as inside the paper's secure computation, whose cost its figures leave out too.
+decide nothing. ε is that of one fit; the search is not in it, as in the paper. Panels (g) and (h),
+and b₀, are in `image_parties.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -36,13 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad import Budget
-from quietgrad.federation import Party, simulate
-from quietgrad.objectives.networks.module import ModuleObjective
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory
-from reproduce.mnist import LOSS, Images, Settings, error, fit
+from reproduce.mnist import Images, Settings, fit
 from reproduce.models import CNN5, CNN6
 from reproduce.store import Row, Store, Table, print_table
 
@@ -54,8 +45,6 @@ PAPER: dict[str, dict[str, dict[float, float]]] = {  # test error in % as printe
 MIDDLE = {"cnn5": 8.0, "cnn6": 4.0}
 EPOCHS = {"cnn5": 4.0, "cnn6": 8.0}  # of DP-SGD; DP-SRM has half of them
 SHAPES = [(512, 1.0, "constant"), (512, 2.0, "linear"), (1024, 4.0, "linear")]
-FIRST = (1, 2, 4)  # b₀/b
-PARTIES = (4, 16)
 MOMENTA = [(0.4, 0.67), (0.7, 0.05)]  # (γ, C2/(γC1)) after (0.4, 0.25), at the best shape
 
 
@@ -179,37 +168,6 @@ def figure(network: str, runs: int) -> None:
                     )
 
 
-def more() -> None:
-    """CNN5 at the middle ε: three first batches on held-out images, and parties instead of one place."""
-    (x, y), test = cifar10()
-    cut = len(y) * 4 // 5
-    settings = best("cnn5", "dp-srm")
-    assert settings is not None
-    for first in FIRST[1:]:
-        if STORE.find("first", first=first) is None:
-            row = fit(settings, (x[:cut], y[:cut]), (x[cut:], y[cut:]), 0, lambda _: CNN5(), first)
-            STORE.keep("first", {"network": "cnn5", "first": first, **row})
-            print(f"b₀ = {first}b: held-out error {row['error']:.2f} %", flush=True)
-    for m in PARTIES:
-        if STORE.find("parties", parties=m) is None:
-            STORE.keep("parties", {"network": "cnn5", **asdict(settings), **on_parties(settings, m, (x, y), test)})
-
-
-def on_parties(settings: Settings, m: int, train: Images, test: Images) -> Row:
-    """DDP-SRM on ``m`` equal parties, dealt by a public permutation."""
-    torch.manual_seed(0)
-    objective = ModuleObjective(CNN5().to(memory_format=torch.channels_last), LOSS)  # type: ignore[call-overload]
-    order = torch.randperm(len(train[1]), generator=torch.Generator().manual_seed(1))
-    parties = [Party(train[0][part], train[1][part]) for part in order.chunk(m)]
-    method, budget, began = settings.algorithm(len(train[1])), Budget(settings.epsilon, 1e-5), time.process_time()
-    result = simulate(method, objective, parties, budget=budget)
-    objective.write_back(result.params)
-    row = {"parties": m, "error": error(objective.module, test), "epsilon_proved": result.privacy.epsilon}
-    print(row, flush=True)
-    return {**row, "variance_factor": result.details["variance_factor"], "run": 0,
-            "cpu_seconds": time.process_time() - began}  # fmt: skip
-
-
 def tables(rows: dict[str, list[Row]]) -> list[Table]:
     """One table per figure: the paper's errors beside ours."""
     found = []
@@ -227,16 +185,6 @@ def tables(rows: dict[str, list[Row]]) -> list[Table]:
         if body:
             columns = ["ε", "method", "paper, test error %", "ours %", "standard error", "runs"]
             found.append({"title": f"Figure {number}: {network.upper()}", "columns": columns, "rows": sorted(body)})
-    if rows.get("first"):
-        chosen = min((r for r in rows["search"] if (r["network"], r["method"]) == ("cnn5", "dp-srm")),
-                     key=lambda r: float(r["error"]))  # fmt: skip
-        tried = [[1, chosen["error"]], *([r["first"], r["error"]] for r in rows["first"])]
-        columns = ["b₀/b", "held-out error %"]
-        found.append({"title": "CNN5, DP-SRM, ε = 8: first batch", "columns": columns, "rows": tried})
-    if rows.get("parties"):
-        body = [[r["parties"], r["error"], r["epsilon_proved"], r["cpu_seconds"]] for r in rows["parties"]]
-        columns = ["parties", "test error %", "proved ε", "CPU s"]
-        found.append({"title": "CNN5, DDP-SRM, ε = 8: parties", "columns": columns, "rows": body})
     return found
 
 
@@ -244,7 +192,6 @@ STORE = Store(
     Path(__file__).parent / "results" / "cifar.json",
     "python reproduce/cifar.py",
     {"delta": 1e-5, "relation": "add-remove", "epochs_of_dp_sgd": EPOCHS, "public_images_cnn6": PUBLIC},
-    kinds=("search", "fits", "first", "parties"),
     tables=tables,
 )
 
@@ -271,15 +218,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="made-up images; nothing is saved")
     parser.add_argument("--only", choices=list(PAPER))
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--more", action="store_true", help="b₀ and parties on CNN5, nothing else")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     if arguments.quick:
         quick()
-        return
-    if arguments.more:
-        more()
         return
     for network in PAPER:
         if arguments.only in (None, network):

@@ -10,9 +10,8 @@ gets half the epochs and thereby the same time. Both methods were searched on th
 and schedule) by one fit each on 50 000 of the training images, looking at the other 10 000; DP-SRM then tried two
 more γ at its best shape, and then three more C2 (`RATIOS`, as C2/(γC1); the paper's γ = C2, C1 = 1.5 is 0.67). The
 settings that won are fitted on all 60 000 images; the 10 000 test images are looked at, but decide nothing. As in
-the paper, ε is that of one fit; the search is not in it. Panels (g) and (h), 1 to 16 parties, need no fits: parties
-that sample at one public rate, with noise made in one place as in the paper, make the very release of one curator,
-so the law of the model is the same for every number of them. (By masks or servers the noise is larger.)
+the paper, ε is that of one fit; the search is not in it. Panels (g) and (h), and b₀, are in
+`image_parties.py`.
 """
 
 from __future__ import annotations

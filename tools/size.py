@@ -1,17 +1,23 @@
 """How large and how plain the source is: ``python tools/size.py [--json]``.
 
 Counts lines, files, functions and words that make a reader stop (``Any``, ``type: ignore``, ``getattr``, imports
-inside functions), and lists class names that mean two things. ``--rooms`` adds a line for every package.
+inside functions), and lists class names that mean two things. ``--rooms`` adds a line for every package;
+``--trace`` the functions and files that one `quietgrad train` on the embedded data calls.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import io
 import json
+import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from statistics import quantiles
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent / "src" / "quietgrad"
@@ -69,6 +75,26 @@ def rooms(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     return {name: (len(counts), sum(counts)) for name, counts in sorted(found.items())}
 
 
+def trace(root: Path = ROOT) -> tuple[int, int]:
+    """(functions, files) that one `quietgrad train` calls; lambdas and comprehensions do not count."""
+    called: set[tuple[str, str]] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(root)) and "<" not in code.co_name:
+            called.add((code.co_filename, code.co_qualname))
+
+    from quietgrad.cli import main as quietgrad
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        sys.argv = ["quietgrad", *f"train breast-cancer --epsilon 1 --delta 1e-5 --out {folder}/run".split()]
+        sys.setprofile(profile)
+        with contextlib.suppress(SystemExit):
+            quietgrad()
+        sys.setprofile(None)
+    return len(called), len({name for name, _ in called})
+
+
 def _modules(root: Path) -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text())) for path in sorted(root.rglob("*.py"))]
 
@@ -94,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rooms", action="store_true")
+    parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()
     numbers = measure()
     if options.json:
@@ -104,6 +131,9 @@ def main() -> None:
     if options.rooms:
         for name, (files, lines) in rooms().items():
             print(f"{name:<28}{files:>6} files{lines:>8} lines")
+    if options.trace:
+        functions, files = trace()
+        print(f"one `train`: {functions} functions in {files} files")
     for name, homes in doubles().items():
         print(f"{name}: {', '.join(homes)}")
 
