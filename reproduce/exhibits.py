@@ -138,8 +138,10 @@ def mnist() -> Exhibit:
     return Exhibit(
         "000", "figure 3", "MNIST, 4-layer CNN",
         "(a)–(f): test error against steps and against CPU seconds; curves of the runs that kept one, the table of "
-        "all. (g), (h), more parties, were not run: with noise made in one place the model's law is that of one.",
-        charts=[*_image_curves(kept, "MNIST"), _against_epsilon("MNIST", record["table"])],
+        f"all. {_first_batches('mnist')}",
+        charts=[
+            *_image_curves(kept, "MNIST"), _against_epsilon("MNIST", record["table"]), *_party_curves("mnist"),
+        ],
         columns=("ε", "method", "runs", "epochs", "test error %: paper", "ours", "± se", "CPU s a fit"), rows=rows,
     )  # fmt: skip
 
@@ -147,7 +149,6 @@ def mnist() -> Exhibit:
 def cifar() -> Iterator[Exhibit]:
     """Paper 000, figures 4 and 5."""
     record = results("cifar")
-    more = {table["title"]: table for table in record["tables"][2:]}
     for network, name, table in zip(("cnn5", "cnn6"), ("figure 4", "figure 5"), record["tables"][:2], strict=True):
         kept = [fit for fit in same(record["fits"], network=network) if fit.get("curve")]
         cells = [
@@ -156,28 +157,33 @@ def cifar() -> Iterator[Exhibit]:
         ]
         yield Exhibit(
             "000", name, f"CIFAR-10, {network.upper()}",
-            "(a)–(f): test error against steps and against CPU seconds."
-            + (_more(more) if name[-1] == "4" else " (g), (h), more parties, were not run.")
+            f"(a)–(f): test error against steps and against CPU seconds. {_first_batches(network)}"
             + (" Features are of 10 000 CIFAR-10 images, not of CIFAR-100." if name[-1] == "5" else ""),
-            charts=[*_image_curves(kept, network.upper()), _against_epsilon(network.upper(), cells)],
+            charts=[
+                *_image_curves(kept, network.upper()), _against_epsilon(network.upper(), cells),
+                *_party_curves(network),
+            ],
             columns=("ε", "method", "test error %: paper", "ours", "± se", "runs"), rows=table["rows"],
         )  # fmt: skip
 
 
-def _more(tables: dict[str, Row]) -> str:
-    """First batches and parties in words."""
-    first = tables.get("CNN5, DP-SRM, ε = 8: first batch")
-    parties = tables.get("CNN5, DDP-SRM, ε = 8: parties")
-    said = " (g), (h), more parties: "
-    if parties:
-        said += ", ".join(f"{row[0]} parties {row[1]:.1f} %" for row in parties["rows"])
-        said += " at ε = 8, one run each."
-    else:
-        said += "not run."
-    if first:
-        tried = ", ".join(f"b₀ = {row[0]}b {row[1]:.1f} %" for row in first["rows"])
-        said += f" Held-out error of DP-SRM: {tried}."
-    return said
+def _party_curves(network: str) -> Iterator[Lines]:
+    """Panels (g) and (h): DDP-SRM with 1 to 16 parties."""
+    rows = same(results("image_parties")["parties"], network=network)
+    for epsilon in kinds(rows, "epsilon"):
+        lines = [
+            Series(f"m = {row['parties']}", [(seconds, error) for _, seconds, error in row["curve"]])
+            for row in same(rows, epsilon=epsilon)
+        ]
+        title = f"(g), (h): {network.upper()}, DDP-SRM with m parties, ε = {epsilon:g}"
+        yield Lines(title, lines, "CPU seconds of all parties", "test error, %", log_y=True)
+
+
+def _first_batches(network: str) -> str:
+    """The held-out errors of DP-SRM by b₀, in words."""
+    rows = [row for row in results("image_parties")["tables"][1]["rows"] if row[0] == network.upper()]
+    tried = ", ".join(f"b₀ = {row[1]}b {row[2]:.1f} %" for row in rows)
+    return f"Held-out error of DP-SRM by its first batch: {tried}."
 
 
 def _image_curves(fits: Sequence[Row], what: str) -> Iterator[Lines]:
