@@ -258,13 +258,13 @@ def stages(name: str, title: str, record: dict[str, Any]) -> Exhibit:
     for epsilon, sampling, relation in settings:
         lines = []
         mine = same(record["fits"], epsilon=epsilon, sampling=sampling, relation=relation)
-        for schedule in kinds(mine, "schedule"):
-            fits = same(mine, schedule=schedule)
+        for schedule, step in dict.fromkeys((fit["schedule"], fit["step"]) for fit in mine):
+            fits = same(mine, schedule=schedule, step=step)
             errors = [fit["error"] for fit in fits]
             spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else None
-            rows.append((epsilon, sampling, schedule, len(fits), statistics.fmean(errors), spread, fits[0]["step"]))
+            rows.append((epsilon, sampling, schedule, len(fits), statistics.fmean(errors), spread, step))
             if curves := [fit["curve"] for fit in fits if fit.get("curve")]:
-                lines.append(Series(f"{schedule} ({_runs(len(curves))})", *averaged(curves, 0, 1)))
+                lines.append(Series(f"{schedule}, {step:g} ({_runs(len(curves))})", *averaged(curves, 0, 1)))
         promise = "without noise" if epsilon is None else f"ε = {epsilon:g}, {relation}, {sampling}"
         if lines:
             charts.append(Lines(promise, lines, f"steps of {record['batch_size']}", "test error, %", log_y=True))
