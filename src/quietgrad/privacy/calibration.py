@@ -21,6 +21,8 @@ from quietgrad.privacy.events import AllocationSampled, Event, FixedSizeSampled,
 _TOLERANCE = 1e-3  # of ε
 _MOST_NOISE = 1e9
 _MOST_STEPS = 10**9
+_MOST_FOUND = 256
+_FOUND: dict[tuple[Event, Event, Budget], float] = {}
 
 
 class Sampled(TypedDict, total=False):
@@ -100,12 +102,23 @@ def calibrate_event(make_event: Callable[[float], Event], *, budget: Budget) -> 
     >>> round(calibrate_event(lambda z: repeated(Gaussian(z), 100), budget=budget), 1)
     37.3
     """
+
+    def epsilon_at(z: float) -> float:
+        return prove_or_infinite(make_event(z), budget.delta, budget.relation).epsilon
+
+    # Fits of one process ask for the same noise again and again. Functions that agree at 1 and 2 may differ
+    # elsewhere, so a remembered number is proved again.
+    question = (make_event(1.0), make_event(2.0), budget)
+    known = _FOUND.get(question)
+    if known is not None and (1 - _TOLERANCE) * budget.epsilon <= epsilon_at(known) <= budget.epsilon:
+        return known
     factor = sensitivity_factor(budget.relation)
-    return _least_noise(
-        lambda z: prove_or_infinite(make_event(z), budget.delta, budget.relation).epsilon,
-        budget,
-        _guess_noise(lambda z: approximate_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta)),
-    )
+    guess = _guess_noise(lambda z: approximate_mu(make_event(z), factor), gaussian_mu(budget.epsilon, budget.delta))
+    answer = _least_noise(epsilon_at, budget, guess)
+    if len(_FOUND) >= _MOST_FOUND:
+        _FOUND.clear()
+    _FOUND[question] = answer
+    return answer
 
 
 def calibrate_steps(
