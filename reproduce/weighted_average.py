@@ -114,7 +114,7 @@ class Study:
         exact = simulate(FIT, self.objective, parties, budget=None, weights=weights).params
         settings: dict[str, Any] = {"budget": self.budget, "trust": "secure", "secure": "mpc", "weights": weights}
         plan, _ = assemble(FIT, self.objective, parties, **settings)
-        spread = plan.noise_multiplier * self.bound * plan.largest_factor
+        spread = plan.noise_multiplier * self.bound * max(plan.factors)
         return *self.noisy(exact, spread * math.sqrt(plan.variance_factor)), plan.epsilon()
 
     def repeated(self, algorithm: Any, parties: list[Party], trust: Any) -> float:

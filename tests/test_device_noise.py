@@ -150,7 +150,7 @@ def test_a_run_keeps_its_sums_where_they_are_and_resumes(monkeypatch: pytest.Mon
     from quietgrad.privacy import mechanisms
 
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    monkeypatch.setattr(session, "_elsewhere", lambda out: not isinstance(out, np.ndarray))
+    monkeypatch.setattr(session, "on_accelerator", lambda out: not isinstance(out, np.ndarray))
     monkeypatch.setattr(mechanisms, "add_discretized_gaussian", None)  # the CPU's: never asked
     x = torch.randn(80, 3)
     loss = torch.nn.CrossEntropyLoss(reduction="none")

@@ -1,4 +1,4 @@
-"""DP-AGD: its choice of a step length is that of the regularised risk, alone and among parties."""
+"""DP-AGD: its choice of a step length is that of the regularised risk; it is for one curator."""
 
 from __future__ import annotations
 
@@ -36,22 +36,10 @@ def test_the_regulariser_counts_in_the_choice(strength: float) -> None:
     assert excess(objective, data, run.params) < 0.02
 
 
-@pytest.mark.parametrize(
-    "trust", [{"trust": "curator"}, {"trust": "secure", "secure": "masks"}], ids=["curator", "secure"]
-)
-def test_parties_count_the_regulariser_once(trust: dict[str, Any]) -> None:
-    """Were it added by each of four parties, the choice would be that of four times the penalty."""
-    objective, (X, y) = Logistic(regularizer=L2(0.3)), table()
-    alone = qg.minimize(objective, (X, y), qg.DPAGD(max_steps=6), budget=None)
-    together = simulate(qg.DPAGD(max_steps=6), objective, deal(X, y, 4), budget=None, **trust)
-    np.testing.assert_allclose(together.params, alone.params, atol=1e-6)
-
-
-def test_parties_reach_the_regularised_minimum_with_noise() -> None:
-    objective, (X, y) = Logistic(regularizer=L2(1.0)), table()
-    budget = qg.Budget(20.0, 1e-5, qg.Relation.REPLACE_ONE)
-    run = simulate(qg.DPAGD(max_steps=60), objective, deal(X, y, 3), budget=budget, trust="curator", seed=2)
-    assert excess(objective, (X, y), run.params) < 0.02
+def test_parties_are_refused() -> None:
+    objective, (X, y) = Logistic(), table(n=200)
+    with pytest.raises(ValueError, match="one curator"):
+        simulate(qg.DPAGD(max_steps=6), objective, deal(X, y, 4), budget=qg.Budget(1.0, 1e-5))
 
 
 @pytest.mark.parametrize("common", [0.0, 1e18])

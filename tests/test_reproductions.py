@@ -201,7 +201,7 @@ def of_001() -> Iterator[str]:
         yield f"| {NAMES[row[0]]} | {row[1]:.1f} ± {spread} |"
     yield f"these steps have ε = {resnet['tables'][0]['rows'][0][5]:.0f} in its own setting"
     looked = {name: {r["step"]: r["error"] for r in resnet["search"] if r["schedule"] == name} for name in NAMES}
-    best = {name: min(tried, key=lambda step: tried[step]) for name, tried in looked.items()}  # noqa: B023
+    best = {name: min(tried, key=lambda step: tried[step]) for name, tried in looked.items()}
     between = {name for name, tried in looked.items() if min(tried) < best[name] < max(tried)}
     assert between == {"DPageS", "DPageEM", "DP-SGD-const"}
     ran = {name for name in NAMES if any(f["schedule"] == name and f["step"] == best[name] for f in resnet["fits"])}

@@ -269,7 +269,7 @@ class CentralSession:
                 else:
                     out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             log, source = self._transcript, self._sources[slot]
-            if not host and out.device.type != "cpu" and source.stays(out):  # it meets its noise on the accelerator
+            if on_accelerator(out) and source.stays(out):  # it meets its noise there
                 if log is None or self._settled(drawn, (multiplier, bound), log.digest(out)):
                     source.add(out, drawn.number, multiplier, bound)
                     return narrow(out)
@@ -459,3 +459,8 @@ class CentralSession:
         if not 0.0 < rho <= self.rho_left:
             raise BudgetError(f"rho={rho:g}: the filter has {self.rho_left:g} left; stop, or ask for less.")
         self.rho_left -= rho
+
+
+def on_accelerator(out: Vector) -> bool:
+    """Whether a sum is in the memory of an accelerator."""
+    return not isinstance(out, np.ndarray) and bool(out.device.type != "cpu")

@@ -118,18 +118,7 @@ class SecondMomentMatrix:
         total = np.zeros((records.features, records.features))
         slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
         for which, block in records.blocks(shared.indices):
-            # Rows cut to length R, then times the root of what they count.
-            clip, weights = self.clip / slack, np.sqrt(shared.of(which))
-            if isinstance(block, np.ndarray):
-                lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
-                rows = block * (weights * clip / np.maximum(lengths, clip))[:, None]
-            else:
-                values, counts = block.data.astype(np.float64), np.diff(block.indptr)
-                squares = np.zeros(len(counts))
-                np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
-                factors = weights * clip / np.maximum(np.sqrt(squares), clip)
-                rows = block.copy()
-                rows.data = values * np.repeat(factors, counts)
+            rows = _shortened(block, self.clip / slack, np.sqrt(shared.of(which)))
             product = rows.T @ rows
             total += product if isinstance(product, np.ndarray) else product.toarray()
         weights = np.where(np.eye(records.features, dtype=bool), 1.0, math.sqrt(2.0))
@@ -142,6 +131,20 @@ class SecondMomentMatrix:
         matrix[np.triu_indices(features)] = triangle
         upper = np.triu(matrix, 1) / math.sqrt(2.0)
         return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
+
+
+def _shortened(block: Any, clip: float, weights: Floats) -> Any:
+    """Rows cut to length ``clip``, then times their weights."""
+    if isinstance(block, np.ndarray):
+        lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
+        return block * (weights * clip / np.maximum(lengths, clip))[:, None]
+    values, counts = block.data.astype(np.float64), np.diff(block.indptr)
+    squares = np.zeros(len(counts))
+    np.add.at(squares, np.repeat(np.arange(len(counts)), counts), values * values)
+    factors = weights * clip / np.maximum(np.sqrt(squares), clip)
+    rows = block.copy()
+    rows.data = values * np.repeat(factors, counts)
+    return rows
 
 
 @dataclass(frozen=True)
