@@ -29,6 +29,7 @@ from quietgrad.errors import DataError, boundary
 from quietgrad.sanitize import sanitize
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
+_UNUSUAL = (pa.bool_(), pa.float16())  # to_tensor takes neither
 _ROWS = 16_384  # rows of a parquet file turned into numbers at a time
 
 
@@ -209,12 +210,13 @@ class RowLayout:
         return X, y, batch
 
     def _plain(self, batch: pa.RecordBatch) -> Floats:
-        columns = []
-        for column in map(batch.column, self.columns):
-            if pa.types.is_boolean(column.type) or pa.types.is_decimal(column.type):
-                column = pa.array(_floats(column))
-            columns.append(column.cast(pa.float32()) if pa.types.is_float16(column.type) else column)
-        chosen = pa.RecordBatch.from_arrays(columns, names=list(self.columns))
+        chosen = batch.select(list(self.columns))
+        if any(field.type in _UNUSUAL or pa.types.is_decimal(field.type) for field in chosen.schema):
+            columns = [
+                c if pa.types.is_integer(c.type) or c.type in (pa.float32(), pa.float64()) else pa.array(_floats(c))
+                for c in chosen.columns
+            ]
+            chosen = pa.RecordBatch.from_arrays(columns, names=list(self.columns))
         X: Floats = chosen.to_tensor(null_to_nan=True, row_major=False).to_numpy()
         return X if X.dtype in (np.float32, np.float64) else X.astype(np.float64)
 
