@@ -24,7 +24,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ LONGEST = 120  # characters; a name is a label in tables and messages
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, direction marks), what is no character
 
 
+@lru_cache(maxsize=4096)  # asked of every line of a ledger
 def canonical_account_name(name: str) -> str:
     """What two spellings of one account have in common: no case, no width, no spaces around, nothing invisible."""
     # Folding case can undo a normal form and the other way round, so both are repeated until nothing moves.
