@@ -10,8 +10,9 @@ model is trained on them at two ε, one run each (the paper has 10). The noise i
 inside the paper's secure computation, whose cost its figures leave out too. A curve has the iterates as they are;
 the error is that of the average which DP-SRM returns.
 
-b₀ is tried at one ε (1.2, 8 and 4) on the held-out images of the search, three fits each; the fits with b₀ = b are
-made here anew, so that all three have the same code and length. CNN6 learns on features of 10 000 public images.
+b₀ is tried at one ε (1.2, 8 and 4) on the held-out images of the search, up to three fits each; the fits with
+b₀ = b are made here anew, so that all three have the same code and length. CNN6 learns on features of 10 000
+public images.
 """
 
 from __future__ import annotations
