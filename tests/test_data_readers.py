@@ -324,3 +324,19 @@ def test_public_split_depends_on_n_only() -> None:
 
 
 PINNED_ORDER = [5, 2, 1, 0, 4, 3]
+
+
+def test_spaces_before_quotes_and_around_gaps_change_no_cell() -> None:
+    """One person written in two ways is one person; a number that means a gap means it with spaces, too."""
+    text = b'x,p,y\n1,"7",1\n2, "7",1\n3,"a, ""b""",0\n4,  "a, ""b""",0\n'
+    people = parse_csv(text, person="p").person
+    assert people is not None
+    assert people.tolist() == ["7", "7", 'a, "b"', 'a, "b"']
+    schema = Schema({"x": Numeric((0, 10), indicator=True)}, "y", classes=("0", "1"), missing=("-999",))
+    rows = np.asarray(parse_csv(b"x,y\n-999,0\n -999 ,1\n5,1\n", schema).X)
+    assert rows[0].tolist() == rows[1].tolist() != rows[2].tolist()
+
+
+def test_a_gap_of_the_only_column_is_no_line_less() -> None:
+    with pytest.raises(DataError):
+        parse_csv(b"a\n1\n\n3\n", labelled=False)

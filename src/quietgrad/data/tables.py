@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -306,12 +307,22 @@ class CSVDialect:
         """The columns of ``kinds`` in some lines, read by pyarrow."""
         if len(lines) < 4096 and not bytes(lines).strip(b"\r\n"):
             return pa.schema(list(kinds.items())).empty_table()
+        # pyarrow takes a quote after a space as part of the cell, and compares gaps before it leaves spaces out.
+        numbers = [re.escape(gap.encode()) for gap in self.missing if is_number(gap)]
+        spaced = rb'(?:^|[%b\n]) +"' % re.escape(self.delimiter.encode())
+        if numbers:
+            spaced += b"|[ \\t](?:%b)|(?:%b)[ \\t]" % (b"|".join(numbers), b"|".join(numbers))
+        if re.search(spaced, lines):
+            lines = self._without_spaces(lines)
         read = arrow_csv.ReadOptions(
             use_threads=threads, block_size=1 << 20 if threads else len(lines) + 1, column_names=list(self.names)
         )
         quoted = re.search(b'"', lines) is not None  # pyarrow is faster where it need not look for quotes
         parse = arrow_csv.ParseOptions(
-            delimiter=self.delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
+            delimiter=self.delimiter,
+            quote_char='"' if quoted else False,
+            newlines_in_values=quoted,
+            ignore_empty_lines=len(self.names) > 1,  # of one column, an empty line is an empty cell
         )
         convert = arrow_csv.ConvertOptions(
             column_types=kinds,
@@ -320,6 +331,18 @@ class CSVDialect:
             strings_can_be_null=False,
         )
         return arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+
+    def _without_spaces(self, lines: bytes | memoryview) -> bytes:
+        """The same cells without spaces around them, and without any between a delimiter and a quote."""
+        text = io.StringIO(bytes(lines).decode(), newline="")
+        tidy = io.StringIO(newline="")
+        writer = csv.writer(tidy, delimiter=self.delimiter, lineterminator="\n")
+        try:
+            for row in csv.reader(text, delimiter=self.delimiter, skipinitialspace=True):
+                writer.writerow([cell.strip() for cell in row])
+        except csv.Error:
+            raise ValueError("not delimited text") from None
+        return tidy.getvalue().encode()
 
     def refusal(
         self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], where: str, before: int = 0
