@@ -37,6 +37,10 @@ td code { overflow-wrap: normal; white-space: nowrap } td:last-child { min-width
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .87rem; margin: .6rem 0 }
 th, td { border: 1px solid var(--line); padding: .2rem .5rem; text-align: left; vertical-align: top }
 th { background: var(--soft) }
+@media (max-width: 40rem) {
+  .prose thead { display: none } .prose tr { display: block; border-top: 1px solid var(--line); padding: .4rem 0 }
+  .prose td { display: block; border: 0; padding: .1rem 0 } .prose td:empty { display: none }
+  .prose td:first-child { font-weight: 600 } .prose td + td::before { content: attr(data-head) ": "; opacity: .7 } }
 """
 """How the one file looks."""
 STYLE = """
@@ -54,6 +58,7 @@ figure > svg.chart { width: 100%; height: auto } figure > svg.chart text { font-
 """
 """How exhibits look, here and on the documentation site."""
 _FEW = 16  # rows of a table that is shown without asking
+_SENTENCE = 60  # characters of a cell that is read, not compared
 
 
 def legend(chart: Lines) -> str:
@@ -128,7 +133,7 @@ def page() -> str:
 
     source = "\n".join(sources())
     body = MarkdownIt("commonmark").enable("table").render(source)
-    body = body.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")
+    body = re.sub(r"<table>.*?</table>", framed, body, flags=re.DOTALL)
     body = re.sub(r"<h2>Paper (\d{3})", r'<h2 id="paper-\1">Paper \1', body).replace(
         "<h2>Studies", '<h2 id="paper-studies">Studies'
     )
@@ -140,6 +145,20 @@ def page() -> str:
         f'<!doctype html><html lang="en"><head>{head}<title>quietgrad: reproductions</title><link rel="icon" '
         f'href="data:,"><style>{CHARTS}{PAGE}{STYLE}</style></head><body>{body}</body></html>\n'
     )
+
+
+def framed(made: re.Match[str]) -> str:
+    """A table of a page: one with sentences in it becomes a list on a narrow screen, others scroll."""
+    markup = made[0]
+    if not any(len(cell) > _SENTENCE for cell in re.findall(r"<td>(.*?)</td>", markup)):
+        return f'<div class="scroll">{markup}</div>'
+    heads = re.findall(r"<th>(.*?)</th>", markup)
+
+    def row(cells: re.Match[str]) -> str:
+        names = iter(heads)
+        return re.sub("<td>", lambda _: f'<td data-head="{escape(next(names))}">', cells[0])
+
+    return re.sub(r"<tr>.*?</tr>", row, markup, flags=re.DOTALL).replace("<table>", '<table class="prose">')
 
 
 def main() -> None:
