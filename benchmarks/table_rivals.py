@@ -19,7 +19,7 @@ from benchmarks.table_suite import Problem, outward
 from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.range_estimation import noise_of
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import WhitenedGradient, WhitenedInformation, Whitening
 from quietgrad.plans.schedule import Schedule, Slot
@@ -107,7 +107,7 @@ class Rival:
         bounds = problem.bounds or [(-1.0, 1.0)] * problem.X.shape[1]
         low, high = np.array(bounds, dtype=float).T
         regression = problem.task == "regression"
-        self.frame = Frame(low, high, outward(problem.y) if regression else None)
+        self.frame = FeatureBox(low, high, outward(problem.y) if regression else None)
         if not isinstance(problem.X, np.ndarray):
             self.frame = self.frame.zero_kept()
         self.classes = sorted(set(problem.y.tolist()))

@@ -99,15 +99,17 @@ def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
     asked = " ".join(f.what for f in findings)
     elsewhere = {type(make(np.zeros(3), Relation.ADD_REMOVE)).__name__ for make in SECOND_ORDER.values()}
     # A frame shows rows to another query; the bound of a whole fit is a theorem with tests of its own.
-    assert not {name for name in existing if name not in asked} - elsewhere - {"Framed", "LocalFit"}
+    assert not {name for name in existing if name not in asked} - elsewhere - {"BoxedQuery", "LocalFit"}
 
 
 def test_a_query_that_claims_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from quietgrad.objectives.tables.range_queries import Magnitudes
+    from quietgrad.objectives.tables.range_queries import MagnitudeHistogram
 
-    monkeypatch.setattr(Magnitudes, "bound", property(lambda query: 0.6))
-    assert {f.what.partition(",")[0] for f in probe_table_queries() if f.verdict == "violation"} == {"Magnitudes"}
+    monkeypatch.setattr(MagnitudeHistogram, "bound", property(lambda query: 0.6))
+    assert {f.what.partition(",")[0] for f in probe_table_queries() if f.verdict == "violation"} == {
+        "MagnitudeHistogram"
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name not in ALGORITHMS])

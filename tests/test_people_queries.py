@@ -39,7 +39,7 @@ from quietgrad.objectives.queries.counts import (
 )
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.objectives.tables import range_queries, whitening
-from quietgrad.objectives.tables.range_queries import Frame, Framed
+from quietgrad.objectives.tables.range_queries import BoxedQuery, FeatureBox
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import WhitenedInformation
 from quietgrad.privacy.budget import Relation
@@ -48,7 +48,7 @@ D = 3
 SLACK = 1.0 + 1e-9
 KEY = b"k" * 32
 WHITE = whitening.Whitening(Affine(np.full(D, 0.1), np.diag([1.0, 2.0, 0.5])), 0.0, 1)
-FRAME = Frame(np.full(D, -2.0), np.full(D, 2.0))
+FRAME = FeatureBox(np.full(D, -2.0), np.full(D, 2.0))
 POINT, BEFORE = np.array([0.3, -1.0, 2.0]), np.array([0.1, 0.2, -0.3])
 
 Make = Callable[[Relation], Query]
@@ -60,22 +60,24 @@ TABLE: dict[type, Make] = {
     queries.LossQuery: lambda _: queries.LossQuery(POINT, 0.7),
     second_order.GradientNorm: lambda _: second_order.GradientNorm(POINT, 0.3, 10.0),
     second_order.LeastEigenvalue: lambda _: second_order.LeastEigenvalue(POINT, 0.2, 10.0),
-    second_order.Excess: lambda _: second_order.Excess(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),
+    second_order.StationarityGap: lambda _: second_order.StationarityGap(POINT, 0.1, 1.0, 0.3, 0.2, 10.0),
     whitening.FeatureMean: lambda _: whitening.FeatureMean(1.5),
     whitening.MeanSquares: lambda r: whitening.MeanSquares(1.5, relation=r),
     whitening.SecondMomentMatrix: lambda r: whitening.SecondMomentMatrix(1.5, r),
     whitening.RowNormHistogram: whitening.RowNormHistogram,
     whitening.WhitenedGradient: lambda _: whitening.WhitenedGradient(POINT, 0.3, WHITE),
     WhitenedInformation: lambda r: WhitenedInformation(POINT, 0.4, WHITE, r),
-    range_queries.Magnitudes: lambda r: range_queries.Magnitudes(np.arange(D), r),
+    range_queries.MagnitudeHistogram: lambda r: range_queries.MagnitudeHistogram(np.arange(D), r),
     range_queries.MeanOctaves: lambda _: range_queries.MeanOctaves(np.arange(D), 1.0),
-    range_queries.Pieces: lambda r: range_queries.Pieces(np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r),
+    range_queries.RangeHistogram: lambda r: range_queries.RangeHistogram(
+        np.arange(D), np.full(D, -2.0), np.full(D, 2.0), r
+    ),
     range_queries.FeatureBins: lambda r: range_queries.FeatureBins(
         np.arange(D), np.tile([-2.0, 0.0, 2.0], (D, 1)), r
     ),
-    range_queries.TargetMagnitudes: range_queries.TargetMagnitudes,
-    range_queries.TargetPieces: lambda r: range_queries.TargetPieces(-2.0, 2.0, r),
-    Framed: lambda r: Framed(whitening.SecondMomentMatrix(1.5, r), FRAME),
+    range_queries.TargetMagnitudeHistogram: range_queries.TargetMagnitudeHistogram,
+    range_queries.TargetRangeHistogram: lambda r: range_queries.TargetRangeHistogram(-2.0, 2.0, r),
+    BoxedQuery: lambda r: BoxedQuery(whitening.SecondMomentMatrix(1.5, r), FRAME),
 }
 SCORES: dict[type, Make] = {
     CellSums: lambda r: CellSums(6, 2, r),
@@ -153,8 +155,12 @@ CASES = [*itertools.product((1, 7, 500), ("plain", "aligned", "huge", "spread"))
 @pytest.mark.parametrize("settings", [("mean", None), ("sum", None), ("mean", 3)], ids=str)
 def test_a_person_is_bounded_by_every_query_of_tables(kind: type, relation: Relation, settings: Any) -> None:
     combine, most = settings
-    loss = Squared() if kind in (range_queries.TargetMagnitudes, range_queries.TargetPieces) else Logistic()
-    curved = (second_order.LeastEigenvalue, second_order.Excess, WhitenedInformation)
+    loss = (
+        Squared()
+        if kind in (range_queries.TargetMagnitudeHistogram, range_queries.TargetRangeHistogram)
+        else Logistic()
+    )
+    curved = (second_order.LeastEigenvalue, second_order.StationarityGap, WhitenedInformation)
     for (size, rough), layout in itertools.product(CASES, ("dense", "csr")):
 
         def make(seed: int, size: int = size, rough: str = rough, layout: str = layout) -> Any:

@@ -14,7 +14,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 import quietgrad as qg
 from quietgrad.errors import BudgetError
 from quietgrad.estimators import private_score
-from quietgrad.estimators.validation import row_by_row, row_products
+from quietgrad.estimators.validation import predict_row_independent, row_products
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.privacy.budget import Relation
@@ -131,10 +131,10 @@ def test_a_model_is_asked_about_one_record_at_a_time(tmp_path: Path) -> None:
             return X[:, 0] if len(X) < 2000 or X[:, 0].max() < 100.0 else -X[:, 0]
 
     far, bounds = np.vstack([X[1:], [[1e9]]]), (-9.0, 9.0)
-    alone = row_by_row(Line(), "predict", far)
+    alone = predict_row_independent(Line(), "predict", far)
     assert (alone[:-1] == far[:-1, 0]).all()  # whoever else is there
     assert private_score(Line(), far, y, epsilon=0.4, ledger=path, target_bounds=bounds).rmse is not None
-    both = [row_by_row(Standardised([0, 1]), "predict_proba", rows) for rows in (X, X[1:])]
+    both = [predict_row_independent(Standardised([0, 1]), "predict_proba", rows) for rows in (X, X[1:])]
     assert np.array_equal(both[0][1:], both[1], equal_nan=True)
 
 

@@ -221,12 +221,12 @@ def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> No
 
 
 def test_queries_about_pairs_of_records_refuse_samples_of_a_scan(folder: Path) -> None:
-    from quietgrad.objectives.tables.range_queries import Magnitudes
+    from quietgrad.objectives.tables.range_queries import MagnitudeHistogram
     from quietgrad.privacy.budget import Relation
 
     loss = qg.objectives.Logistic()
     records: Any = loss.prepare(scan(folder, target="y"))
-    query = Magnitudes(np.arange(D), Relation.REPLACE_ONE)
+    query = MagnitudeHistogram(np.arange(D), Relation.REPLACE_ONE)
     with pytest.raises(ValueError, match="needs all of them"):
         records.answer(query, Batch(records, np.arange(N)), np.zeros(query.dim(records)))
 

@@ -15,7 +15,7 @@ from quietgrad.objectives.base import (
     LossQuery,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.tables.scanned import Laid
+from quietgrad.objectives.tables.scanned import RowBlock
 from quietgrad.objectives.tables.table import Table
 
 
@@ -40,7 +40,7 @@ def test_a_column_major_part_sums_as_a_table(loss: Any, features: int) -> None:
     X[:5] *= 1e6
     X[5:9] = 0.0
     y = rng.integers(0, 2, len(X))
-    table, laid = loss.prepare((X, y)), loss.prepare(Laid(part(X), y))
+    table, laid = loss.prepare((X, y)), loss.prepare(RowBlock(part(X), y))
     np.testing.assert_allclose(laid.norms, table.norms, rtol=1e-12)
     a, b = rng.standard_normal((2, table.dim))
     for query in (
@@ -70,7 +70,7 @@ def test_one_record_of_any_size_is_bounded_in_a_part(size: float) -> None:
             theta = rng.standard_normal(6 + intercept) * 10.0 ** rng.integers(-3, 4)
             sums = []
             for rows in (X, other):
-                records = loss.prepare(Laid(part(rows), (np.arange(len(rows)) % 2).astype(float)))
+                records = loss.prepare(RowBlock(part(rows), (np.arange(len(rows)) % 2).astype(float)))
                 out = np.zeros(records.dim)
                 with np.errstate(all="ignore"):
                     GradientQuery(theta, 0.25).sum_into(loss, Batch(records, None), out)

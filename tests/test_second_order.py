@@ -34,7 +34,7 @@ from quietgrad.objectives.base import (
     RecursiveMomentumQuery,
 )
 from quietgrad.objectives.landscapes import SyntheticRecords
-from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue
+from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
 from quietgrad.oracles.base import Estimate, Oracle
 from quietgrad.oracles.gradient_estimators import MiniBatch, RecursiveMomentum
 from quietgrad.plans.schedule import Schedule
@@ -283,7 +283,7 @@ def test_one_record_moves_no_query_beyond_its_bound(seed: int, which: int, expon
     queries: list[Any] = [
         GradientNorm(x, size, 8.0),
         LeastEigenvalue(x, size, 8.0),
-        Excess(x, 0.1, 1.0, size, size, 8.0),
+        StationarityGap(x, 0.1, 1.0, size, size, 8.0),
         PackedHessian(x, size),
         PackedHessian(x, size, isometric=False),
     ]
@@ -297,7 +297,7 @@ def test_excess_is_negative_exactly_at_stationary_points() -> None:
     records = HILL.prepare(50_000)
     at = [(HILL.saddle(), False), (HILL.minimum(), True), (0.5 * HILL.minimum(), False)]
     for x, stationary in at:
-        value = asked(Excess(x, 0.03, 6.9, 2.0, 4.0, 50_000.0), HILL, records, None)[0]
+        value = asked(StationarityGap(x, 0.03, 6.9, 2.0, 4.0, 50_000.0), HILL, records, None)[0]
         assert (value <= 0.0) == stationary
 
 

@@ -42,8 +42,14 @@ from quietgrad.estimators import (
     to_run,
 )
 from quietgrad.estimators.transformers import learns
+from quietgrad.objectives.tables.histogram_decoding import (
+    read_counts,
+    read_magnitudes,
+    read_pieces,
+    read_target,
+    windows,
+)
 from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST, PIECES
-from quietgrad.objectives.tables.windows import read_counts, read_magnitudes, read_pieces, read_target, windows
 
 
 def table(n: int, seed: int = 0) -> tuple[Any, Any]:

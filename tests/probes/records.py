@@ -38,19 +38,19 @@ from quietgrad.objectives.queries.counts import (
     Scoring,
     Tabulation,
 )
-from quietgrad.objectives.queries.second_order import Excess, GradientNorm, LeastEigenvalue
+from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
 from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.range_queries import (
     FEW_PIECES,
+    BoxedQuery,
     FeatureBins,
-    Frame,
-    Framed,
-    Magnitudes,
+    FeatureBox,
+    MagnitudeHistogram,
     MeanOctaves,
-    Pieces,
-    TargetMagnitudes,
-    TargetPieces,
+    RangeHistogram,
+    TargetMagnitudeHistogram,
+    TargetRangeHistogram,
 )
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
@@ -267,7 +267,7 @@ SECOND_ORDER: dict[str, Callable[[Any, Relation], Query]] = {
     "whitened gradient": lambda x, relation: WhitenedGradient(x, 0.5, _whitening(len(x), 0.0)[0]),
     "gradient norm": lambda x, relation: GradientNorm(x, 0.5, 5.0),
     "least eigenvalue": lambda x, relation: LeastEigenvalue(x, 0.2, 5.0),
-    "excess": lambda x, relation: Excess(x, 0.1, 1.0, 0.5, 0.2, 5.0),
+    "excess": lambda x, relation: StationarityGap(x, 0.1, 1.0, 0.5, 0.2, 5.0),
 }
 
 
@@ -327,18 +327,18 @@ def _neighbours(table: Callable[..., Any], count: int, relation: Relation) -> Pa
 def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iterator[Query]:
     """Every query that the defaults for tables ask: of all features and of some, of rows as a frame shows them."""
     for chosen in (np.arange(_D), np.array([0, 2])):
-        yield Magnitudes(chosen, relation)
-        yield Magnitudes(chosen, relation, pooled=True)
+        yield MagnitudeHistogram(chosen, relation)
+        yield MagnitudeHistogram(chosen, relation, pooled=True)
         yield MeanOctaves(chosen, 3.0)
         low = np.array([-1.0, 0.0, -40.0, 1e4])[chosen]
         high = low + np.array([2.0, 3.0, 80.0, 1e5])[chosen]
-        yield Pieces(chosen, low, high, relation)
-        yield Pieces(chosen, low, high, relation, FEW_PIECES)
+        yield RangeHistogram(chosen, low, high, relation)
+        yield RangeHistogram(chosen, low, high, relation, FEW_PIECES)
         yield FeatureBins(chosen, np.linspace(low, high, 5, axis=1), relation)
     if regression:
-        yield TargetMagnitudes(relation)
-        yield TargetPieces(-5.0, 300.0, relation)
-    frame = Frame(np.full(_D, -2.0), np.array([2.0, 3.0, 40.0, 1e5]), (-5.0, 300.0) if regression else None)
+        yield TargetMagnitudeHistogram(relation)
+        yield TargetRangeHistogram(-5.0, 300.0, relation)
+    frame = FeatureBox(np.full(_D, -2.0), np.array([2.0, 3.0, 40.0, 1e5]), (-5.0, 300.0) if regression else None)
     if not isinstance(records.X, np.ndarray):
         frame = frame.zero_kept()
     maps, rng = _whitening(_D, 1.0), np.random.default_rng(1)
@@ -351,11 +351,11 @@ def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iter
         *(WhitenedGradient(params, 0.5, map_) for params in points for map_ in maps),
         *(WhitenedInformation(params, 0.4, maps[0], relation) for params in points),
     ]
-    yield from (Framed(query, frame) for query in within)
+    yield from (BoxedQuery(query, frame) for query in within)
 
 
 def _name(query: Query) -> str:
-    return type(query.query if isinstance(query, Framed) else query).__name__
+    return type(query.query if isinstance(query, BoxedQuery) else query).__name__
 
 
 def probe_table_queries() -> Iterator[AuditFinding]:

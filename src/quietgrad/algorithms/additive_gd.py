@@ -25,8 +25,8 @@ from quietgrad.algorithms.whitened_design import for_table, is_crowded, look_for
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Query, following_clip
-from quietgrad.objectives.tables.range_queries import LOWEST, OCTAVES, FeatureBins, Frame, Framed
-from quietgrad.objectives.tables.shapes import Expanded, Feature, Shapes, usual_edges
+from quietgrad.objectives.tables.range_queries import LOWEST, OCTAVES, BoxedQuery, FeatureBins, FeatureBox
+from quietgrad.objectives.tables.shapes import AdditiveBasis, Expanded, Feature, usual_edges
 from quietgrad.objectives.tables.table import Affine, Floats
 from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
 from quietgrad.plans.schedule import Schedule, Slot
@@ -124,15 +124,15 @@ class AdditiveGD(Algorithm):
         extra.update({name: value for name, value in found.items() if not name.startswith("pilot")})
         frame = frame_of(found)
         assert frame is not None
-        cut = Shapes(self._cut(found, frame, session))
-        shapes = Shapes(tuple(replace(feature, weight=0.0) for feature in cut.features))
+        cut = AdditiveBasis(self._cut(found, frame, session))
+        shapes = AdditiveBasis(tuple(replace(feature, weight=0.0) for feature in cut.features))
         start = np.zeros((shapes.columns + 1) * outputs)
         last = self._descend(self.lines, session, _LINES_PREFIX, Expanded(shapes, frame), start)
         if self.rest is not None:
             lines = _LineFit(shapes, frame, last.params, self.lines.clip)
             kept = self._bent(session, cut, lines)
             pairs = self.pairs if self.pairs is not None else self._acting(session, cut, lines)
-            both = Shapes(kept, pairs)
+            both = AdditiveBasis(kept, pairs)
             start = both.embed(last.params, shapes, outputs)
             crowded = is_crowded(
                 session.expected_batch("gradient"), both.columns, session.plan.budget, self.look.regression, 2.0
@@ -159,7 +159,7 @@ class AdditiveGD(Algorithm):
 
     # --- bins ---------------------------------------------------------------------------------------------------
 
-    def _cut(self, found: Mapping[str, Any], frame: Frame, session: Session) -> tuple[Feature, ...]:
+    def _cut(self, found: Mapping[str, Any], frame: FeatureBox, session: Session) -> tuple[Feature, ...]:
         """The features with their ranges and bins."""
         relation = relation_of(session)
         ranged = [
@@ -200,7 +200,7 @@ class AdditiveGD(Algorithm):
 
     # --- shapes and pairs ---------------------------------------------------------------------------------------
 
-    def _bent(self, session: Session, cut: Shapes, lines: _LineFit) -> tuple[Feature, ...]:
+    def _bent(self, session: Session, cut: AdditiveBasis, lines: _LineFit) -> tuple[Feature, ...]:
         """The features, with waves where they show, weighted by how clearly."""
         groups = [
             slice(part.start + 1, min(part.stop, part.start + 1 + _TESTED))
@@ -223,10 +223,10 @@ class AdditiveGD(Algorithm):
             kept.append(replace(f, weight=float(max(weight, 0.0))))
         return tuple(kept)
 
-    def _acting(self, session: Session, cut: Shapes, lines: _LineFit) -> tuple[tuple[int, int], ...]:
+    def _acting(self, session: Session, cut: AdditiveBasis, lines: _LineFit) -> tuple[tuple[int, int], ...]:
         """The pairs of numeric features whose product shows in the residuals, at most four."""
         pairs = tuple(itertools.combinations([j for j, f in enumerate(cut.features) if not f.values], 2))
-        products = Shapes(lines.shapes.features, pairs, functions=1)
+        products = AdditiveBasis(lines.shapes.features, pairs, functions=1)
         groups = list(products.parts()[len(cut.features) :])
         sizes = np.zeros(products.columns)
         sizes[lines.shapes.columns :] = 1.0 / 16.0
@@ -239,13 +239,13 @@ class AdditiveGD(Algorithm):
 class _LineFit:
     """The fitted lines, whose residuals tell what they leave over."""
 
-    shapes: Shapes
-    frame: Frame
+    shapes: AdditiveBasis
+    frame: FeatureBox
     params: Floats
     clip: float
 
     def tested(
-        self, slot: str, session: Session, shapes: Shapes, groups: list[slice], sizes: Floats
+        self, slot: str, session: Session, shapes: AdditiveBasis, groups: list[slice], sizes: Floats
     ) -> tuple[Floats, Floats]:
         """By group of columns: χ² of its gradient at the lines, by degrees of freedom, and its chance under noise.
 
@@ -258,7 +258,7 @@ class _LineFit:
         scale = np.where(sizes > 0.0, 1.0, _ASIDE)
         whitening = Whitening(Affine(np.zeros(shapes.columns), scale), column, outputs, radius)
         inner = whitening.from_raw(shapes.embed(self.params, self.shapes, outputs))
-        query = Framed(WhitenedGradient(inner, clip, whitening), Expanded(shapes, self.frame))
+        query = BoxedQuery(WhitenedGradient(inner, clip, whitening), Expanded(shapes, self.frame))
         n = session.expected_batch(slot)
         gradient = session.release(slot, query).reshape(-1, outputs) / n
         noise = (noise_of(session, slot, clip) / n) ** 2
@@ -290,7 +290,7 @@ class _Stage:
 
     def release(self, slot: str, query: Query) -> Vector:
         """The release of the plan."""
-        return self._session.release(self._slots + slot, Framed(query, self._view))
+        return self._session.release(self._slots + slot, BoxedQuery(query, self._view))
 
 
 def _within(method: WhitenedGD, n: int, prefix: str, share: float) -> list[Slot]:

@@ -3,8 +3,8 @@
 Where :class:`~quietgrad.algorithms.perturbed_sgd.PerturbedSGD` knows that it has arrived, this pipeline only knows
 that some iterate was good: SPIDER runs on one part of the records, and the first of its iterates to pass a noisy
 test on the held-out rest is returned. The test is one AboveThreshold search over a scalar per iterate
-(:class:`~quietgrad.objectives.queries.second_order.Excess`); the parts are disjoint, so each may spend the whole
-budget.
+(:class:`~quietgrad.objectives.queries.second_order.StationarityGap`); the parts are disjoint, so each may spend
+the whole budget.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quietgrad.algorithms.perturbed_sgd import check_tolerance, estimate_error
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Objective
-from quietgrad.objectives.queries.second_order import Excess
+from quietgrad.objectives.queries.second_order import StationarityGap
 from quietgrad.oracles.base import Estimate, constant_of, plan_preview, total_smoothness
 from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
@@ -123,7 +123,7 @@ class ModelSelection(Algorithm):
         extra = state.extra
         clip, smoothness = self.oracle.lipschitz(session), self.oracle.smooth(session)
         n = session.expected_batch("select")
-        tests = [Excess(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
+        tests = [StationarityGap(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
         chosen = session.first_below("select", tests, 0.0)
         extra["samples_used"] = _samples(session)
         extra["asked"] = len(extra["candidates"])

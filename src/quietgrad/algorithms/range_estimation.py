@@ -13,17 +13,7 @@ from quietgrad.algorithms.base import Algorithm, State, check_range, config_of
 from quietgrad.curators.base import Session
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.queries.counts import CellSums
-from quietgrad.objectives.tables.range_queries import (
-    FEW_PIECES,
-    PIECES,
-    Frame,
-    Magnitudes,
-    MeanOctaves,
-    Pieces,
-    TargetMagnitudes,
-    TargetPieces,
-)
-from quietgrad.objectives.tables.windows import (
+from quietgrad.objectives.tables.histogram_decoding import (
     middle_octave,
     read_counts,
     read_ends,
@@ -31,6 +21,16 @@ from quietgrad.objectives.tables.windows import (
     read_octaves,
     read_pieces,
     read_target,
+)
+from quietgrad.objectives.tables.range_queries import (
+    FEW_PIECES,
+    PIECES,
+    FeatureBox,
+    MagnitudeHistogram,
+    MeanOctaves,
+    RangeHistogram,
+    TargetMagnitudeHistogram,
+    TargetRangeHistogram,
 )
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
@@ -191,7 +191,7 @@ def _found_ranges(
     """
     declared = np.flatnonzero([pair is not None for pair in look.features or ()])
     reached = np.maximum(-low[unknown], high[unknown]) if look.ranges == "relative" else None
-    query = Magnitudes(unknown, relation, pooled=look.ranges != "each", units=reached)
+    query = MagnitudeHistogram(unknown, relation, pooled=look.ranges != "each", units=reached)
     counts = query.counts(session.release("ranges", query))
     noise = noise_of(session, "ranges", query.bound)
     # A regression is seldom whitened by a whole matrix: what is scaled too small in it stays so.
@@ -223,10 +223,10 @@ def _found_ranges(
             near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
         # One look alone is a noisy one: with few bins each of them holds more.
         count = FEW_PIECES if look.closer == 1 else PIECES
-        pieces = Pieces(chosen, near, far, relation, count)
+        pieces = RangeHistogram(chosen, near, far, relation, count)
         for again, slot in enumerate(look.offset_slots):
             if asked:  # else one query serves all of these releases
-                pieces = Pieces(chosen, near, far, relation, count)
+                pieces = RangeHistogram(chosen, near, far, relation, count)
             inner = session.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(session, slot, pieces.bound), near, far)
             # Each look may cut a tail off: a later one is believed only where it narrows the interval by far.
@@ -240,7 +240,7 @@ def _found_ranges(
 def _found_target(look: Look, session: Session, relation: Relation) -> dict[str, float]:
     """The limits of the targets, declared or released; of counts, about their mean and their spread besides."""
     charged = "The whole budget of this run was charged, because the stop depends on a release."
-    query = TargetMagnitudes(relation)
+    query = TargetMagnitudeHistogram(relation)
     if look.counts:
         found = read_counts(session.release("targets", query), noise_of(session, "targets", query.bound))
         if found is None:
@@ -257,19 +257,19 @@ def _found_target(look: Look, session: Session, relation: Relation) -> dict[str,
                 f"high). {charged}"
             )
         if not look.whole:
-            pieces = TargetPieces(*limits, relation)
+            pieces = TargetRangeHistogram(*limits, relation)
             counts = session.release("target-bins", pieces)
             noise, everyone = noise_of(session, "target-bins", pieces.bound), session.expected_batch("target-bins")
             limits = read_ends(counts, noise, *limits, everyone)
     return {} if limits is None else {"target_low": limits[0], "target_high": limits[1]}
 
 
-def frame_of(extra: Mapping[str, Any]) -> Frame | None:
+def frame_of(extra: Mapping[str, Any]) -> FeatureBox | None:
     """The frame that :func:`found_frame` found, from a run's state."""
     if "low" not in extra:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
-    return Frame(extra["low"], extra["high"], target, extra.get("target_unit"))
+    return FeatureBox(extra["low"], extra["high"], target, extra.get("target_unit"))
 
 
 @dataclass(frozen=True)

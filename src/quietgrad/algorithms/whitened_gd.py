@@ -33,8 +33,9 @@ from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
 from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of, relation_of
 from quietgrad.curators.base import Session, SupportsPrefetch
 from quietgrad.objectives.base import Asked, LossQuery, Query, following_clip
+from quietgrad.objectives.tables.histogram_decoding import read_norms
 from quietgrad.objectives.tables.losses import Logistic, Squared
-from quietgrad.objectives.tables.range_queries import Framed
+from quietgrad.objectives.tables.range_queries import BoxedQuery
 from quietgrad.objectives.tables.table import Affine, Floats
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
@@ -45,7 +46,6 @@ from quietgrad.objectives.tables.whitening import (
     WhitenedInformation,
     Whitening,
 )
-from quietgrad.objectives.tables.windows import read_norms
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
@@ -438,7 +438,7 @@ class WhitenedGD(Algorithm):
             return query
         if "frame" not in state.memo:
             state.memo["frame"] = frame_of(state.extra)
-        return Framed(query, state.memo["frame"])
+        return BoxedQuery(query, state.memo["frame"])
 
     def _to_raw(self, params: Any, state: State, session: Session) -> Any:
         """Parameters for raw features and targets; they hold for rows inside the frame."""

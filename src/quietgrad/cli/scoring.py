@@ -25,7 +25,7 @@ from quietgrad.data.dataset import Dataset, public_order
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import read_bytes, read_json, write_atomically
 from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.privacy.accounting import sensitivity_factor
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
@@ -245,8 +245,8 @@ TRAINING = "private training records, without noise"
 
 
 def plain_scores(
-    objective: LinearObjective, params: npt.NDArray[np.float64], data: Dataset | ScannedData, frame: Frame | None,
-    *, test: bool, train: bool,
+    objective: LinearObjective, params: npt.NDArray[np.float64], data: Dataset | ScannedData,
+    frame: FeatureBox | None, *, test: bool, train: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Scores without noise on the held-out part, if there is one and ``test`` says so, and likewise for ``train``.
 
@@ -274,7 +274,7 @@ def _blocks(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
 
 def _scores_on(
     objective: LinearObjective, params: npt.NDArray[np.float64], blocks: Iterable[tuple[Any, Any]], task: str,
-    frame: Frame | None,
+    frame: FeatureBox | None,
 ) -> dict[str, float]:  # fmt: skip
     loss, good, seen = 0.0, 0.0, 0
     for rows, y in blocks:

@@ -27,7 +27,7 @@ from quietgrad.cli.scoring import (
 from quietgrad.cli.settings import objective_from
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.training.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.training.result import Result, load
@@ -138,8 +138,8 @@ def finish(
         details["epsilon_curve"] = [list(point) for point in curve]
         details["generalization"] = watched.plan.generalization
     metrics = plain_scores(
-        objective_from(facts), result.params, data, Frame.told(details), test=not spec.scores_privately,
-        train=spec.evaluate_train,
+        objective_from(facts), result.params, data, FeatureBox.from_details(details),
+        test=not spec.scores_privately, train=spec.evaluate_train,
     )  # fmt: skip
     return _conclude(spec, out, data, replace(result, details=details, metrics=metrics))
 

@@ -18,7 +18,7 @@ from quietgrad.data.tables import RowLayout
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task, merged, one_thread_each
+from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
 
 Value = TypeVar("Value")
 Array = npt.NDArray[Any]
@@ -42,7 +42,7 @@ class ScanParts:
 
     def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
         """A block as an objective takes it."""
-        data: Any = Laid(X, y)
+        data: Any = RowBlock(X, y)
         for turned in self.turned:
             data = turned(*data)
         return data if people is None else RecordsWithIds(data, people)

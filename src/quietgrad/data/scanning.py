@@ -26,7 +26,7 @@ from quietgrad.data.tables import RowLayout
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import Combine, ContributionBounds
-from quietgrad.objectives.tables.scanned import Laid, Merge, Task
+from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task
 
 Value = TypeVar("Value")
 
@@ -286,8 +286,8 @@ class Scan:
             yield from ((X, y) for X, y, _ in parts.rows_of(unit))
 
 
-def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> Laid:
-    return Laid(X, labels(y))
+def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> RowBlock:
+    return RowBlock(X, labels(y))
 
 
 def _join(a: list[Any], b: list[Any]) -> list[Any]:

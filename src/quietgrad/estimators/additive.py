@@ -23,13 +23,13 @@ from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateModel, noted
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
-from quietgrad.estimators.validation import Columns, Whom, read_table, without
+from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, drop_person_column, read_table
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.range_queries import Frame
-from quietgrad.objectives.tables.shapes import Feature, Shapes
+from quietgrad.objectives.tables.range_queries import FeatureBox
+from quietgrad.objectives.tables.shapes import AdditiveBasis, Feature
 from quietgrad.objectives.tables.table import refuse_text
 
-_ROWS = Whom()
+_ROWS = PrivacyUnitSpec()
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
 
 
@@ -41,11 +41,11 @@ class _Additive(PrivateModel):
     bins: int | None = field(default=None, kw_only=True)
     pairs: Sequence[tuple[Any, Any]] | str | None = field(default=None, kw_only=True)
 
-    _columns: Columns = field(init=False)
+    _columns: ColumnSchema = field(init=False)
     _indicators: frozenset[str] = field(init=False)
 
     def _features(self, X: Any) -> Any:
-        X = without(X, getattr(self, "person_column_", None))
+        X = drop_person_column(X, getattr(self, "person_column_", None))
         return self.shapes_.expand(read_table(self, X, self.categories, reset=False))
 
     def _bins(self, n: int) -> int:
@@ -94,7 +94,7 @@ class _Additive(PrivateModel):
             return range(len(names))[int(name)] if 0 <= name < len(names) else names.index(str(name))
         return names.index(str(name))
 
-    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> AdditiveGD:
+    def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> AdditiveGD:
         vocabularies = self._columns.vocabularies
         drafts = tuple(  # before their ranges are known; an indicator has a line alone
             Feature(name, values=tuple(vocabularies.get(name, ())), weight=0.0 if name in self._indicators else 1.0)
@@ -110,7 +110,7 @@ class _Additive(PrivateModel):
         if self._bounds is None or None in self._bounds:
             notes = (*notes, "ranges of undeclared features were found privately")
         found = super()._train(session, method, (*notes, *self._columns.notes))
-        self.shapes_ = Shapes.from_json(self.result_.details["shape_map"])
+        self.shapes_ = AdditiveBasis.from_json(self.result_.details["shape_map"])
         if self.pairs == "auto":
             pairs = ", ".join(f"{a} × {b}" for a, b in self.pairs_) or "none"
             self.privacy_ = noted(self.privacy_, (f"pairs that act together were looked for privately: {pairs}",))
@@ -125,7 +125,7 @@ class _Additive(PrivateModel):
     def _scanned(self, X: Any) -> Any:
         if self.categories is not None:
             raise DataError("categories: of a scan they are declared in its schema.")
-        self._columns = Columns([str(name) for name in X.feature_names], named=True)
+        self._columns = ColumnSchema([str(name) for name in X.feature_names], named=True)
         self._indicators = X.indicators
         return super()._scanned(X)
 
@@ -153,7 +153,7 @@ class _Additive(PrivateModel):
         """
         check_is_fitted(self)
         weights = self.coef_[-1] - (self.coef_[:-1].mean(axis=0) if len(self.coef_) > 1 else 0.0)
-        scale = Frame(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
+        scale = FeatureBox(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
         covariance = np.asarray(self.result_.details["noise_covariance"]) * scale**2
         shapes: dict[Any, tuple[Any, Any, Any]] = {}
         for feature, part in zip(self.shapes_.features, self.shapes_.parts(), strict=False):
@@ -261,7 +261,7 @@ class PrivateAdditiveRegressor(Regressor, _Additive):
     def _loss(self) -> Any:
         return Squared(intercept=True)
 
-    def _keep(self, weights: Any, bias: Any, scale: Frame | None) -> None:
-        frame = Frame(np.zeros(1), np.ones(1), self.target_range_)
+    def _keep(self, weights: Any, bias: Any, scale: FeatureBox | None) -> None:
+        frame = FeatureBox(np.zeros(1), np.ones(1), self.target_range_)
         self.coef_ = np.ascontiguousarray(weights.T) * frame.target_scale
         self.intercept_ = bias * frame.target_scale + frame.target_centre

@@ -28,11 +28,19 @@ from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
-from quietgrad.estimators.validation import Whom, checked_rows, is_scan, named, predict_to, scan_if_one, without
+from quietgrad.estimators.validation import (
+    PrivacyUnitSpec,
+    checked_rows,
+    drop_person_column,
+    is_scan,
+    predict_to,
+    scan_if_one,
+    take_person_column,
+)
 from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.objectives.tables.table import refuse_text
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
@@ -42,7 +50,7 @@ from quietgrad.training import run
 from quietgrad.training.minimizing import settle_failed_run
 from quietgrad.training.result import Privacy
 
-_ROWS = Whom()
+_ROWS = PrivacyUnitSpec()
 _SUMMARY = ("coef", "std_err", "lower", "upper", "p_value")
 
 
@@ -141,14 +149,14 @@ class PrivateModel(SpendsPrivacy):
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         if is_scan(X):
             raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
-        X = without(X, getattr(self, "person_column_", None))
+        X = drop_person_column(X, getattr(self, "person_column_", None))
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         limits = self.feature_range_
-        return X if limits is None else Frame(limits[0], limits[1]).clipped(X)
+        return X if limits is None else FeatureBox(limits[0], limits[1]).clipped(X)
 
     # --- the plan ---------------------------------------------------------------------------------------------
 
-    def _method(self, n: int, features: int, whom: Whom = _ROWS) -> Algorithm:
+    def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> Algorithm:
         """The method for a public number of records."""
         if isinstance(self.algorithm, str):
             return _by_name(self.algorithm, n)
@@ -190,7 +198,7 @@ class PrivateModel(SpendsPrivacy):
         return {"regularizer": penalty, "intercept": self.fit_intercept}
 
     def _plan(
-        self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: Whom = _ROWS
+        self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: PrivacyUnitSpec = _ROWS
     ) -> Plan:
         """The plan of a whole fit, ``looks`` at the labels included."""
         method = self._method(size.n if isinstance(size, PublicCount) else size, features, whom)
@@ -236,20 +244,22 @@ class PrivateModel(SpendsPrivacy):
         if options:
             raise TypeError(f"fit() got unexpected arguments: {', '.join(sorted(options))}.")
         X, y = scan_if_one(X, y)
-        X, ids = named(X, person)
+        X, ids = take_person_column(X, person)
 
-        def whose(rows: int) -> Whom:
-            return Whom.of(ids, rows, combine, records_per_person, records_public)
+        def whose(rows: int) -> PrivacyUnitSpec:
+            return PrivacyUnitSpec.of(ids, rows, combine, records_per_person, records_public)
 
         self._fit(X, y, whose)
         self.person_column_ = person if isinstance(person, str) else None
         return self
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         """Check what is given, then ask ``whose`` its rows are, plan, and train."""
         raise NotImplementedError
 
-    def _counted(self, objective: Any, data: Any, features: int, whom: Whom) -> tuple[CentralCurator, PublicCount]:
+    def _counted(
+        self, objective: Any, data: Any, features: int, whom: PrivacyUnitSpec
+    ) -> tuple[CentralCurator, PublicCount]:
         """Who holds the records, and how many to plan for: a release of its own where their number is secret."""
         seed = self.random_state
         if seed is not None:
@@ -272,7 +282,7 @@ class PrivateModel(SpendsPrivacy):
         except Exception as error:
             settle_failed_run(session, error)
             raise
-        found, missed = what_was_missed(result.details, result.config.get("look") or {})
+        found, missed = undetected_notes(result.details, result.config.get("look") or {})
         self.result_ = result
         self.privacy_: Privacy = noted(result.privacy, found)
         if missed:
@@ -362,7 +372,7 @@ class SummaryTable(list[dict[str, Any]]):
         return "\n".join([head, *rows])
 
 
-def what_was_missed(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
+def undetected_notes(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:
     """Notes on what the releases could not tell, and a sentence to warn with where declaring would help."""
     notes, advice = [], ""
     hidden, silent = int(details.get("hidden_features", 0)), int(details.get("silent_features", 0))

@@ -16,13 +16,13 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.validation import (
-    Whom,
+    PrivacyUnitSpec,
     check_labels,
     coder,
     is_scan,
     row_products,
-    say,
     taken_as_public,
+    warn_declared,
     with_labels,
 )
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
@@ -45,10 +45,10 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 
     classes: Sequence[Any] | None = field(default=None, kw_only=True)
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         typed = typed_labels(self.classes, y)
         X, y, declared = self._accept(X, y)
-        say(typed)
+        warn_declared(typed)
         whom, features = whose(X.shape[0]), X.shape[1]
         notes = (*whom.notes, *typed)
         known = self._loss(2, np.arange(2)) if declared is None else self._loss(len(declared), declared)

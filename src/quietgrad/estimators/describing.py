@@ -23,7 +23,7 @@ from quietgrad.algorithms.whitened_design import look_for, strength
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.validation import Whom, codes_in, named, taken_as_public
+from quietgrad.estimators.validation import PrivacyUnitSpec, codes_in, take_person_column, taken_as_public
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
@@ -171,12 +171,12 @@ def describe(
     (True, 1.0)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    frame, ids = named(frame, person)
+    frame, ids = take_person_column(frame, person)
     columns, numbers, notes = _read(frame, schema)
     rows = len(numbers)
     if not rows:
         raise DataError("there are no records to describe.")
-    whom = Whom.of(ids, rows)
+    whom = PrivacyUnitSpec.of(ids, rows)
     crossed = _crossed(columns, pairs)
     numeric = [j for j, column in enumerate(columns) if not column.values]
     shares = {name: share for name, share in _SHARES.items() if {"sums": numeric, "pairs": crossed}.get(name, True)}
@@ -234,7 +234,7 @@ def describe(
 class _Tables:
     """Releases sums of cells of the same people, table by table."""
 
-    def __init__(self, session: Any, whom: Whom, relation: Relation) -> None:
+    def __init__(self, session: Any, whom: PrivacyUnitSpec, relation: Relation) -> None:
         self._session, self._whom, self._relation = session, whom, relation
 
     def _release(self, slot: str, cells: Any, weights: Any, size: int) -> tuple[Floats, float]:

@@ -16,9 +16,9 @@ from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
-from quietgrad.estimators.validation import Whom, is_scan, row_products, with_labels
+from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
 from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.plans.counting import NOMINAL
 
 _LARGEST = 1e4  # means of a count that its loss follows exactly
@@ -31,7 +31,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
 
     target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], Whom]) -> None:
+    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         X, y, bounds = self._accept(X, y)
         whom, features = whose(X.shape[0]), X.shape[1]
         kind = self._method(NOMINAL, features, whom)
@@ -54,13 +54,13 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
         self.target_range_ = (float(limits[0]), float(limits[1]))
         self._keep(weights, bias, scale)
 
-    def _keep(self, weights: Any, bias: Any, scale: Frame | None) -> None:
+    def _keep(self, weights: Any, bias: Any, scale: FeatureBox | None) -> None:
         """Keep the coefficients, of targets that ``scale`` scaled, for targets as they are."""
         unit, centre = (1.0, 0.0) if scale is None else (scale.target_scale, scale.target_centre)
         self.coef_, self.intercept_ = weights[:, 0] * unit, float(bias[0]) * unit + centre
 
-    def _target_frame(self, bounds: Bounds) -> Frame:
-        return Frame(np.zeros(1), np.ones(1), bounds)
+    def _target_frame(self, bounds: Bounds) -> FeatureBox:
+        return FeatureBox(np.zeros(1), np.ones(1), bounds)
 
     def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
@@ -193,8 +193,8 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     def _shape(self) -> dict[str, Any]:
         return {**super()._shape(), "counts": True}
 
-    def _target_frame(self, bounds: Bounds) -> Frame:
-        return Frame(np.zeros(1), np.ones(1), bounds, 1.0)
+    def _target_frame(self, bounds: Bounds) -> FeatureBox:
+        return FeatureBox(np.zeros(1), np.ones(1), bounds, 1.0)
 
     def _target_bounds(self, n: int | None = None) -> Bounds | None:
         bounds = super()._target_bounds(n)

@@ -11,7 +11,7 @@ import numpy as np
 from quietgrad.errors import DataError
 from quietgrad.objectives.registry import make_objective
 from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.objectives.tables.shapes import Shapes
+from quietgrad.objectives.tables.shapes import AdditiveBasis
 from quietgrad.training.result import Result, load
 
 _KINDS = {
@@ -142,15 +142,15 @@ def _save_additive(model: Any, folder: Path) -> Path:
 
 def _additive_from(result: Result) -> Any:
     from quietgrad.estimators import additive
-    from quietgrad.estimators.validation import Columns
+    from quietgrad.estimators.validation import ColumnSchema
 
     facts: Any = result.details["additive"]
     classifies = facts["classes"] is not None
     model: Any = additive.PrivateAdditiveClassifier() if classifies else additive.PrivateAdditiveRegressor()
-    model.shapes_ = Shapes.from_json(result.details["shape_map"])
+    model.shapes_ = AdditiveBasis.from_json(result.details["shape_map"])
     vocabularies = {f.name: list(f.values) for f in model.shapes_.features if f.values}
     names, named = facts["columns"]
-    model._columns = Columns(names, named, vocabularies)
+    model._columns = ColumnSchema(names, named, vocabularies)
     model.n_features_in_ = len(names)
     if named:
         model.feature_names_in_ = np.array(names, dtype=object)

@@ -27,7 +27,15 @@ from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, LedgerWarning
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.transformers import learning_steps
-from quietgrad.estimators.validation import AskedOnce, Whom, is_scan, named, nameless, row_by_row, scan_if_one
+from quietgrad.estimators.validation import (
+    AskedOnce,
+    PrivacyUnitSpec,
+    is_scan,
+    nameless,
+    predict_row_independent,
+    scan_if_one,
+    take_person_column,
+)
 from quietgrad.files import write_atomically
 from quietgrad.objectives.queries.counts import Tabulation
 from quietgrad.objectives.tables.table import lay_out, numbers_of
@@ -149,7 +157,7 @@ def private_score(
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
     X, y = scan_if_one(X, y)
-    X, ids = named(X, person)
+    X, ids = take_person_column(X, person)
     if is_scan(X):
         model = asked = nameless(model, X)
         held = X.named()
@@ -161,9 +169,9 @@ def private_score(
             raise DataError("y: Complex data not supported; give labels or real numbers.")
         if len(y) != (X.shape[0] if hasattr(X, "shape") else len(X)):
             raise DataError("X and y have different numbers of records.")
-        held = _Held(X, y)
+        held = _HoldoutData(X, y)
         asked = AskedOnce(model)
-    whom = Whom.of(ids, len(held), "mean", records_per_person)
+    whom = PrivacyUnitSpec.of(ids, len(held), "mean", records_per_person)
     publisher = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
         classes = np.asarray(model.classes_)
@@ -186,7 +194,7 @@ def _digest(params: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HoldoutData:
     """Held-out people in memory."""
 
     X: Any
@@ -228,7 +236,9 @@ CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
 class _Publisher:
     """Counts the people, and releases one table of them."""
 
-    def __init__(self, budget: Budget, account: Account, declared: int | None, held: Any, whom: Whom) -> None:
+    def __init__(
+        self, budget: Budget, account: Account, declared: int | None, held: Any, whom: PrivacyUnitSpec
+    ) -> None:
         self._budget, self._account, self._held, self._whom = budget, account, held, whom
         self._declared = declared if budget.relation is Relation.ADD_REMOVE else None
         self._size: PublicCount | None = None
@@ -263,10 +273,10 @@ class _Publisher:
 def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """The cell of each person: the bin of the log-odds of the second class, and the class."""
     if hasattr(model, "predict_proba"):
-        p = np.clip(row_by_row(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
+        p = np.clip(predict_row_independent(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
         odds = np.log(p) - np.log1p(-p)
     else:
-        odds = np.asarray(row_by_row(model, "decision_function", X), dtype=np.float64).ravel()
+        odds = np.asarray(predict_row_independent(model, "decision_function", X), dtype=np.float64).ravel()
     codes = class_codes(classes, y)
     return np.where(codes < 0, -1, np.searchsorted(edges, odds) * 2 + codes)[:, None], None
 
@@ -358,7 +368,7 @@ def _warnings(error: float) -> list[str]:
 def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
     codes, k, chances = class_codes(classes, y), len(classes), hasattr(model, "predict_proba")
-    scores = row_by_row(model, "predict_proba" if chances else "decision_function", X)
+    scores = predict_row_independent(model, "predict_proba" if chances else "decision_function", X)
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
         cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
@@ -397,7 +407,7 @@ def _multiclass(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore
 
 def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
-    answers = np.asarray(row_by_row(model, "predict", X), dtype=np.float64)
+    answers = np.asarray(predict_row_independent(model, "predict", X), dtype=np.float64)
     predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)
     target = np.clip(numbers_of(y, "y"), low, high)
     error, place = np.abs(predicted - target) / (high - low), (target - low) / (high - low)

@@ -29,7 +29,12 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
 from quietgrad.estimators.base import SpendsPrivacy
 from quietgrad.estimators.scoring import class_codes
-from quietgrad.estimators.validation import Whom, named, refuse_scan, row_by_row
+from quietgrad.estimators.validation import (
+    PrivacyUnitSpec,
+    predict_row_independent,
+    refuse_scan,
+    take_person_column,
+)
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
 from quietgrad.objectives.queries.counts import MeanScore, Scoring
 from quietgrad.plans.counting import NOMINAL, PublicCount
@@ -127,11 +132,11 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         With ``person`` (one id per record, or the name of a column) people are held out with all their records.
         """
         refuse_scan(X, "a private search")
-        X, ids = named(X, person)
+        X, ids = take_person_column(X, person)
         budget = self._budget()
         each = self._checked_scoring()
         accepted, y, _ = clone(self.estimator)._accept(X, y)  # what cannot be fitted is refused before any charge
-        whom = Whom.of(ids, accepted.shape[0], combine, records_per_person)
+        whom = PrivacyUnitSpec.of(ids, accepted.shape[0], combine, records_per_person)
         features = accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
         grid = [
@@ -325,12 +330,12 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
 
 def _right(model: Any, X: Any, y: Any) -> Any:
-    return np.asarray(row_by_row(model, "predict", X) == y) * 1.0
+    return np.asarray(predict_row_independent(model, "predict", X) == y) * 1.0
 
 
 def _likelihood(model: Any, X: Any, y: Any) -> Any:
     """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
-    chances = row_by_row(model, "predict_proba", X)
+    chances = predict_row_independent(model, "predict_proba", X)
     own = chances[np.arange(len(y)), np.maximum(class_codes(model.classes_, y), 0)]  # other labels: the first class
     return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
 
@@ -338,7 +343,7 @@ def _likelihood(model: Any, X: Any, y: Any) -> Any:
 def _closeness(model: Any, X: Any, y: Any) -> Any:
     """1 − (error ÷ a quarter of the targets' range)²."""
     low, high = model.target_range_
-    close = 1.0 - ((row_by_row(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
+    close = 1.0 - ((predict_row_independent(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
     return np.where(np.isnan(close), 0.0, close)
 
 

@@ -25,17 +25,17 @@ from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.errors import LedgerWarning
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
 from quietgrad.estimators.validation import (
-    Columns,
-    Whom,
+    ColumnSchema,
+    PrivacyUnitSpec,
     checked_rows,
     is_scan,
-    named,
     nameless,
     read_table,
+    take_person_column,
     with_labels,
 )
 from quietgrad.objectives.tables.losses import Squared
-from quietgrad.objectives.tables.range_queries import Frame
+from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.training import minimize
 from quietgrad.training.result import Privacy
 
@@ -72,10 +72,10 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
 
     def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
-        X, person = named(X, person) if is_scan(X) else (X, person)
+        X, person = take_person_column(X, person) if is_scan(X) else (X, person)
         rows = self._checked(X, reset=True)
         budget = self._budget()
-        whom = Whom.of(person, rows.shape[0])
+        whom = PrivacyUnitSpec.of(person, rows.shape[0])
         features = rows.shape[1]
         sparse = not isinstance(rows, np.ndarray) and not is_scan(rows)
         bounds = self._declared_bounds(None if is_scan(X) else X, features)
@@ -93,10 +93,10 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
             )  # fmt: skip
             self.privacy_ = result.privacy
             low, high = result.details["feature_range"]
-            self._frame = Frame(np.array(low), np.array(high))
+            self._frame = FeatureBox(np.array(low), np.array(high))
         else:
             pairs = np.array(bounds, dtype=np.float64)
-            self._frame = Frame(pairs[:, 0], pairs[:, 1])
+            self._frame = FeatureBox(pairs[:, 0], pairs[:, 1])
             self._frame = self._frame.zero_kept() if sparse else self._frame
         self.feature_range_ = (self._frame.low, self._frame.high)
         return self
@@ -144,7 +144,7 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(self, categories: Mapping[Any, Sequence[Any]] | None = None) -> None:
         self.categories = categories
 
-    _columns: Columns
+    _columns: ColumnSchema
 
     def fit(self, X: Any, y: Any = None) -> PublicOneHot:
         """Read the columns' names and types; of the records, only that each can be transformed."""

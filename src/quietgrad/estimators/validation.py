@@ -137,7 +137,7 @@ def write_blocks(path: Any, blocks: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnSchema:
     """The names of a table's columns and the vocabularies of its categories; ``named`` if it came with names."""
 
     names: list[str]
@@ -151,7 +151,7 @@ class Columns:
         return tuple(taken_as_public(f"column {name}", f"categories={{{name!r}: [...]}}") for name in self.typed)
 
     @classmethod
-    def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> Columns:
+    def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> ColumnSchema:
         """Read names and types; boolean and category columns declare their vocabularies."""
         named = hasattr(X, "columns")
         names = [str(name) for name in X.columns] if named else [f"x{j}" for j in range(X.shape[1])]
@@ -216,7 +216,7 @@ def taken_as_public(what: str, instead: str) -> str:
     )
 
 
-def say(notes: tuple[str, ...]) -> None:
+def warn_declared(notes: tuple[str, ...]) -> None:
     """Say in one warning what is taken as public by its type."""
     if notes:
         warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=5)
@@ -283,7 +283,7 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
     shape = X.shape
     if reset:
         is_table = not sparse.issparse(X) and len(shape) == 2 and shape[0] > 0 and shape[1] > 0
-        columns = Columns.of(X, categories) if is_table else Columns([], named=False)
+        columns = ColumnSchema.of(X, categories) if is_table else ColumnSchema([], named=False)
     else:
         columns = estimator._columns
     if columns.vocabularies:
@@ -295,7 +295,7 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
             raise DataError(f"{error} A vocabulary is declared with categories=.") from None
         numbers = lay_out(checked_rows(estimator, X, dtype=np.float64, reset=reset))
     if reset:
-        say(columns.notes)
+        warn_declared(columns.notes)
         estimator._columns = columns
         estimator.n_features_in_ = len(columns.names)
         if columns.named and columns.vocabularies:  # else they were set above, if they are all text
@@ -317,7 +317,7 @@ def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
     return np.array([code(cell) for cell in np.asarray(column, dtype=object)], dtype=np.float64)
 
 
-class Whom(NamedTuple):
+class PrivacyUnitSpec(NamedTuple):
     """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
 
     people: UnitGrouping | ScannedPeople | None = None
@@ -331,7 +331,7 @@ class Whom(NamedTuple):
         combine: Combine = "mean",
         records_per_person: int | None = None,
         records_public: int | None = None,
-    ) -> Whom:
+    ) -> PrivacyUnitSpec:
         """From what ``fit`` was given; refused, before anything is planned, if it is not one id per row."""
         check_combination(combine, records_per_person)
         if person is None:
@@ -375,7 +375,7 @@ class Whom(NamedTuple):
         return () if self.people is None else how_people_count(self.asks(None))
 
 
-def named(X: Any, person: Any) -> tuple[Any, Any]:
+def take_person_column(X: Any, person: Any) -> tuple[Any, Any]:
     """(X, ids): a ``person`` that names a column of a data frame is taken out of the features."""
     if is_scan(X):
         people = X.of_people(person)
@@ -384,17 +384,17 @@ def named(X: Any, person: Any) -> tuple[Any, Any]:
         return X, person
     if not hasattr(X, "columns") or person not in list(X.columns):
         raise DataError("person: names no column of X; give a column of a data frame, or one id per record.")
-    return without(X, person), X[person]
+    return drop_person_column(X, person), X[person]
 
 
-def without(X: Any, column: str | None) -> Any:
+def drop_person_column(X: Any, column: str | None) -> Any:
     """X without the column that named people, if it has it: a model predicts from features alone."""
     if column is None or not hasattr(X, "columns") or column not in list(X.columns):
         return X
     return X[[name for name in X.columns if name != column]]
 
 
-def row_by_row(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
+def predict_row_independent(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
     """``model.verb`` of every record, each answer from that record alone.
 
     A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
@@ -443,10 +443,10 @@ class AskedOnce:
         return getattr(self._model, name)
 
     def answers(self, verb: str, X: Any) -> npt.NDArray[Any]:
-        """What :func:`row_by_row` says of these rows."""
+        """What :func:`predict_row_independent` says of these rows."""
         rows, found = self._known.get(verb, (None, None))
         if found is None or rows is not X:
-            found = row_by_row(self._model, verb, X)
+            found = predict_row_independent(self._model, verb, X)
             self._known[verb] = X, found
         return found
 

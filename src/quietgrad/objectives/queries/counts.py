@@ -280,12 +280,12 @@ class LabelSet:
 
     def prepare(self, data: Any) -> Any:
         """``(X, y)`` with raw labels; only ``y`` is looked at."""
-        from quietgrad.objectives.tables.scanned import Laid, Scanned, ScanSource
+        from quietgrad.objectives.tables.scanned import RowBlock, Scanned, ScanSource
         from quietgrad.objectives.tables.table import Table, lay_out
 
         if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
-        if isinstance(data, Laid):
+        if isinstance(data, RowBlock):
             return LabelRecords(np.asarray(data.y))
         X, y = data
         return LabelRecords(np.asarray(y), (Table(lay_out(X), None),))

@@ -78,7 +78,7 @@ class LeastEigenvalue(_Scalar):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Excess(_Scalar):
+class StationarityGap(_Scalar):
     """How far a point is from second-order stationary: max((‖∇‖ − nα)/G, (−λ_min − n√(ρα))/M), as sums.
 
     At most 0 exactly where the empirical risk of the batch is α-second-order stationary; one record moves it by at

@@ -76,7 +76,7 @@ def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]
         yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
 
 
-class Lifted(NamedTuple):
+class RawCoefficients(NamedTuple):
     """(U, o, k) such that a raw row x with factor a scores a(xU + o) + k."""
 
     weights: Floats
@@ -93,7 +93,7 @@ class Lifted(NamedTuple):
         return scores
 
 
-def lift(records: Table, params: Floats) -> Lifted:
+def lift(records: Table, params: Floats) -> RawCoefficients:
     """The parameters as they act on raw rows."""
     if len(params) != records.dim:
         raise ValueError(f"params: has {len(params)} numbers, must have {records.dim} for these records.")
@@ -101,9 +101,9 @@ def lift(records: Table, params: Floats) -> Lifted:
     weights = matrix[: records.features]
     constant = records.intercept * matrix[-1] if records.intercept else np.zeros(records.outputs)
     if records.transform is None:
-        return Lifted(weights, np.zeros(records.outputs), constant)
+        return RawCoefficients(weights, np.zeros(records.outputs), constant)
     weights = records.transform.apply(weights)
-    return Lifted(weights, -(records.transform.shift @ weights), constant)
+    return RawCoefficients(weights, -(records.transform.shift @ weights), constant)
 
 
 class RowSum:

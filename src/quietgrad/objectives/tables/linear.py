@@ -33,7 +33,7 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.privacy_units import GroupIndex
 from quietgrad.objectives.tables.full_batch import Block, PersonSum, RowSum, blocks_of, contributions, lift
 from quietgrad.objectives.tables.scanned import (
-    Laid,
+    RowBlock,
     Scanned,
     ScanSource,
     hessian_sum,
@@ -167,7 +167,7 @@ class LinearObjective(BaseObjective, ABC):
         Raises:
             DataError: the data cannot be used; the message names the reason and no value.
         """
-        if isinstance(data, Table | Laid):
+        if isinstance(data, Table | RowBlock):
             X, y = data.X, data.y
         elif isinstance(data, ScanSource):
             return cast(Table, Scanned(self, data, (data.features + bool(self.column)) * self.outputs))

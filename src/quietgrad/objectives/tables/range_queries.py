@@ -5,9 +5,9 @@ measure in. Rows are brought to length 1 before they are counted: a row with k n
 bins 1/√k. Two such rows have non-negative entries and are at most √2 apart, whatever they hold; zeros are not
 counted. A second histogram of equal bins then places the features that are far from zero (years, pressures).
 
-A :class:`Frame` is the public box that rows and targets are kept in and scaled by, from the user or from releases.
-It is applied to every record alike, when a model is fitted and when it predicts, so a record's contribution depends
-on that record alone.
+A :class:`FeatureBox` is the public box that rows and targets are kept in and scaled by, declared or released. It is
+applied to every record alike, when a model is fitted and when it predicts, so a record's contribution depends on
+that record alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pair_bound(length: float, relation: Relation) -> float:
     return length / math.sqrt(2.0) if relation is Relation.REPLACE_ONE else length
 
 
-def octave(values: Any) -> npt.NDArray[np.int64]:
+def log2_bin(values: Any) -> npt.NDArray[np.int64]:
     """⌈log₂|x|⌉ − LOWEST, kept within the octaves told apart; of non-zero values."""
     mantissa, exponent = np.frexp(np.abs(values))
     exponent = exponent.astype(np.int64) - (mantissa == 0.5)
@@ -81,7 +81,7 @@ class _UnitCounts:
 
 
 @dataclass(frozen=True, eq=False)
-class Magnitudes(_UnitCounts):
+class MagnitudeHistogram(_UnitCounts):
     """Σ of unit-length rows' counts by feature, sign and octave; with ``pooled`` the features share one histogram.
 
     Args:
@@ -112,7 +112,7 @@ class Magnitudes(_UnitCounts):
             weights = shared.of(which) * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
             groups = 0 if self.pooled else columns
             values = values if self.units is None else values / self.units[columns]
-            bins = (groups * 2 + (values < 0.0)) * OCTAVES + octave(values)
+            bins = (groups * 2 + (values < 0.0)) * OCTAVES + log2_bin(values)
             out += np.bincount(bins, weights=weights[rows], minlength=len(out))
 
 
@@ -137,14 +137,14 @@ class MeanOctaves:
         shared = rows_of(batch)
         for which, block in shared.records.blocks(shared.indices):
             rows, columns, values, count = _entries(block, self.chosen)
-            above = octave(values) + (LOWEST - self.centre)
+            above = log2_bin(values) + (LOWEST - self.centre)
             lengths = np.sqrt(np.bincount(rows, weights=above * above, minlength=count)) * (1.0 + 1e-12)
             factors = shared.of(which) * self.bound / np.maximum(lengths, self.bound)
             out += np.bincount(columns, weights=above * factors[rows], minlength=len(out))
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces(_UnitCounts):
+class RangeHistogram(_UnitCounts):
     """Σ of unit-length rows' counts in equal bins of an interval of each feature; values outside have no bin."""
 
     chosen: npt.NDArray[np.int64]
@@ -210,7 +210,7 @@ def _pieces(
 
 
 @dataclass(frozen=True)
-class TargetMagnitudes(_UnitCounts):
+class TargetMagnitudeHistogram(_UnitCounts):
     """Counts of targets by sign and octave, zero apart: one record is one count."""
 
     relation: Relation = Relation.ADD_REMOVE
@@ -220,12 +220,12 @@ class TargetMagnitudes(_UnitCounts):
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         y, weights = _targets(_everyone(batch, self.relation))
-        bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + octave(y))
+        bins = np.where(y == 0.0, len(out) - 1, (y < 0.0) * OCTAVES + log2_bin(y))
         out += np.bincount(bins, weights, len(out))
 
 
 @dataclass(frozen=True)
-class TargetPieces(_UnitCounts):
+class TargetRangeHistogram(_UnitCounts):
     """Counts of targets in equal bins of [low, high]; one record is one count, or none if it lies outside."""
 
     low: float
@@ -254,7 +254,7 @@ TARGET_REACH = 2.0
 """Scaled targets are within ± this."""
 
 
-class View(ABC):
+class RecordMap(ABC):
     """A public map of rows and targets: a query may be asked of the records as it shows them."""
 
     @abstractmethod
@@ -283,7 +283,7 @@ class View(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Frame(View):
+class FeatureBox(RecordMap):
     """x ↦ (clip(x, low, high) − c)/h per feature; zero stays zero (c = 0) wherever it is in the box.
 
     Args:
@@ -298,7 +298,7 @@ class Frame(View):
     unit: float | None = None
 
     @classmethod
-    def told(cls, details: Mapping[str, Any]) -> Frame | None:
+    def from_details(cls, details: Mapping[str, Any]) -> FeatureBox | None:
         """The frame that a run's result tells of, if its method had one."""
         limits, target = details.get("feature_range"), details.get("target_range")
         if limits is None and (target is None or "model" not in details):
@@ -330,7 +330,7 @@ class Frame(View):
             return self.unit
         return 1.0 if self.target is None else 0.5 * (self.target[1] - self.target[0]) / TARGET_REACH
 
-    def zero_kept(self) -> Frame:
+    def zero_kept(self) -> FeatureBox:
         """This frame for rows whose zeros are not stored: a box that does not hold 0 is widened to do so."""
         return replace(self, low=np.minimum(self.low, 0.0), high=np.maximum(self.high, 0.0))
 
@@ -356,11 +356,11 @@ class Frame(View):
 
 
 @dataclass(frozen=True, eq=False)
-class Framed:
+class BoxedQuery:
     """A query asked of the records as a view shows them; its bound holds for any rows, so for these."""
 
     query: Query
-    frame: View
+    frame: RecordMap
 
     @property
     def bound(self) -> float:

@@ -39,13 +39,13 @@ from quietgrad.objectives.privacy_units import (
 )
 from quietgrad.objectives.queries.counts import CellSums
 from quietgrad.objectives.tables.range_queries import (
+    BoxedQuery,
     FeatureBins,
-    Framed,
-    Magnitudes,
+    MagnitudeHistogram,
     MeanOctaves,
-    Pieces,
-    TargetMagnitudes,
-    TargetPieces,
+    RangeHistogram,
+    TargetMagnitudeHistogram,
+    TargetRangeHistogram,
 )
 from quietgrad.objectives.tables.whitening import (
     FeatureMean,
@@ -63,7 +63,7 @@ Value = TypeVar("Value")
 Merge = Callable[[Any, Any], Any]
 
 
-class Laid(NamedTuple):
+class RowBlock(NamedTuple):
     """Rows of a part and their targets, checked when the table was first read."""
 
     X: Any
@@ -164,7 +164,8 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 _ADDITIVE = frozenset({
     GradientQuery, GradientDifferenceQuery, RecursiveMomentumQuery, JointMomentumQuery, LossQuery,
     CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
-    WhitenedInformation, FeatureBins, Magnitudes, MeanOctaves, Pieces, TargetMagnitudes, TargetPieces,
+    WhitenedInformation, FeatureBins, MagnitudeHistogram, MeanOctaves, RangeHistogram,
+    TargetMagnitudeHistogram, TargetRangeHistogram,
 })  # fmt: skip
 
 
@@ -174,7 +175,7 @@ def is_additive(query: Any) -> bool:
     A query must be known to be so: summed by parts, one whose bound rests on the number of records (a whole fit, of
     which a part has fewer) would tell more of a record than it was priced for.
     """
-    while type(query) is Framed:
+    while type(query) is BoxedQuery:
         query = query.query
     return type(query) in _ADDITIVE  # a class derived from one of them may add up otherwise
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.tables.range_queries import Frame, View
+from quietgrad.objectives.tables.range_queries import FeatureBox, RecordMap
 from quietgrad.objectives.tables.table import Floats
 
 _HEIGHT = 0.5  # root mean square of the first wave, where a line keeps within ±1
@@ -70,7 +70,7 @@ class Feature:
 
     def line(self, column: Floats) -> Floats:
         """The feature in its range, within ±1."""
-        frame = Frame(np.array([self.low]), np.array([self.high]))
+        frame = FeatureBox(np.array([self.low]), np.array([self.high]))
         return np.asarray(frame.apply(column[:, None])[:, 0])
 
     def level_of(self, column: Floats) -> npt.NDArray[np.int64]:
@@ -141,7 +141,7 @@ class Feature:
 
 
 @dataclass(frozen=True)
-class Shapes:
+class AdditiveBasis:
     """The public map from raw rows to the columns of an additive model.
 
     Args:
@@ -173,7 +173,7 @@ class Shapes:
             blocks.append((a[:, :, None] * b[:, None, :]).reshape(len(X), -1))
         return np.hstack(blocks)
 
-    def embed(self, params: Floats, other: Shapes, outputs: int) -> Floats:
+    def embed(self, params: Floats, other: AdditiveBasis, outputs: int) -> Floats:
         """Parameters of ``other`` for these shapes: those of lines and categories as they are, zeros elsewhere."""
         mine = np.zeros((self.columns + 1, outputs))
         theirs = params.reshape(-1, outputs)
@@ -191,7 +191,7 @@ class Shapes:
         return [features, [list(pair) for pair in self.pairs], self.functions]
 
     @classmethod
-    def from_json(cls, said: Sequence[Any]) -> Shapes:
+    def from_json(cls, said: Sequence[Any]) -> AdditiveBasis:
         """The map of :meth:`to_json`."""
         features = (
             Feature(str(name), low, high, tuple(cuts), tuple(mass), tuple(values), weight)
@@ -201,11 +201,11 @@ class Shapes:
 
 
 @dataclass(frozen=True, eq=False)
-class Expanded(View):
+class Expanded(RecordMap):
     """Records as the shapes show them, targets as a frame does."""
 
-    shapes: Shapes
-    frame: Frame
+    shapes: AdditiveBasis
+    frame: FeatureBox
 
     def apply(self, X: Any) -> Any:
         return self.shapes.expand(np.asarray(X, dtype=np.float64))

@@ -77,7 +77,7 @@ def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Window
 
 
 @dataclass(frozen=True)
-class Found:
+class MagnitudeEstimate:
     """What a histogram of magnitudes told of each feature.
 
     ``reach`` is an upper limit of |x|; ``seen`` whether it is the feature's own or one for all; ``offsets`` are
@@ -99,7 +99,7 @@ def read_magnitudes(
     whole: bool = False,
     sparse: bool = False,
     tight: bool = False,
-) -> Found:
+) -> MagnitudeEstimate:
     """Upper limits from counts (features, sign, octave) of about ``n`` rows, with noise ``sigma``.
 
     A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added when a
@@ -153,7 +153,9 @@ def read_magnitudes(
     sign = np.where(by_sign[0] >= by_sign[1], 1.0, -1.0)[offsets]
     near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
     low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
-    return Found(np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high)
+    return MagnitudeEstimate(
+        np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high
+    )
 
 
 def middle_octave(counts: Floats) -> float:
