@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import shutil
 import time
@@ -9,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,14 +19,16 @@ import pytest
 import quietgrad as qg
 from quietgrad.certificates import check, issue
 from quietgrad.cli import main
+from quietgrad.curators.session import CentralSession
 from quietgrad.errors import BudgetError, DataError, LedgerError
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import L2, Huber, Logistic
+from quietgrad.privacy import chain
 from quietgrad.privacy.keys import KeyFile
 from quietgrad.privacy.ledger import Ledger, project_ledger
 from quietgrad.training import checkpoint
-from quietgrad.training.runs import FILE, open_run
+from quietgrad.training.runs import FILE, is_kept, open_run
 from tests.common import ROWS, objective, problem
 from tests.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows
 
@@ -256,26 +261,51 @@ def test_a_project_is_the_folder_with_its_file(tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "state" / "ledger.jsonl").exists()
 
 
-@pytest.mark.parametrize("broken", ["a file", "not a ledger", "altered"])
-def test_a_projects_ledger_that_cannot_be_written_stops_nobody(broken: str, tmp_path: Path) -> None:
-    if broken == "a file":
-        (tmp_path / "state").write_text("")
-    elif broken == "not a ledger":
-        (tmp_path / "state").mkdir()
-        (tmp_path / "state" / "ledger.jsonl").write_text("my notes\n")
-    else:
-        fit(0)
-        path = tmp_path / "state" / "ledger.jsonl"
-        path.write_text(path.read_text().replace('"delta":1e-05', '"delta":1e-03'))
+def test_without_a_place_for_a_project_ledger_a_run_goes_on_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("")  # a file, where the folder of the ledger would be
     result = fit(0, folder=tmp_path / "run")
-    assert any("ledger could not be written" in note for note in result.privacy.notes)
+    assert any("none could be made" in note for note in result.privacy.notes)
     assert result.privacy.is_private
     assert qg.load(tmp_path / "run").privacy.epsilon == result.privacy.epsilon
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, inference=False).fit(*rows(0))
-    assert any("ledger could not be written" in note for note in model.privacy_.notes)
-    if broken != "a file":
-        with pytest.raises(LedgerError):
-            fit(0, cap=qg.Budget(2.0, 1e-5))
+    assert any("none could be made" in note for note in model.privacy_.notes)
+    with pytest.raises(LedgerError, match="ledger=PATH"):
+        fit(0, cap=qg.Budget(2.0, 1e-5))
+
+
+@pytest.mark.parametrize("broken", ["not a ledger", "altered", "gone", "lost link", "locked", "full"])
+def test_a_project_ledger_that_is_there_pays_or_nothing_is_released(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state" / "ledger.jsonl"
+    path.parent.mkdir()
+    if broken == "not a ledger":
+        path.write_text("my notes\n")
+    elif broken == "lost link":
+        path.symlink_to(tmp_path / "unmounted" / "ledger.jsonl")
+    else:
+        fit(0)
+        assert project_ledger().path == path
+        if broken == "altered":
+            path.write_text(path.read_text().replace('"delta":1e-05', '"delta":1e-03'))
+        elif broken == "gone":
+            path.unlink()
+        elif broken == "full":
+            monkeypatch.setattr(chain, "_write_all", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    held = path.open() if broken == "locked" else None
+    if held is not None:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(project_ledger()._chain, "timeout", 0.05)
+    assert not fit(0, budget=None).privacy.is_private  # nothing is charged for it, so no ledger is asked
+    monkeypatch.setattr(CentralSession, "release", Mock(side_effect=AssertionError("released")))
+    before = path.read_bytes() if path.exists() else None
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=r"quietgrad ledger verify.*ledger=PATH"):
+            fit(0, folder=tmp_path / "run")
+    assert before == (path.read_bytes() if path.exists() else None)
+    assert not is_kept(tmp_path / "run")
+    if held is not None:
+        held.close()
 
 
 def test_two_folders_of_one_table_add_up_on_the_command_line(

@@ -39,7 +39,7 @@ from quietgrad.objectives.registry import usual_loss
 from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.ledger import project_path
-from quietgrad.privacy.ledger_state import LONGEST, check_account_name, fingerprint
+from quietgrad.privacy.ledger_state import LONGEST, check_account_name
 
 RUN_FILE = "run.json"
 _PATHS = ("schema", "test", "ledger")
@@ -480,7 +480,4 @@ def account_of(data: str | Path | None, name: str | None, ledger: Path | None, c
         except ValueError:  # a file whose name is none for an account
             name = "default"
     paid = Account.of(name, ledger, cap)
-    if data is None or not Path(data).is_file() or paid.ledger is None:
-        return paid
-    with Path(data).open("rb") as file:
-        return dataclasses.replace(paid, table=fingerprint(iter(lambda: file.read(2**20), b"")))
+    return dataclasses.replace(paid, table=Path(data)) if data is not None and Path(data).is_file() else paid

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, QuietgradError, UnprovableError
+from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.privacy.ledger import Ledger, project_ledger
+from quietgrad.privacy.ledger import Ledger, project_ledger, project_ledger_exists
 from quietgrad.privacy.ledger_state import (
     COUNTED,
     DEFAULT,
@@ -37,20 +37,19 @@ if TYPE_CHECKING:
     from quietgrad.privacy.ledger import Reservation
 
 
-_WAIT = 10.0  # seconds for a ledger that nobody asked for
-
-
 @dataclass(frozen=True)
 class Account:
-    """The people whose privacy is spent, where it is written down, and the most it may come to.
+    """The people whose privacy is spent, the ledger that records it, and the most it may come to.
 
     Args:
         name: the people the records are about; all entries of one account compose.
         ledger: path of a ledger file, a :class:`~quietgrad.privacy.ledger.Ledger`, or ``None``: then nothing is
             durable, and this run alone is stated.
         cap: a budget the account as a whole may not exceed; needs a ledger.
-        by_default: nobody asked for this ledger: where it cannot be written, the run is charged nowhere, and
-            ``note`` says so.
+        by_default: no ledger was named, so the project's pays.
+        note: what a statement says of a run that no ledger pays for.
+        asked: the name that the user gave, where lines stand under another.
+        table: the keyed fingerprint of the table, or the file whose fingerprint stands for it.
     """
 
     name: str = DEFAULT
@@ -58,12 +57,12 @@ class Account:
     cap: Budget | None = None
     by_default: bool = False
     note: str = ""
-    asked: str = ""  # the name that was asked for, where lines stand under another
-    table: str | None = None  # its fingerprint, where it is known already
+    asked: str = ""
+    table: str | Path | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", check_account_name(self.name))
-        if self.cap is not None and self.ledger is None:
+        if self.cap is not None and self.ledger is None and not self.by_default:
             raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
 
     def __str__(self) -> str:
@@ -75,41 +74,34 @@ class Account:
     ) -> Account:
         """The account that a front end charges: in the ledger given, else in the project's own.
 
-        A ``seeded`` run promises nobody anything, so it is charged where somebody asked for it only. Where there is
-        a ``cap``, a project's ledger that cannot be written is an error like any other. An account stays as it is.
+        A ``seeded`` run is not private, so it is charged only where a ledger is named. An account stays as it is.
         """
         if isinstance(name, Account):
             return name
-        if ledger is not None or seeded:
-            return cls(name, ledger, cap)
-        try:
-            return cls(name, project_ledger(_WAIT), cap, by_default=True)
-        except (QuietgradError, OSError, RuntimeError) as error:
-            if cap is not None:
-                raise LedgerError(f"cap: {_uncounted(error)}; pass ledger=PATH.") from None
-            return cls(name, note=_uncounted(error))
+        return cls(name, ledger, cap, by_default=ledger is None and not seeded)
 
     def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: PrivacyUnit) -> Account:
-        """The account under which lines will stand: in a project's ledger that of the table, if no other is named.
+        """The account with its ledger open and the name that lines stand under.
 
-        Tables are told apart by their keyed fingerprint, so that unrelated ones do not add up.
+        In a project's ledger that is the name of the table, if no other is given. Tables are told apart by their
+        keyed fingerprint, so that unrelated ones do not add up.
         """
-        if not self.by_default or self.asked:
+        if self.asked:
             return self
-        try:
-            ledger = self.open()
-            assert ledger is not None
-            _ = ledger.id  # that it can be written
-            name, table = self.name, self.table or fingerprint(contents())
-            if any(known is not unit for known in ledger.book().units(name)):
-                name = f"{name}, by {unit}"  # entries about records and about people do not add up
-            if canonical_account_name(self.name) in NAMELESS:
-                name = unnamed("table" if unit is PrivacyUnit.RECORD else "people of table", table)
-            return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
-        except (QuietgradError, OSError) as error:
-            if self.cap is not None:
-                raise
-            return Account(self.name, note=_uncounted(error))
+        ledger, table = self.open(), self.table
+        if ledger is None:
+            return replace(self, by_default=False, note=_IN_MEMORY if self.by_default else self.note)
+        if isinstance(table, Path):
+            with table.open("rb") as file:
+                table = fingerprint(iter(lambda: file.read(2**20), b""))
+        if not self.by_default:
+            return replace(self, table=table)
+        name, table = self.name, table or fingerprint(contents())
+        if any(known is not unit for known in ledger.book().units(name)):
+            name = f"{name}, by {unit}"  # entries about records and about people do not add up
+        if canonical_account_name(self.name) in NAMELESS:
+            name = unnamed("table" if unit is PrivacyUnit.RECORD else "people of table", table)
+        return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
 
     def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:
         """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
@@ -143,9 +135,11 @@ class Account:
         ledger = self.open()
         if ledger is None:
             return Charge(event, note=self.note)
-        mark = self.table if self.table or contents is None else fingerprint(contents)
+        mark = self.table if isinstance(self.table, str) else None
+        if mark is None and contents is not None:
+            mark = fingerprint(contents)
         with warnings.catch_warnings() if self.by_default else nullcontext():
-            if self.by_default:  # what nobody asked for must not turn into an error, whatever the filters say
+            if self.by_default:  # a warning of a ledger that was not named must not turn into an error
                 warnings.simplefilter("default", LedgerWarning)
             try:
                 reservation = ledger.reserve(
@@ -162,9 +156,7 @@ class Account:
                     condition=condition,
                 )
             except LedgerError as error:
-                if not self.by_default or self.cap is not None:
-                    raise
-                return Charge(event, note=_uncounted(error))
+                raise _unusable(error) if self.by_default else error from None
         return Charge(event, ledger, reservation)
 
     def reopen(
@@ -216,8 +208,26 @@ class Account:
             ledger.resume(run)
 
     def open(self) -> Ledger | None:
-        """The ledger itself; ``None`` if nothing is durable."""
-        return self.ledger if self.ledger is None or isinstance(self.ledger, Ledger) else Ledger(self.ledger)
+        """The ledger that pays: the one given, else the project's. ``None`` if nothing is durable.
+
+        A project's ledger that is there is used, or nothing is released: its accounts may have caps. Only where
+        there is none and none can be made (the folder is read-only or cannot exist) does a run go on without it.
+
+        Raises:
+            LedgerError: the project's ledger is there and cannot be used, or there is none to keep a cap in.
+        """
+        if self.ledger is not None:
+            return self.ledger if isinstance(self.ledger, Ledger) else Ledger(self.ledger)
+        if not self.by_default:
+            return None
+        try:
+            ledger = project_ledger()
+            _ = ledger.id  # begins the file
+        except (LedgerError, OSError, RuntimeError) as error:
+            if not project_ledger_exists() and self.cap is None:
+                return None
+            raise _unusable(error) from None
+        return ledger
 
 
 @dataclass
@@ -285,7 +295,11 @@ class Charge:
             self.ledger.cancel(self.reservation.id, reason=reason)
 
 
-def _uncounted(error: Exception) -> str:
-    """What a statement says if the project's ledger could not be used."""
-    what = str(error).partition(": ")[2] or str(error)
-    return f"the project's ledger could not be written ({what}), so this run is not added to others"
+_IN_MEMORY = "there is no project ledger and none could be made, so this run is not added to others"
+
+
+def _unusable(error: Exception) -> LedgerError:
+    return LedgerError(
+        f"the project's ledger cannot be used: {error} Nothing was charged or released. Run `quietgrad ledger "
+        "verify` on it and repair it, or name another one: ledger=PATH."
+    )

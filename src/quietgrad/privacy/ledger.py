@@ -388,12 +388,32 @@ def project_path() -> Path:
     return state_folder() / "ledger.jsonl"
 
 
-def project_ledger(timeout: float = 120.0) -> Ledger:
+def project_ledger() -> Ledger:
     """The project's ledger; its folder is made, the file with the first entry."""
     path = project_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _lock:
         place = (os.getpid(), path)
         if place not in _open:
-            _open[place] = Ledger(path, timeout=timeout)
+            _open[place] = Ledger(path)
         return _open[place]
+
+
+def project_ledger_exists() -> bool:
+    """Whether the project has a ledger: its file, a link to it, or the head that a lost file left.
+
+    A place that may not be looked at counts as one with a ledger.
+    """
+    try:
+        path = project_path()
+    except (OSError, RuntimeError):  # neither a working folder nor a home
+        return False
+    for file in (path, Path(f"{os.path.realpath(path)}.head")):
+        try:
+            os.lstat(file)
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return True
+    return False
