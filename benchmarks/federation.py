@@ -28,8 +28,7 @@ from quietgrad import data
 from quietgrad.curators.central import CentralCurator
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.simulation import assemble, simulate
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.simulation import InProcess, assemble, simulate
 from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.losses import Logistic

@@ -36,8 +36,7 @@ from tests.flower import Flower
 
 from benchmarks.record import save
 from quietgrad.federation.approved import FILE
-from quietgrad.federation.jobs import CLASSES, write_job
-from quietgrad.federation.plan_file import read_plan
+from quietgrad.federation.plan_file import CLASSES, read_plan, write_job
 
 HERE = Path(__file__).parent
 RESULT = HERE / "results" / "federation_network.json"

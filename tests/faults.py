@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quietgrad.federation.simulation import Federation
+from quietgrad.federation.simulation import Federation, InProcess
 from quietgrad.federation.transport import Away, Bytes, Handler
-from quietgrad.federation.transport.in_process import InProcess
 
 FaultKind = Literal[
     "lose-request", "lose-reply", "delay", "duplicate", "corrupt", "stale", "crash", "leave", "outage", "restart",

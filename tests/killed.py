@@ -13,7 +13,7 @@ from typing import Any
 
 KILLED = __file__
 COORDINATOR = {
-    "nobody has heard of the end": ("quietgrad.federation.aggregate_store:AggregateStore.end", "after"),
+    "nobody has heard of the end": ("quietgrad.federation.coordinator:AggregateStore.end", "after"),
     "parties have closed, its own ledger has not": ("quietgrad.curators.account:Charge.close", "before"),
     "its ledger is closed and nothing is saved": ("quietgrad.curators.account:Charge.close", "after"),
     "the model is saved and the statement is not": ("quietgrad.training.result:Result.to_json", "before"),

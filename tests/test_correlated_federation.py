@@ -13,10 +13,9 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives import Logistic

@@ -16,8 +16,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.approved import FILE, Approved
-from quietgrad.federation.jobs import CLASSES
-from quietgrad.federation.plan_file import read_plan
+from quietgrad.federation.plan_file import CLASSES, read_plan
 
 pytest.importorskip("nvflare")
 from tests.flare import Flare

@@ -21,8 +21,7 @@ from quietgrad.federation.party import Draw, PartyCurator, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.provisioning import provision
-from quietgrad.federation.simulation import assemble, simulate, train
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.wire import Message, decode, encode, pack
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.tables.losses import Logistic

@@ -15,9 +15,8 @@ from quietgrad.errors import DataError
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Envelope, Exchange, body
-from quietgrad.federation.simulation import assemble, simulate, train
+from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.transport import Bytes
-from quietgrad.federation.transport.in_process import InProcess
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy import events

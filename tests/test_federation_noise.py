@@ -20,8 +20,7 @@ from quietgrad.errors import DataError
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator, FederatedSession
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.simulation import assemble, simulate
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.simulation import InProcess, assemble, simulate
 from quietgrad.objectives.base import Batch, GradientQuery, Query
 from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.losses import Logistic

@@ -11,10 +11,9 @@ import pytest
 import quietgrad as qg
 from quietgrad.errors import DataError
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.parties import check_people
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.simulation import assemble
+from quietgrad.federation.simulation import assemble, check_known_people
 from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.privacy import events
@@ -73,10 +72,10 @@ def test_how_many_parties_know_a_person_must_be_said_and_is_looked_at_where_it_c
     with pytest.raises(DataError, match="known to more than") as error:
         simulate(qg.DPGD(steps=3), LOSS, parties(overlap=1), budget=Budget(1.0, 1e-5), parties_per_person=1)
     assert "59" not in str(error.value)
-    assert check_people(parties(overlap=20), 2)
+    assert check_known_people(parties(overlap=20), 2)
     a, b = parties()
     with pytest.raises(ValueError, match="give all of them person=, or none"):
-        check_people([a, Party(b.X, b.y)], 1)
+        check_known_people([a, Party(b.X, b.y)], 1)
     with pytest.raises(ValueError, match="give every party person="):
         federate(qg.DPGD(steps=4), LOSS, names=["a", "b"], sizes=[9, 9], shape=Shape(2, 2), budget=None,
                  parties_per_person=2)  # fmt: skip

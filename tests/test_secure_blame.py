@@ -14,8 +14,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import Party, ProtocolError, SecureSession, SecureSumConfig, deal
 from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.party import MaskingMember, SharingMember
 from quietgrad.federation.rounds import proved_faults
-from quietgrad.federation.secure_roles import MaskingMember, SharingMember
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode

@@ -21,9 +21,8 @@ from quietgrad.audit.noise_checks import check_noise, check_normals
 from quietgrad.audit.report import AuditFinding
 from quietgrad.federation import secure_sum
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.parties import Party
-from quietgrad.federation.simulation import assemble
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.planning import Party
+from quietgrad.federation.simulation import InProcess, assemble
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Schedule

@@ -31,10 +31,9 @@ from quietgrad.audit.replicas import BlockVector, Pattern, Views, walk
 from quietgrad.audit.report import AuditFinding, AuditReport
 from quietgrad.curators.base import Session
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.parties import Party
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.simulation import Federation, assemble
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.planning import Party
+from quietgrad.federation.simulation import Federation, InProcess, assemble
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy.budget import Budget, Relation

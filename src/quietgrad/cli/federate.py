@@ -23,8 +23,7 @@ from quietgrad.cli.run_spec import RunSpec, with_options
 from quietgrad.cli.train import show as show_result
 from quietgrad.federation import provisioning
 from quietgrad.federation.approved import read_status, readable_digest
-from quietgrad.federation.jobs import CLASSES, write_job
-from quietgrad.federation.plan_file import read_plan
+from quietgrad.federation.plan_file import CLASSES, read_plan, write_job
 from quietgrad.federation.provisioning import Credentials
 
 app = typer.Typer(

@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.federation.parties import Party, deal
     from quietgrad.federation.plan import FederatedPlan, Shape
-    from quietgrad.federation.planning import federate
+    from quietgrad.federation.planning import Party, deal, federate
     from quietgrad.federation.simulation import simulate
     from quietgrad.secure.channel import TranscriptRecorder
     from quietgrad.secure.discrete_gaussian import sensitivity_growth
@@ -26,8 +25,7 @@ _HOMES = {
     name: home
     for home, names in {
         "federation.simulation": ("simulate",),
-        "federation.parties": ("Party", "deal"),
-        "federation.planning": ("federate",),
+        "federation.planning": ("Party", "deal", "federate"),
         "federation.plan": ("FederatedPlan", "Shape"),
         "secure.local_session": ("secure_sum", "SecureSession"),
         "secure.terms": ("SecureSumConfig", "ThreatModel", "threat_model"),

@@ -24,11 +24,10 @@ from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
-from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
-from quietgrad.federation.secure_roles import SumMember
 from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode

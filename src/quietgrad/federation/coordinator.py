@@ -3,24 +3,32 @@
 DP-SRM on it is DDP-SRM (paper 000, Algorithm 2); SPIDER with local trust is paper 003, Algorithm 3; a local fit is
 one-shot weighted averaging (paper 002, repaired). A round that lost a party is used if a quorum is left. Otherwise
 it is asked again as a new release, which one of the plan's spare rounds pays for.
+
+Every aggregate is on the disk before it is used, so a killed run resumes. The file has a header line, then records
+of a JSON line and raw numbers. *asked* is written when a question leaves, *done* before its aggregate is used,
+*ended* before a member hears of the end. A round that was asked and not finished is a release that a spare round
+pays for. A record torn by a crash is cut off.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.base import SessionCost
-from quietgrad.errors import BudgetError, ExhaustedError
-from quietgrad.federation.aggregate_store import AggregateStore
+from quietgrad.curators.transcript import LockedAppendFile
+from quietgrad.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.rounds import (
@@ -45,6 +53,105 @@ from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
 _VAIN = 8  # times that a round may fail before its question has left
+AGGREGATES = "aggregates.bin"
+"""What a coordinator keeps of a run that is not over, in its folder."""
+
+
+class AggregateStore:
+    """The rounds of one run of the plan with this digest; in memory only if ``path`` is ``None``.
+
+    ``run`` and ``public_key`` are those of a new run; a resumed one keeps its own.
+    """
+
+    def __init__(self, path: Path | None, *, digest: str, run: str, public_key: bytes) -> None:
+        self.run, self.public_key = run, public_key
+        self.asked: dict[str, int] = {}
+        self.last_round = -1
+        self.unfinished: str | None = None
+        """The slot of the last round, if it was asked and its aggregate is not here."""
+        self.done: list[tuple[str, Floats]] = []
+        """Completed rounds: the slot and its aggregate."""
+        self.resumed = False
+        self.ended = False
+        """Whether the run has ended: no member is asked any more."""
+        self._file = None if path is None else LockedAppendFile(path, "coordinates this run")
+        try:
+            self.resumed = self._file is not None and self._read(self._file, digest)
+            if not self.resumed:
+                self._write({"format": 1, "plan": digest, "run": run, "public_key": public_key.hex()})
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, t: int, slot: str) -> None:
+        self._write({"asked": t, "slot": slot})
+        self._count(t, slot)
+
+    def finish(self, t: int, slot: str, value: Floats) -> None:
+        """Round ``t`` gave ``value``, which may be used once this returns."""
+        body = np.ascontiguousarray(value, "<f8").tobytes()
+        self._write({"done": t, "slot": slot, "numbers": len(value), "crc": zlib.crc32(body)}, body)
+        self.unfinished = None
+
+    def end(self) -> None:
+        """Record the end; members may hear of it once this returns."""
+        if not self.ended:
+            self._write({"ended": True})
+            self.ended = True
+
+    def remove(self) -> None:
+        """Remove the file: the result is safe."""
+        if self._file is not None:
+            self._file.remove()
+
+    def close(self) -> None:
+        """Close the file and leave it for a later process."""
+        if self._file is not None:
+            self._file.close()
+
+    def _count(self, t: int, slot: str) -> None:
+        self.last_round, self.unfinished = t, slot
+        self.asked[slot] = self.asked.get(slot, 0) + 1
+
+    def _write(self, line: dict[str, object], body: bytes = b"") -> None:
+        if self._file is not None:
+            self._file.append(json.dumps(line).encode() + b"\n" + body)
+
+    def _read(self, kept: LockedAppendFile, digest: str) -> bool:
+        with kept.path.open("rb") as file:
+            first = file.readline()
+            if not first.endswith(b"\n"):  # killed while the file was made: nothing was asked yet
+                kept.cut(0)
+                return False
+            head = _line(first)
+            if head is None or head.get("format") != 1 or head["plan"] != digest:
+                raise DataError(f"{kept.path}: has a run of another plan or version; continue it, or move it away.")
+            self.run, self.public_key = head["run"], bytes.fromhex(head["public_key"])
+            good = file.tell()
+            while (entry := _line(file.readline())) is not None:
+                if "ended" in entry:
+                    self.ended = True
+                elif "asked" in entry:
+                    self._count(entry["asked"], entry["slot"])
+                else:
+                    body = file.read(8 * entry["numbers"])
+                    if len(body) < 8 * entry["numbers"] or zlib.crc32(body) != entry["crc"]:
+                        break
+                    self.done.append((entry["slot"], np.frombuffer(body, "<f8").astype(np.float64)))
+                    self.unfinished = None
+                good = file.tell()
+            if file.seek(0, 2) > good:
+                kept.cut(good)
+        return True
+
+
+def _line(line: bytes) -> dict[str, Any] | None:
+    """A whole line of JSON, or ``None`` where the file ends or was torn."""
+    with contextlib.suppress(ValueError):
+        entry = json.loads(line)
+        if line.endswith(b"\n") and isinstance(entry, dict):
+            return entry
+    return None
 
 
 class FederatedSession:
@@ -103,9 +210,7 @@ class FederatedSession:
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         if self.closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
-        total = self._replayed(slot)
-        if total is None:
-            total = self._ask(slot, query)
+        total = self._replayed(slot) if self._replay else self._ask(slot, query)
         if isinstance(self._zero, np.ndarray) or len(total) != len(self._zero):
             return total
         return self._zero.new_tensor(total)
@@ -227,17 +332,15 @@ class FederatedSession:
         self._made[slot] += 1
         return total
 
-    def _replayed(self, slot: str) -> Floats | None:
-        if not self._replay:
-            return None
-        done = self._replay.pop()
-        if done.slot != slot:
-            raise BudgetError(f"the kept run released {done.slot!r} here, and {slot!r} is asked: not the same run.")
+    def _replayed(self, slot: str) -> Floats:
+        kept, value = self._replay.pop()
+        if kept != slot:
+            raise BudgetError(f"the kept run released {kept!r} here, and {slot!r} is asked: not the same run.")
         self._made[slot] += 1
         self._draws[slot] += 1
         if not self._replay:
             self._catch_up()
-        return done.value
+        return value
 
     def _catch_up(self) -> None:
         """Count the rounds that were asked and never finished: they are spent."""
@@ -254,10 +357,6 @@ class FederatedSession:
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(f"round {t}: {named(faults)}" for t, faults in self.faults)
-
-
-AGGREGATES = "aggregates.bin"
-"""What a coordinator keeps of a run that is not over, in its folder."""
 
 
 class FederatedCurator:
@@ -318,39 +417,37 @@ class FederatedCurator:
             elif event is not None and plan.budget is not None:
                 self._account.check(event, plan.budget, plan.unit)  # before a party has paid
             if not store.ended:
-                self._gather(plan, store, wait)
+                self._gather(plan, store.run, wait)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
                 note += "" if plan.records_public is None else f"; {plan.counts}"
                 charge = self._account.reserve(event, plan.budget, run=store.run, note=note, unit=plan.unit)
         except BaseException as error:
             if isinstance(error, Exception) and not store.resumed:
-                self._call_off(plan, store, str(error))
+                # The run could not be opened: those who paid get it back, for they were asked nothing.
+                over = encode(Message("close", {"run": store.run, "reason": f"not opened: {error}"[:200]}))
+                with contextlib.suppress(ProtocolError):
+                    self.exchange.call(dict.fromkeys(plan.names, over), {}, grace=1.0)
+                store.remove()
             store.close()
             raise
         return FederatedSession(plan, self, store, charge)
 
-    def _gather(self, plan: FederatedPlan, store: AggregateStore, wait: float | None) -> None:
+    def _gather(self, plan: FederatedPlan, run: str, wait: float | None) -> None:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
-        message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
-        self.exchange.opening, self.exchange.admit = message, partial(self._admit, plan)
+        message = encode(Message("open", {"run": run, "plan": plan.digest}))
+
+        def admit(name: str, reply: Message) -> None:
+            if (why := _not_ready(plan, reply)) is not None:
+                raise ProtocolError(name, why)
+            self.admitted(name, reply)
+
+        self.exchange.opening, self.exchange.admit = message, admit
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
         faults |= {name: why for name, reply in replies.items() if (why := _not_ready(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise FailedRoundError(faults)
-
-    def _admit(self, plan: FederatedPlan, name: str, reply: Message) -> None:
-        if (why := _not_ready(plan, reply)) is not None:
-            raise ProtocolError(name, why)
-        self.admitted(name, reply)
-
-    def _call_off(self, plan: FederatedPlan, store: AggregateStore, why: str) -> None:
-        """The run could not be opened: those who paid get it back, for they were asked nothing."""
-        over = encode(Message("close", {"run": store.run, "reason": f"not opened: {why}"[:200]}))
-        with contextlib.suppress(ProtocolError):
-            self.exchange.call(dict.fromkeys(plan.names, over), {}, grace=1.0)
-        store.remove()
 
 
 def _not_ready(plan: FederatedPlan, reply: Message) -> str | None:

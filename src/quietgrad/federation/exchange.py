@@ -12,7 +12,9 @@ import hashlib
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quietgrad.errors import QuietgradError
@@ -122,7 +124,6 @@ class Exchange:
         *,
         grace: float | None = None,
         timeout: float | None = None,
-        patience: float | None = None,
         kind: int = ASK,
     ) -> dict[str, Message]:
         """Ask, and ask again, until all have answered or ``enough`` of them have and the others had their time.
@@ -131,9 +132,9 @@ class Exchange:
         """
         grace = self._grace if grace is None else grace
         timeout = max(grace, self.timeout) if timeout is None else timeout
-        patience = max(timeout, self.patience) if patience is None else patience
-        everybody_counts = enough or (lambda good: True)
-        return _Asking(self, messages, faults, everybody_counts, (grace, timeout, patience), kind).run()
+        patience = max(timeout, self.patience)
+        enough = enough or (lambda good: True)
+        return _Asking(self, messages, faults, enough, grace, timeout, patience, kind).run()
 
     def here(self, names: Iterable[str], enough: Enough, faults: dict[str, str]) -> tuple[str, ...]:
         """Those of ``names`` who can be asked now; waits until they are enough.
@@ -176,29 +177,30 @@ class Exchange:
         return tuple(name for name, reply in replies.items() if reply.kind == "confirmed")
 
 
+@dataclass
 class _Asking:
     """One call: who is still waited for, and what the others said."""
 
-    def __init__(
-        self, over: Exchange, messages: Mapping[str, Bytes], faults: dict[str, str], enough: Enough,
-        seconds: tuple[float, float, float], kind: int,
-    ) -> None:  # fmt: skip
-        self.over, self.messages, self.faults, self.enough, self.kind = over, messages, faults, enough, kind
-        self.clock = over.transport.clock
-        self.begun = self.clock.now()
-        self.grace, self.timeout, self.patience = seconds
-        self.good: dict[str, Message] = {}
-        self.numbers: dict[str, int] = {}
-        self.frames: dict[str, bytearray] = {}
-        self.since: dict[str, float] = {}  # when those who are away were found to be
-        self.why: dict[str, str] = {}
-        self.damaged: dict[str, int] = {}
-        self.readmitted: set[str] = set()
-        self.told = False
+    over: Exchange
+    messages: Mapping[str, Bytes]
+    faults: dict[str, str]
+    enough: Enough
+    grace: float
+    timeout: float
+    patience: float
+    kind: int
+    good: dict[str, Message] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    frames: dict[str, bytearray] = field(default_factory=dict)
+    away: dict[str, tuple[float, str]] = field(default_factory=dict)  # since when, and why
+    damaged: Counter[str] = field(default_factory=Counter)
+    readmitted: set[str] = field(default_factory=set)
+    told: bool = False
 
     def run(self) -> dict[str, Message]:
+        self.clock = self.over.transport.clock
+        self.begun, pause = self.clock.now(), _PAUSES[0]
         self._number(self.messages)
-        pause = _PAUSES[0]
         while self.frames:
             shut = self.over._revoked()
             for name in [name for name in self.frames if name in shut]:
@@ -207,15 +209,15 @@ class _Asking:
             got = self.over.transport.send(self.frames, self._seconds())
             for name, reply in got.items():
                 if isinstance(reply, Away):
-                    self.since.setdefault(name, self.clock.now())
-                    self.why[name] = str(reply)
+                    since = self.away[name][0] if name in self.away else self.clock.now()
+                    self.away[name] = since, str(reply)
                 else:
                     self._take(name, reply)
             if not self.frames or self._is_over():
                 break
             self._tell()
             pause = _PAUSES[0] if len(self.good) > before else pause
-            if all(name in self.since for name in self.frames):  # all are away: pause before asking again
+            if self.frames.keys() <= self.away.keys():  # all are away: pause before asking again
                 self.clock.sleep(min(pause, max(1e-3, self._seconds())))
                 pause = min(2.0 * pause, _PAUSES[1])
         for name in self.good:
@@ -223,8 +225,9 @@ class _Asking:
             self.over._probe.pop(name, None)
         waited = self.clock.now() - self.begun
         for name in self.frames:
-            why = self.why.get(name)
-            words = f"is away ({why})" if why is not None else f"did not answer within {waited:.3g} s"
+            words = f"did not answer within {waited:.3g} s"
+            if name in self.away:
+                words = f"is away ({self.away[name][1]})"
             self.faults[name] = self.over.away[name] = "sends what is no message" if name in self.damaged else words
         return self.good
 
@@ -240,9 +243,8 @@ class _Asking:
 
     def _deadline(self, name: str) -> float:
         """Until when a member is waited for once enough others have answered."""
-        if name in self.since:
-            return min(self.since[name] + self.grace, self.begun + self.timeout)
-        return self.begun + self.timeout
+        latest = self.begun + self.timeout
+        return min(self.away[name][0] + self.grace, latest) if name in self.away else latest
 
     def _seconds(self) -> float:
         now = self.clock.now()
@@ -250,7 +252,7 @@ class _Asking:
             left = max((self._deadline(name) for name in self.frames), default=now) - now
         else:
             left = self.begun + self.patience - now
-        return min(max(left, 1e-3), _PAUSES[1] if self.since else _SLICE)
+        return min(max(left, 1e-3), _PAUSES[1] if self.away else _SLICE)
 
     def _is_over(self) -> bool:
         now = self.clock.now()
@@ -260,15 +262,14 @@ class _Asking:
         return hopeless or now >= self.begun + self.patience
 
     def _take(self, name: str, reply: Bytes) -> None:
-        self.since.pop(name, None)
-        self.why.pop(name, None)
+        self.away.pop(name, None)
         try:
             said = Envelope.of(reply)
             if (said.session, said.number) != (self.over._session, self.numbers[name]):
                 raise WireError("it belongs to another question")
             message = decode(body(reply), most=self.over.most)
         except WireError as error:
-            self.damaged[name] = self.damaged.get(name, 0) + 1
+            self.damaged[name] += 1
             if self.damaged[name] >= _TRIES:  # no accident: asking again would bring the same
                 self._drop(name, f"sends what is no message: {error}")
             return
@@ -280,13 +281,10 @@ class _Asking:
         reason = reason.removeprefix(f"{name}: ")
         if code == "plan" and self.kind == ASK:
             raise ProtocolError(name, f"refuses: {reason}")
-        if code == "stranger" and self.over.opening and name not in self.readmitted:
-            self._readmit(name)
-        else:
+        if code != "stranger" or not self.over.opening or name in self.readmitted:
             self._drop(name, f"refuses: {reason}")
-
-    def _readmit(self, name: str) -> None:
-        """A member that does not know the run has restarted: open it there again, then ask what was asked."""
+            return
+        # It does not know the run, so it has restarted: open the run there again, then ask what was asked.
         self.readmitted.add(name)
         found = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
         if name in found:
@@ -302,11 +300,11 @@ class _Asking:
         self.over.away.pop(name, None)
 
     def _tell(self) -> None:
-        if self.told or self.enough(self.good) or not self.since or self.clock.now() < self.begun + 1.0:
+        if self.told or self.enough(self.good) or not self.away or self.clock.now() < self.begun + 1.0:
             return
         self.told = True
-        missing = "; ".join(f"{name} ({self.why[name]})" for name in list(self.since)[:5] if name in self.why)
-        self.over._tell(f"waiting for {missing or 'members'}, up to {self.patience:g} s; it costs nothing")
+        missing = "; ".join(f"{name} ({why})" for name, (_, why) in list(self.away.items())[:5])
+        self.over._tell(f"waiting for {missing}, up to {self.patience:g} s; it costs nothing")
 
 
 class Responder:

@@ -18,7 +18,6 @@ import os
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from quietgrad.curators.account import EPOCH, Account, Charge
 from quietgrad.curators.transcript import LockedAppendFile, SealedLog
@@ -40,14 +39,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path | None, name: str, digest: str) -> None:
-        self._name, self._digest = name, digest
-        self._path = None if folder is None else folder / f"{name}.journal"
-        self._file: LockedAppendFile | None = None
-        self._forget()
-        if self._path is not None:
-            self._file = self._opened(self._path)
-
-    def _forget(self) -> None:
+        self._folder, self._name, self._digest = folder, name, digest
         self.run: str | None = None
         """The run that this approval was used for."""
         self.entry = os.urandom(16).hex()
@@ -60,6 +52,7 @@ class Journal:
         self.last_round = -1
         self._places = ""  # a MAC of the records in their order
         self._draws: dict[str, int] = {}
+        self._file = None if folder is None else self._opened(folder / f"{name}.journal")
 
     def draws(self, slot: str) -> int:
         return self._draws.get(slot, 0)
@@ -83,7 +76,7 @@ class Journal:
 
     def record(self, t: int, slot: str, draw: int) -> None:
         self._write({"round": t, "slot": slot, "draw": draw})
-        self._apply(t, slot, draw)
+        self.last_round, self._draws[slot] = t, draw + 1
 
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
@@ -110,18 +103,15 @@ class Journal:
         if not self.ended:
             self._write({"ended": self.run})
             self.ended = True
-            if self._path is not None:
-                _destroy(_key_file(self._path))
+            if self._file is not None:
+                _destroy(_key_file(self._file.path))
 
     def unbind(self) -> None:
         """Nothing was asked in the run: the approval was not used."""
         if self.last_round >= 0:
             raise LedgerError(f"{self._name}: rounds were answered, so the approval is used.")
-        self._forget()
-        if self._file is not None and self._path is not None:
-            self._file.cut(0)
-            self._file.close()
-            self._file = self._opened(self._path)
+        self.discard()
+        Journal.__init__(self, self._folder, self._name, self._digest)
 
     def discard(self) -> None:
         """What came out of the run is safe: remove the journal; nothing more is answered in it."""
@@ -137,11 +127,7 @@ class Journal:
                 self.discard()
             self._file.close()
 
-    def _apply(self, t: int, slot: str, draw: int) -> None:
-        self.last_round = t
-        self._draws[slot] = draw + 1
-
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: dict[str, object]) -> None:
         if isinstance(self._file, SealedLog):
             self._file.add(json.dumps(line))
 
@@ -154,7 +140,7 @@ class Journal:
                 write_atomically(secret, self.key, private=True)
             elif not secret.exists():  # it is over, and what else it says cannot be checked
                 lines = held.content().decode(errors="replace").split("\n")
-                self._read([line.rsplit(" ", 2)[0] for line in lines])
+                self._read(path, [line.rsplit(" ", 2)[0] for line in lines])
                 if self.run is None:
                     raise LedgerError(f"{path}: {_DAMAGED}")
                 self.ended = True
@@ -169,7 +155,7 @@ class Journal:
             if new:
                 file.add(json.dumps({"plan": self._digest, "entry": self.entry}))
                 file.reopen(0)
-            self._read(file.lines())
+            self._read(path, file.lines())
         except BaseException:
             file.close()
             raise
@@ -178,7 +164,7 @@ class Journal:
         self.resumed = not new
         return file
 
-    def _read(self, lines: list[str]) -> None:
+    def _read(self, path: Path, lines: list[str]) -> None:
         other = False
         try:
             for line in (parse_json(text) for text in lines if text.startswith("{")):
@@ -191,11 +177,11 @@ class Journal:
                 elif "places" in line:
                     self._places = str(line["places"])
                 else:
-                    self._apply(int(line["round"]), str(line["slot"]), int(line["draw"]))
+                    self.last_round, self._draws[str(line["slot"])] = int(line["round"]), int(line["draw"]) + 1
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise LedgerError(f"{self._path}: {_DAMAGED}") from None
+            raise LedgerError(f"{path}: {_DAMAGED}") from None
         if other:
-            raise DataError(f"{self._path}: has a run of another plan; continue that, or choose another folder.")
+            raise DataError(f"{path}: has a run of another plan; continue that, or choose another folder.")
 
 
 class LastReply:
@@ -207,7 +193,7 @@ class LastReply:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path, self._file = path, -1
+        self._path = path
         self._kept = path.read_bytes() if path is not None and path.exists() else b""
 
     def to(self, question: bytes, last_round: int) -> Message | None:
@@ -222,33 +208,15 @@ class LastReply:
     def keep(self, question: bytes, t: int, reply: Message) -> None:
         content = bytes(encode(reply))
         self._kept = _REPLY.pack(question, t, len(content)) + content
-        if self._path is None:
-            return
-        if self._file < 0:
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        os.pwrite(self._file, self._kept, 0)
+        if self._path is not None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            with open(os.open(self._path, flags, 0o600), "wb") as file:
+                file.write(self._kept)
 
     def forget(self) -> None:
-        self.close()
         self._kept = b""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def digest_of(message: Message) -> bytes:
-    """What a question is known by: every word and number of it."""
-    digest = hashlib.blake2b(digest_size=32)
-    digest.update(json.dumps(dict(message.fields), sort_keys=True).encode())
-    for name in sorted(message.arrays):
-        array = message.arrays[name]
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.digest()
 
 
 def forget(folder: Path, name: str) -> None:

@@ -1,35 +1,31 @@
-"""One party: it holds its records, pins the plan it approved, and answers nothing else.
+"""Members who answer messages: a party with its records, and a server of secure sums.
 
-Everything that a coordinator says arrives at :meth:`PartyCurator.handle` as bytes. The party draws its own secret
-sample at the plan's public rate, clips and sums. The sum leaves as the plan's trust says: to a trusted curator,
-with the party's own noise, or inside a secure sum.
+Everything that a coordinator says arrives at :meth:`Member.handle` as bytes. A party pins the plan it approved and
+answers nothing else: it draws its own secret sample at the plan's public rate, clips and sums. The sum leaves as
+the plan's trust says: to a trusted curator, with the party's own noise, or inside a secure sum. A role in secure
+sums is made anew, with new keys, for every length of vector and every epoch that the coordinator begins; its
+configuration comes from the plan that this side approved, never from the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.curators.account import Account
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.federation.journal import Approval, Journal, LastReply, digest_of
+from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.federation import wire
+from quietgrad.federation.journal import Approval, Journal, LastReply
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure_roles import (
-    Answer,
-    MaskingMember,
-    Member,
-    SecureMember,
-    SharingMember,
-    UnknownRunError,
-    round_of,
-)
-from quietgrad.federation.wire import Message, limit, template_mismatch, unpack
-from quietgrad.files import is_path_name
+from quietgrad.federation.wire import Array, Bytes, Message, WireError, refusal
+from quietgrad.files import is_path_name, os_error_text
 from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
@@ -38,8 +34,214 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import NoiseSource
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
 from quietgrad.sampling.samplers import SlotSampler, hashed_slots
+from quietgrad.secure.channel import Endpoint, NoiseShare
+from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import Identity, ProtocolError, Roster
+from quietgrad.secure.masking import MaskingParty
+from quietgrad.secure.servers import Computation, NoiseServer, SharingParty, SumServer
 from quietgrad.vectors import zeros_like
+
+
+class UnknownRunError(ProtocolError):
+    """This side does not know the run: it restarted, and is told of the run again."""
+
+
+Answer = Callable[[Message], Message]
+
+
+class Member:
+    """A member that answers messages: a table of the kinds that it understands, and one way to refuse.
+
+    A message may be anything. Kinds that the plan's mode does not have are not in the table.
+    """
+
+    name: str
+    _most: int
+    _kinds: Mapping[str, Answer]
+
+    def handle(self, data: Bytes) -> bytearray:
+        """Answer one message; never raises, and what it says of a failure depends on no record."""
+        try:
+            message = wire.decode(data, most=self._most)
+            answer = self._kinds.get(message.kind)
+            if answer is None:
+                raise ProtocolError("coordinator", f"says {message.kind[:40]!r}; {self.name} does not know it")
+            return wire.encode(answer(message))
+        except ProtocolError as error:
+            return refusal("stranger" if isinstance(error, UnknownRunError) else "protocol", str(error))
+        except (BudgetError, DataError) as error:
+            return refusal("plan", f"{self.name}: {error}")
+        except (QuietgradError, WireError) as error:
+            return refusal("protocol", f"{self.name}: {error}")
+        except OSError as error:  # a full disk has a name, and that carries no record
+            return refusal("failed", f"{self.name}: could not keep its journal ({os_error_text(error)})")
+        except Exception:  # its text, or even its type, could carry a record's value
+            return refusal("failed", f"{self.name}: could not answer")
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+Role = TypeVar("Role", bound=Endpoint)
+
+
+class _Roles(Generic[Role]):
+    """A member's roles of one kind in secure sums, by length of vector, and the messages that set them up."""
+
+    _kind: type[Role]
+
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
+        if roster.names[: len(plan.names)] != plan.names:
+            raise ValueError("roster: must begin with the plan's parties, in their order.")
+        self.name, self._plan, self._seed = identity.name, plan, seed
+        self._identity, self._roster = identity, roster
+        self._roles: dict[int, Role] = {}
+        self._shares: dict[int, NoiseShare] = {}
+        self._key: bytes | None = None
+        self._drawn: dict[str, int] = {}
+        self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
+        self.kinds: dict[str, Answer] = {"hello": self._set_up, "meet": self._meet}
+        """What is understood of secure sums, beside the question itself."""
+
+    def begin(self, key: bytes) -> None:
+        """A run begins or continues, with this secret for noise that outlives a set-up."""
+        self._key, self._shares = key, {}
+
+    def _share(self, dim: int) -> NoiseShare | None:
+        """Noise that is correlated over rounds goes on whatever keys the rounds have; other noise does not."""
+        terms = self._plan.terms(dim)
+        if terms.correlated is None or self._kind is SharingParty:
+            return None
+        if dim not in self._shares:
+            self._shares[dim] = NoiseShare(terms, self._roster.index(self.name), self._seed, self._key)
+        return self._shares[dim]
+
+    def _role(self, message: Message) -> Role:
+        dim = message.fields.get("dim")
+        if type(dim) is not int or dim not in self._roles:
+            raise ProtocolError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
+        return self._roles[dim]
+
+    def _step(self, reply: str, step: Callable[[Role, int, Message], Mapping[str, Array]]) -> Answer:
+
+        def answer(message: Message) -> Message:
+            role, t = self._role(message), round_of(message)
+            return Message(reply, {"round": t}, step(role, t, message))
+
+        return answer
+
+    def _meet(self, message: Message) -> Message:
+        self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
+        return Message("ok")
+
+    def _set_up(self, message: Message) -> Message:
+        """Answer ``hello`` with a signed key for a new epoch."""
+        dim = message.fields.get("dim")
+        if type(dim) is not int or dim not in self._plan.dims.values():
+            raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
+        run = str(message.fields.get("run"))
+        if run not in self._drawn:
+            self._shares = {}
+        self._drawn = {run: self._drawn.get(run, 0) + 1}
+        if self._drawn[run] > self._most_drawn:
+            # Each set-up draws neighbours anew; unbounded set-ups would find some that do not protect us.
+            raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
+        epoch = message.fields.get("epoch")
+        if not isinstance(epoch, str) or not re.fullmatch("[0-9a-f]{32}", epoch):
+            raise ProtocolError("coordinator", "names no epoch")
+        role = self._kind(
+            self._identity, self._roster, self._plan.terms(dim), bytes.fromhex(epoch), seed=self._seed,
+            noise=self._share(dim),
+        )  # fmt: skip
+        if isinstance(role, MaskingParty):  # new keys must not hide that two lists of survivors were signed
+            seen = [old.witness for old in self._roles.values() if isinstance(old, MaskingParty) and old.witness]
+            role.witness = max(seen, key=lambda witness: witness.round, default=None)
+        self._roles[dim] = role
+        return Message("hello", {}, wire.blobs({"frame": role.hello}))
+
+
+class SharingMember(_Roles[SharingParty]):
+    """A party that gives shares of its sums to servers."""
+
+    _kind = SharingParty
+
+    def ready(self, message: Message) -> None:
+        """Refuse before any record is touched if this side cannot take part in the round."""
+        self._role(message)
+
+    def submit(self, message: Message, vector: Array) -> Message:
+        return self._step("shares", lambda role, t, _: wire.blobs(role.share(t, vector)))(message)
+
+
+class MaskingMember(_Roles[MaskingParty]):
+    """A party that masks its sums."""
+
+    _kind = MaskingParty
+
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
+        super().__init__(plan, identity, roster, seed=seed)
+        self.kinds |= {
+            "prepare": self._step("frame", lambda role, t, _: _frame(role.prepare(t))),
+            "reveal": self._step("frame", lambda role, t, m: _frame(role.reveal(t, m.blob("frame")))),
+        }
+
+    def ready(self, message: Message) -> None:
+        """Refuse before any record is touched if this side cannot take part in the round."""
+        self._role(message).deliver(round_of(message), message.blob("deliver"))
+
+    def submit(self, message: Message, vector: Array) -> Message:
+        return self._step("masked", lambda role, t, _: _frame(role.submit(t, vector)))(message)
+
+
+class SumMember(_Roles[SumServer], Member):
+    """A server of ``"servers"`` or ``"mpc"``: adds shares and noise, and never sees a vector.
+
+    It keeps nothing of a run: it is there, and gets keys when it is needed.
+    """
+
+    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
+        super().__init__(plan, identity, roster, seed=seed)
+        self._kind = NoiseServer if plan.secure == "mpc" else SumServer
+        self._noise: dict[int, Computation[None]] = {}
+        self._most = wire.limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
+        self._kinds = self.kinds | {
+            "open": lambda message: Message("ready", {"round": -1}),
+            "receive": self._step("present", lambda role, t, m: wire.blobs(role.receive(t, _frames(m)))),
+            "partial": self._step("partial", lambda role, t, m: _frame(role.partial(t, _frames(m)))),
+            "finish": self._step("total", lambda role, t, m: {"total": role.finish(t, _frames(m))}),
+            "noise": self._step("noise", self._sample),
+        }
+
+    def _sample(self, role: SumServer, t: int, message: Message) -> dict[str, Array]:
+        """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
+        dim = role.terms.dimension
+        try:
+            if "frame" in message.arrays and dim in self._noise:
+                return _frame(self._noise[dim].send(message.blob("frame")))
+            if "frame" in message.arrays or not isinstance(role, NoiseServer):
+                raise ProtocolError("coordinator", "sends a frame for noise that was not begun")
+            self._noise[dim] = role.prepare(t)
+            return _frame(next(self._noise[dim]))
+        except StopIteration:
+            return {}
+
+
+def _frame(frame: bytes | None) -> dict[str, Array]:
+    return {} if frame is None else wire.blobs({"frame": frame})
+
+
+def round_of(message: Message) -> int:
+    t = message.fields.get("round")
+    if type(t) is not int or not 0 <= t < 1 << 62:
+        raise ProtocolError("coordinator", "names no round")
+    return t
+
+
+def _frames(message: Message) -> dict[int, bytes]:
+    if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
+        raise WireError("frames have roster numbers for names")
+    return {int(name): message.blob(name) for name in message.arrays}
+
 
 Draw = Callable[[int], npt.NDArray[np.int64] | None]
 """Record positions of draw i of a slot; ``None`` means all records."""
@@ -50,7 +252,7 @@ def samplers(
     party: int,
     key: bytes,
     n_records: int,
-    ids: npt.NDArray[Any] | None,
+    ids: npt.NDArray[np.int64] | None,
     drawn: Callable[[str], int],
 ) -> dict[str, Draw]:
     """The sampler of every slot for one party, after ``drawn`` draws of each.
@@ -71,10 +273,14 @@ def samplers(
                 slots = hashed_slots(names, local.pass_size, SecureStream(key, f"sample/fresh{owner}"))
                 fresh = SlotSampler(slots, local.pass_size)
             fresh.skip_to(fresh.position + local.fresh * drawn(slot.name))
-            found[slot.name] = lambda draw, fresh=fresh, count=local.fresh: fresh.take(count)  # type: ignore[misc]
+            found[slot.name] = partial(_take, fresh, local.fresh)
         else:
             found[slot.name] = (local.sampler(n_records, stream) if ids is None else local.by_id(ids, stream)).batch
     return found
+
+
+def _take(fresh: SlotSampler, count: int, draw: int) -> npt.NDArray[np.int64]:
+    return fresh.take(count)
 
 
 Floats = npt.NDArray[np.float64]
@@ -127,18 +333,17 @@ class PartyCurator(Member):
         """Sums that could not be made, with the reason, which may hold a record's value: for this party alone."""
         self._seed = seed
         self._ids = None if ids is None else np.asarray(ids)
-        self._member: SecureMember | None = None
+        self._member: MaskingMember | SharingMember | None = None
         if plan.secure is not None:
             if identity is None or roster is None:
                 raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
-            self._member = (MaskingMember if plan.secure == "masks" else SharingMember)(
-                plan, identity, roster, seed
-            )
+            kind = MaskingMember if plan.secure == "masks" else SharingMember
+            self._member = kind(plan, identity, roster, seed=seed)
         self._zero = zeros_like(self.objective.initial(self.records))
         self._inner: dict[str, SecureStream] = {}
         templates = [each for some in plan.templates.values() for each in some]
         vectors = max([1, *(sum(isinstance(value, list) for value in each.values()) for each in templates)])
-        self._most = limit(max([1, *plan.dims.values()]), 4 * (2 + vectors))
+        self._most = wire.limit(max([1, *plan.dims.values()]), 4 * (2 + vectors))
         self._samplers: dict[str, Draw] = {}
         in_run = {"ask": self._ask} | ({} if self._member is None else self._member.kinds)
         self._kinds = {kind: partial(self._in_run, answer) for kind, answer in in_run.items()}
@@ -159,7 +364,7 @@ class PartyCurator(Member):
             self._journal.keep_places(self.records.contents)
 
     def _check_records(self) -> None:
-        shape = Shape(self.records.dim, getattr(self.records, "features", 0))
+        shape = Shape.of(self.records)
         if shape != self.plan.shape:
             raise DataError(f"{self.name}: records have shape {tuple(shape)}, the plan {tuple(self.plan.shape)}.")
         size, budget = self.plan.sizes[self._place], self.plan.budget
@@ -240,17 +445,17 @@ class PartyCurator(Member):
         )
 
     def _ask(self, message: Message) -> Message:
-        question = b"" if self._member is not None else digest_of(message)
+        question = b"" if self._member else hashlib.blake2b(wire.encode(message), digest_size=32).digest()
         if self._member is None and (again := self._last.to(question, self._journal.last_round)) is not None:
             return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
         slot, draw, t = self._check_turn(message)
         packed = message.fields.get("query")
         arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
-        reason = template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
+        reason = wire.template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
         try:
-            query = unpack(packed, arrays, self._zero)
+            query = wire.unpack(packed, arrays, self._zero)
         except ValueError as error:  # a number outside of what such a query may have
             raise BudgetError(f"slot {slot!r}: {error} Nothing was given.") from None
         if isinstance(query, LocalFit):  # its noise follows from its claimed sensitivity: prove that here
@@ -327,5 +532,4 @@ class PartyCurator(Member):
         self._journal.discard()
 
     def close(self) -> None:
-        self._last.close()
         self._journal.close()

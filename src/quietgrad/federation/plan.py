@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.errors import BudgetError
 from quietgrad.federation.wire import Template
-from quietgrad.objectives.base import Objective
+from quietgrad.objectives.base import Objective, Records
 from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
 from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.privacy import events
@@ -42,6 +42,10 @@ class Shape(NamedTuple):
 
     dim: int
     features: int = 0
+
+    @classmethod
+    def of(cls, records: Records) -> Shape:
+        return cls(records.dim, getattr(records, "features", 0))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Make a federated plan without data, and explain it.
+"""Parties of a federation, and the plan that is made for them without their data, and explained.
 
 An algorithm declares what it asks (``asks``): the kind of each query, its clips, the lengths of its vectors. A
 number that follows from earlier releases, such as SPIDER's clip M‖x − x′‖, has an interval. Noise follows a
@@ -10,22 +10,122 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.base import Session
-from quietgrad.federation.parties import Weights, factors
+from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.wire import Template, template
 from quietgrad.objectives.base import Objective
-from quietgrad.objectives.privacy_units import Combine
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
 from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.terms import Mode, threat_model
 from quietgrad.training.minimizing import check_people
 from quietgrad.vectors import Vector
+
+
+@dataclass(frozen=True, eq=False)
+class Party:
+    """One data holder.
+
+    Args:
+        X, y: its records; with ``y=None`` ``X`` is whatever the objective takes.
+        name: how it is called in plans, errors and results; ``party-1`` … if left out.
+        n_public: its declared number of records. Under add-remove the true number is private: declare one, or the
+            length of the data is taken and thereby declared public.
+        ledger, account, cap: its own ledger, as in :func:`quietgrad.minimize`.
+        ids: whole numbers that name its records across all parties, for sampling by record in tests.
+        person: one id per record, of the person it is about; ``n_public`` then counts people. Ids mean the same
+            people at every party.
+    """
+
+    X: Any
+    y: Any = None
+    name: str | None = None
+    n_public: int | None = None
+    ledger: Ledger | str | Path | None = None
+    account: str = "default"
+    cap: Budget | None = None
+    ids: npt.ArrayLike | None = None
+    person: Any = None
+
+    @property
+    def data(self) -> Any:
+        """What the objective takes."""
+        return self.X if self.y is None else (self.X, self.y)
+
+    @property
+    def held(self) -> Any:
+        """The same, with whose each record is, if that is known."""
+        return self.data if self.person is None else RecordsWithIds(self.data, self.person)
+
+    @cached_property
+    def size(self) -> int:
+        """The declared number of records, or people, or the true one."""
+        if self.n_public is not None:
+            return self.n_public
+        rows = int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
+        return rows if self.person is None else factorize_ids(self.person, rows)[1]
+
+
+def deal(
+    X: Any,
+    y: npt.ArrayLike,
+    m: int,
+    *,
+    unevenness: float = 1.0,
+    dirichlet: float | None = None,
+    seed: int | None = 0,
+) -> list[Party]:
+    """Split one table among m parties: evenly, with sizes n_max/n_min = ``unevenness``, or with skewed labels.
+
+    Args:
+        unevenness: n_max/n_min, sizes between them geometric; 1 is even. (Paper 002's u has two groups of sizes.)
+        dirichlet: α of label shares drawn from Dirichlet(α) instead; small α makes the parties' labels differ.
+        seed: of the shuffle; ``None`` keeps the order (even and uneven splits only).
+    """
+    labels = np.asarray(y)
+    if dirichlet is not None:
+        if unevenness != 1.0 or seed is None:
+            raise ValueError("dirichlet: needs a seed, and sizes follow from the labels; leave unevenness out.")
+        parts = split_dirichlet(labels, m, dirichlet, seed)
+    elif unevenness == 1.0:
+        parts = split_even(len(labels), m, seed)
+    else:
+        parts = split_uneven(len(labels), m, unevenness, seed)
+    return [Party(X[part], labels[part], ids=part) for part in parts]
+
+
+Weights = str | Sequence[float]
+"""``"size"`` (n_j/n), ``"equal"`` (1/m), or one number per party."""
+
+
+def factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
+    """What party j multiplies its sum by, w_j·n/n_j, so that the average of parties has weights w_j.
+
+    >>> factors("size", (30, 10)), factors("equal", (30, 10))
+    ((1.0, 1.0), (0.6666666666666666, 2.0))
+    """
+    m, n = len(sizes), sum(sizes)
+    if weights == "size":
+        return (1.0,) * m
+    given = [1.0] * m if weights == "equal" else [] if isinstance(weights, str) else [float(w) for w in weights]
+    if len(given) != m or not all(0.0 <= w < math.inf for w in given) or not sum(given) > 0.0:
+        raise ValueError(
+            f"weights={weights!r}: must be 'size', 'equal' or {m} numbers ≥ 0, one per party, that do not sum to 0."
+        )
+    return tuple(w / sum(given) * n / size for w, size in zip(given, sizes, strict=True))
 
 
 def federate(

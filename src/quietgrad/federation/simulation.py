@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,20 +14,20 @@ import numpy as np
 
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.account import Account
+from quietgrad.errors import DataError
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
-from quietgrad.federation.exchange import PATIENCE, Exchange
+from quietgrad.federation.exchange import PATIENCE, Exchange, Responder
 from quietgrad.federation.journal import forget
-from quietgrad.federation.parties import Party, Weights, check_people, names_of
-from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.party import Member, PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.planning import adversary, federate, local_batches, multiplicity
-from quietgrad.federation.secure_roles import Member, SumMember
-from quietgrad.federation.transport import Handler, Transport
-from quietgrad.federation.transport.in_process import InProcess
+from quietgrad.federation.planning import Party, Weights, adversary, federate, local_batches, multiplicity
+from quietgrad.federation.transport import Away, Bytes, Clock, Handler, Transport
 from quietgrad.objectives.base import Objective
+from quietgrad.objectives.person_ids import hashed_ids, kind_of
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.privacy.budget import Budget, PrivacyUnit
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.identity import Identity, Roster
 from quietgrad.secure.terms import Mode
 from quietgrad.training import Callback, run
@@ -102,7 +103,7 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
-    by_person = check_people(parties, parties_per_person)
+    by_person = check_known_people(parties, parties_per_person)
     home = None if folder is None else Path(folder)
     if home is not None and not (home / AGGREGATES).exists():
         for name in names_of(parties):
@@ -141,6 +142,76 @@ def simulate(
     return result
 
 
+def check_known_people(parties: Sequence[Party], most: int | None) -> bool:
+    """Whether the privacy unit is a person; raises if only some parties say so, or one is in too many.
+
+    Who is in several is found by hashes under a key that lives as long as this call. Parties that do not share a
+    machine cannot look: there the number is their word.
+    """
+    whose = [party.person is not None for party in parties]
+    if any(whose) and not all(whose):
+        raise ValueError("parties: give all of them person=, or none.")
+    if any(whose) and most is not None:
+        if any(party.ids is not None for party in parties):
+            raise ValueError("ids: name records across parties, for tests; leave them out where people are named.")
+        if len({kind_of(party.person) for party in parties}) > 1:
+            raise DataError("parties: ids of people are of different kinds, so no person would be found twice.")
+        key = fresh_key()
+        met = Counter(each for party in parties for each in hashed_ids(party.person, key))
+        if max(met.values()) > most:
+            raise DataError(f"parties: a person is known to more than parties_per_person={most}; declare as many.")
+    return any(whose)
+
+
+def names_of(parties: Sequence[Party]) -> tuple[str, ...]:
+    """The parties' names, made up where they have none."""
+    if not parties:
+        raise ValueError("parties: must be at least one Party(X, y).")
+    names = tuple(party.name or f"party-{i + 1}" for i, party in enumerate(parties))
+    if len(set(names)) < len(names):
+        raise ValueError(f"parties {names}: must have different names.")
+    return names
+
+
+class SimulatedClock(Clock):
+    """Time that passes only while the caller waits."""
+
+    _now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += max(0.0, seconds)
+
+
+class InProcess:
+    """A transport of calls in this thread, one member after another; ``handlers`` are, by name, what answers."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self.clock = SimulatedClock()
+        self._sites = {name: Responder(handler) for name, handler in handlers.items()}
+        self._renewed: set[str] = set()
+
+    def parties(self) -> tuple[str, ...]:
+        return tuple(self._sites)
+
+    def renewed(self) -> set[str]:
+        found, self._renewed = self._renewed, set()
+        return found
+
+    def replace(self, name: str, handler: Handler) -> None:
+        """Put a new process in the place of a member."""
+        self._sites[name] = Responder(handler)
+        self._renewed.add(name)
+
+    def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
+        return {name: self._sites[name].answer(frame) for name, frame in frames.items()}
+
+    def close(self) -> None:
+        """Do nothing: no connection is open."""
+
+
 class Federation:
     """All members of a simulated federation, ready to be put behind a transport."""
 
@@ -175,11 +246,10 @@ def assemble(
 ) -> tuple[FederatedPlan, Federation]:
     """The plan for ``parties`` and a handler for each of them; ``settings`` are those of :func:`federate`."""
     names = names_of(parties)
-    records = objective.prepare(parties[0].data)
-    shape = Shape(records.dim, getattr(records, "features", 0))
+    shape = Shape.of(objective.prepare(parties[0].data))
     plan = federate(
-        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings,
-    )  # fmt: skip
+        algorithm, objective, names=names, sizes=[party.size for party in parties], shape=shape, **settings
+    )
     coordinator = Identity("coordinator")
     people = {name: Identity(name) for name in (*names, *plan.servers)}
     last = [people[name] for name in plan.servers] or [coordinator]

@@ -67,8 +67,8 @@ class TranscriptRecorder:
 
     seen: list[ReceivedMessage] = field(default_factory=list)
 
-    def of(self, role: str, kind: FrameType | None = None) -> list[ReceivedMessage]:
-        return [s for s in self.seen if s.role == role and (kind is None or s.kind == kind)]
+    def of(self, role: str, kind: FrameType) -> list[ReceivedMessage]:
+        return [s for s in self.seen if s.role == role and s.kind == kind]
 
 
 def derive(secret: bytes, *, salt: bytes, info: bytes) -> bytes:
@@ -158,8 +158,8 @@ class Endpoint:
         self._identity, self._view, self._seed, self._given_noise = identity, view, seed, noise
         self._exchange = X25519PrivateKey.generate()
         self._channels: dict[int, Channel] = {}
+        self.picks: tuple[int, ...] = ()
         self._begin()
-        self.picks = self._draw()
         public = self._exchange.public_key().public_bytes_raw()
         self.hello = write_hello(identity, roster, self.context, public, self.picks)
 
@@ -186,10 +186,9 @@ class Endpoint:
                 raise ProtocolError(self.roster.names[peer], "hello has a degenerate exchange key") from error
             first, second = sorted([self.hello, bytes(hello)])
             secret = derive(shared, salt=hashlib.sha256(first + second).digest(), info=b"pair")
-            limit = max(8 * self.terms.dimension + 512 * len(self.roster.names) + 1024, self._noise_limit())
             self._met(known, secret, bytes(hello))  # refuses what this role cannot use, before anything is kept
             self._channels[peer] = Channel(
-                secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=limit
+                secret, self.context[:16], self.me, peer, self.roster.names[peer], limit=self._largest_payload()
             )
 
     @cached_property
@@ -199,11 +198,8 @@ class Endpoint:
     def _begin(self) -> None:
         """Hook: what a role keeps, before any round."""
 
-    def _draw(self) -> tuple[int, ...]:
-        return ()
-
-    def _noise_limit(self) -> int:
-        return 0
+    def _largest_payload(self) -> int:
+        return 8 * self.terms.dimension + 512 * len(self.roster.names) + 1024
 
     def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
         """Hook: derive more keys from a pair's secret, or remember what a hello says."""

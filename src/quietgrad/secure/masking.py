@@ -69,13 +69,10 @@ class MaskingParty(Endpoint):
         self._rounds: dict[int, _PartyRound] = {}
         self._prepared, self._server = -1, self.terms.parties
         self._server_name = self.roster.names[self._server]
-        self._picks_of: dict[int, tuple[int, ...]] = {}
+        self.picks = self.terms.graph.draw(self.me)
+        self._picks_of = {self.me: self.picks}
         self.witness: Attestation | None = None
         """What the server said of the last round that this party helped to open, perhaps with other keys."""
-
-    def _draw(self) -> tuple[int, ...]:
-        self._picks_of[self.me] = picks = self.terms.graph.draw(self.me)
-        return picks
 
     def _met(self, known: Hello, secret: bytes, hello: bytes) -> None:
         if known.sender < self.terms.parties:

@@ -309,9 +309,10 @@ class NoiseServer(SumServer):
                 key = hashlib.sha256(seed_key(self._seed) + pair).digest()
             self._streams[peer] = SecureStream(key, "replicated")
 
-    def _noise_limit(self) -> int:
+    def _largest_payload(self) -> int:
         words = (self.terms.dimension + 63) // 64
-        return 8 * max(2 * COARSE_WORD_BITS * words, (_BITS + 1) * self.terms.dimension) + 1024
+        noise = 8 * max(2 * COARSE_WORD_BITS * words, (_BITS + 1) * self.terms.dimension) + 1024
+        return max(noise, super()._largest_payload())
 
     def _noise(self, t: int) -> Words:
         fine = super()._noise(t)

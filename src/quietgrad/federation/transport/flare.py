@@ -21,8 +21,8 @@ from nvflare.apis.signal import Signal
 from quietgrad.errors import QuietgradError
 from quietgrad.federation.approved import FILE, Approved
 from quietgrad.federation.exchange import Responder, refusing
+from quietgrad.federation.party import Member
 from quietgrad.federation.provisioning import COORDINATOR
-from quietgrad.federation.secure_roles import Member
 from quietgrad.federation.transport import Away, Bytes, Calls
 
 TOPIC = "quietgrad"

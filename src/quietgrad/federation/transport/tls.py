@@ -34,7 +34,6 @@ GREETING_SECONDS = 10.0
 class MemberConnection:
     """One member's place: its connection if it has one, and what became of the last."""
 
-    name: str
     connection: ssl.SSLSocket | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     instance: str = ""
@@ -61,12 +60,10 @@ class TlsServer(Calls):
         tell: Tell = lambda words: None,
     ) -> None:
         super().__init__(names, self._ask)
-        self._timeout = timeout
-        self._context = link.context_for(credentials)
-        self._agreement, self._most, self._tell = agreement, min(most, link.LARGEST), tell
-        self._seats = {name: MemberConnection(name) for name in names}
+        self._agreement, self._most, self._timeout, self._tell = agreement, min(most, link.LARGEST), timeout, tell
+        self._context, self._keys = link.context_for(credentials), credentials.folder
+        self._seats = {name: MemberConnection() for name in names}
         self._seating = threading.Lock()
-        self._keys = credentials.folder
         self._door = link.HandshakeQueue(len(self._seats))
         self._last_refusal = -math.inf
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -206,9 +203,8 @@ def _end(seat: MemberConnection, connection: ssl.SSLSocket) -> None:
     if seat.lock.acquire(blocking=False):
         link.hang_up(connection)
         seat.lock.release()
-        return
-    with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+    else:
+        link.interrupt(connection)
 
 
 _LONGEST_PAUSE = 3.0  # seconds between two calls

@@ -14,6 +14,7 @@ import contextlib
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -47,17 +48,17 @@ def context_for(credentials: Credentials) -> ssl.SSLContext:
 
 def peer_name(connection: ssl.SSLSocket) -> str:
     certificate: Any = connection.getpeercert() or {}
-    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
-    return str(names[0]) if len(names) == 1 else ""
+    names = [str(name) for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
+    return names[0] if len(names) == 1 else ""
 
 
 def tune(sock: socket.socket) -> None:
     """Send at once, and notice within a minute that the other machine is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, option):  # not on every system
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def send(connection: socket.socket, kind: int, frame: Bytes, *, deadline: float | None) -> None:
@@ -108,17 +109,15 @@ def _left(deadline: float | None) -> float | None:
 
 
 HANDSHAKE_SECONDS = 5.0
-PER_ADDRESS = 64  # callers; several members may sit behind one router
-ALTOGETHER = 256
+_PLACES = 64  # and one for each member
 
 
 class HandshakeQueue:
     """Unauthenticated connections in the order of their arrival, by address."""
 
     def __init__(self, members: int) -> None:
-        self._per_address, self._altogether = PER_ADDRESS + members, ALTOGETHER + members
-        self._lock = threading.Lock()
-        self._callers: dict[int, tuple[str, socket.socket]] = {}
+        self._places, self._lock = _PLACES + members, threading.Lock()
+        self._callers: dict[socket.socket, str] = {}
 
     @property
     def waiting(self) -> int:
@@ -127,23 +126,24 @@ class HandshakeQueue:
     def admit(self, connection: socket.socket, address: str) -> None:
         """Give a caller a place, for which another may have to go."""
         with self._lock:
-            self._callers[id(connection)] = (address, connection)
-            counts = Counter(each for each, _ in self._callers.values())
-            if counts[address] > self._per_address:
-                self._evict(address)
-            elif len(self._callers) > self._altogether:
-                self._evict(counts.most_common(1)[0][0])
+            self._callers[connection] = address
+            if len(self._callers) > self._places:
+                busiest = Counter(self._callers.values()).most_common(1)[0][0]
+                oldest = next(each for each, its in self._callers.items() if its == busiest)
+                del self._callers[oldest]
+                interrupt(oldest)
 
     def leave(self, connection: socket.socket) -> None:
         """A caller has proved who it is, or is gone."""
         with self._lock:
-            self._callers.pop(id(connection), None)
+            self._callers.pop(connection, None)
 
-    def _evict(self, address: str) -> None:
-        _, oldest = self._callers.pop(next(key for key, (each, _) in self._callers.items() if each == address))
-        with contextlib.suppress(OSError):
-            # Not SSLSocket.shutdown, which would take the TLS object away from the thread that still uses it.
-            socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+
+def interrupt(connection: socket.socket) -> None:
+    """End a connection that another thread uses; that thread finds out and closes it."""
+    with contextlib.suppress(OSError):
+        # Not SSLSocket.shutdown, which would take the TLS object away from the thread that still uses it.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def let_it_read(connection: socket.socket) -> None:
