@@ -68,44 +68,6 @@ def test_starting_imports_nothing_heavy(action: str, allowed: tuple[str, ...]) -
     assert loaded.splitlines()[-1] == "loaded: []"
 
 
-def test_completion_of_a_command_loads_none() -> None:
-    asked = {"_QUIETGRAD_COMPLETE": "complete_bash", "COMP_WORDS": "quietgrad l", "COMP_CWORD": "1"}
-    code = "import sys; from quietgrad.cli import main; sys.argv = ['quietgrad']\ntry: main()\nfinally: "
-    code += "print('numpy' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
-    assert done.stdout.split() == ["ledger", "False"]
-
-
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        (["ledger", "ve"], {"verify"}),
-        (["train", "x.csv", "--relation", "re"], {"replace-one"}),
-        (["train", "a9"], {"a9a"}),
-        ([""], set(COMMANDS)),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_bash_completes(tmp_path: Path, words: list[str], found: set[str]) -> None:
-    (tmp_path / "quietgrad").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quietgrad "$@"\n')
-    (tmp_path / "quietgrad").chmod(0o755)
-    typed = " ".join(f"'{word}'" for word in ["quietgrad", *words])
-    script = f"""eval "$(quietgrad completion bash)"
-    COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _quietgrad_completion quietgrad; echo "${{COMPREPLY[@]}}" """
-    here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        ["bash", "-c", script], env={**os.environ, **here}, capture_output=True, text=True, check=True
-    )
-    assert set(done.stdout.split()) == found
-
-
-def test_completion_of_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "bash, zsh or fish" in refusal(capsys, 2, "completion", "tcsh")
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell]) == 0
-        assert "_QUIETGRAD_COMPLETE" in capsys.readouterr().out
-
-
 def test_help_names_every_command_and_each_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -223,6 +185,11 @@ def test_a_mistake_in_usage_is_one_sentence_and_exit_code_two(
         (["--epsilon", "1", "--algorithm", "dp-srm", "--set", "joint-clp=1"], "'joint_clip'?", "clip="),
         (["--epsilon", "1", "--algorithm", "dp-sgd", "--steps", "0"], "--steps 0: must be", "steps="),
         (["--epsilon", "1", "--model", "additive", "--steps", "3"], "leave --steps out", "steps="),
+        (["--epsilon", "1", "--model", "linear", "--evaluate-train"], "leave --evaluate-train out", "train="),
+        (["--epsilon", "1", "--model", "linear", "--rows", "normalize"], "leave --rows out", "rows="),
+        (["--epsilon", "1", "--model", "linear", "--score-share", "0.5"], "leave --score-share out", "share="),
+        (["--epsilon", "1", "--exact-score"], "leave --exact-score out", "score="),
+        (["--epsilon", "1", "--combine", "sum"], "give --person", "combine="),
         (["--epsilon", "1", "--model", "additive", "--inference"], "additive models do not have it", "inference="),
         (["--epsilon", "1", "--model", "oracle"], "must be one of linear", "model="),
         (["--epsilon", "1", "--rows", "drop"], "must be clip or normalize", "rows="),

@@ -80,6 +80,7 @@ def test_a_column_of_an_arrow_table_is_named_and_not_shown() -> None:
 def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, out = table(tmp_path / "t.csv", 400), tmp_path / "run"
     run("train", data, "--epsilon", 2, "--row-bound", 2, "--rows", "clip", "--out", out)
+    run("evaluate", out, data, "--epsilon", 2, "--training-people", "--ledger", tmp_path / "other.jsonl", code=2)
     run("evaluate", out, data, "--epsilon", 2, "--training-people")
     # These are the people who were trained on, and the project's ledger knows them: both are of one account.
     assert len(qg.Ledger(out / "ledger.jsonl").verify().accounts) == 1

@@ -42,7 +42,6 @@ COMMANDS: dict[str, str] = {
     "federate": "many parties who do not trust each other",
     "reproduce": "a paper's table or figure beside ours",
     "data": "registered data sets: list, fetch, find",
-    "completion": "make a shell complete commands, options and names",
 }
 """Command and one line of help."""
 _HOMES = {
@@ -57,7 +56,6 @@ _HOMES = {
     "verify": "certificates.verify_app",
 }
 """Where a command's typer app is, if not in ``cli/NAME.py`` as ``app``."""
-_COMPLETE = "_QUIETGRAD_COMPLETE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,8 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         args.remove("--debug")
     name = args[0] if args else "--help"
-    if _COMPLETE in os.environ:  # a shell asks what can stand where
-        return _complete()
     try:
         code = _answer(name, args[1:])
         sys.stdout.flush()
@@ -117,33 +113,14 @@ def app_of(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{module}"), attribute)
 
 
-def _complete() -> int:
-    """Answer a shell; of all commands only the one that was typed is loaded."""
-    import typer
-    from typer.main import get_command
-
-    typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
-    whole = typer.Typer(add_completion=True)
-    for name, line in COMMANDS.items():
-        app = app_of(name) if name in typed[1:2] else None
-        if app is not None and len(app.registered_commands) > 1:
-            whole.add_typer(app, name=name)
-        else:
-            whole.command(name, help=line)(app.registered_commands[0].callback if app else lambda: None)
-    get_command(whole).main(prog_name="quietgrad", complete_var=_COMPLETE)
-    return 0
-
-
 def _refuse(name: str, error: Exception) -> int:
     """Say what went wrong in one sentence; 2 if the command was given wrongly, else 1."""
-    if hasattr(error, "format_message"):  # the argument parser's own errors carry their exit code
-        context = getattr(error, "ctx", None)
-        path = getattr(context, "command_path", f"quietgrad {name}")
-        text = to_flag_names(" ".join(str(error.format_message()).split()))
-        print(
-            sanitize(f"quietgrad {name}: {text or 'no command was given.'} (see `{path} --help`)"), file=sys.stderr
-        )
-        return int(getattr(error, "exit_code", 2))
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # an error of the argument parser
+        context = vars(error).get("ctx")
+        path = f"quietgrad {name}" if context is None else context.command_path
+        text = to_flag_names(" ".join(str(error.format_message()).split())) or "no command was given."
+        print(sanitize(f"quietgrad {name}: {text} (see `{path} --help`)"), file=sys.stderr)
+        return int(error.exit_code)
     if isinstance(error, QuietgradError):
         text = f"{to_flag_names(str(error))} [{error.code}]"
     elif isinstance(error, ValueError):

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import numpy as np
 import typer
@@ -16,7 +16,7 @@ from quietgrad import __version__
 from quietgrad.charts import Intervals
 from quietgrad.cli.options import Explain, Json, answer, say_meaning, usage, writable
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
-from quietgrad.data.columns import Categorical, Date, Numeric, YesNo, to_numbers, yes_or_no
+from quietgrad.data.columns import Categorical, ColumnKind, Date, Numeric, YesNo, to_numbers, yes_or_no
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.data.tables import read_cells
 from quietgrad.files import write_atomically
@@ -26,6 +26,7 @@ from quietgrad.sanitize import sanitize
 if TYPE_CHECKING:
     from quietgrad.estimators import Description
 
+Row: TypeAlias = Mapping[str, Any]  # a column of a description
 app = typer.Typer(add_completion=False)
 
 
@@ -65,15 +66,14 @@ def describe(
     answer(as_json, told, *lines, f"privacy: {found.privacy}", f"written: {output}, {beside}")
 
 
-def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
+def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, Any], dict[str, Any]]:
     """The columns as numbers, words and dates, and what is public of each."""
     frame: dict[str, Any] = {}
     said: dict[str, Any] = {}
     gaps = {*schema.missing, "None", "NaT"}
-    label = Numeric(schema.label_bounds, False, None, False, *schema.label_format)
-    target: Any = label if schema.classes is None else YesNo() if schema.label_kind == "yes/no" else (
-        Categorical(schema.classes)
-    )  # fmt: skip
+    target: ColumnKind = Numeric(schema.label_bounds, False, None, False, *schema.label_format)
+    if schema.classes is not None:
+        target = YesNo() if schema.label_kind == "yes/no" else Categorical(schema.classes)
     for name, kind in {**schema.columns, schema.label: target}.items():
         texts = [str(cell).strip() for cell in cells[name]]
         flagged = {"missing": "indicator"} if kind.indicator else {}
@@ -89,13 +89,13 @@ def _columns(cells: dict[str, list[Any]], schema: Schema) -> tuple[dict[str, Any
         elif isinstance(kind, YesNo):
             frame[name] = np.array(["" if text in gaps else yes_or_no(text) for text in texts], dtype=object)
             said[name] = {"kind": "category", "categories": ["no", "yes"]}
-        else:
+        elif isinstance(kind, Categorical):
             frame[name] = np.array(texts, dtype=object)
             said[name] = {"kind": "category", "categories": list(kind.categories)}
     return frame, said
 
 
-def _in_words(row: Mapping[str, Any]) -> str:
+def _in_words(row: Row) -> str:
     """A column's main numbers on one line, each with its error."""
     words = [f"{row['count']:.0f} ± {row['count_error']:.0f} records"]
     if "mean" in row:
@@ -121,7 +121,7 @@ def _page(name: str, found: Description) -> str:
     return template.render(name=name, privacy=found.privacy, columns=columns, version=__version__)
 
 
-def _facts(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(row: Row) -> list[tuple[str, str]]:
     """What is known of a column, each number with its error where it has one."""
     quantile = re.compile(r"q(\d\d)")
     rows = []

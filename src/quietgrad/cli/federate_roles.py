@@ -249,8 +249,6 @@ def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str
 
 def remember_reading(file: PlanFile, out: Path) -> None:
     """Leave what `quietgrad predict` needs to read other files like the parties'."""
-    budget = file.budget
-    promise: dict[str, Any] = {"non_private": True}
-    if budget is not None:
-        promise = {"epsilon": budget.epsilon, "delta": budget.delta, "relation": str(budget.relation)}
-    RunSpec.from_options({k: v for k, v in file.reading.items() if k != "n_features"} | promise).save(out)
+    options = {key: value for key, value in file.reading.items() if key != "n_features"}
+    budget = {"non_private": True} if file.budget is None else file.budget.to_json()
+    RunSpec.from_options(**options, **budget).save(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer import Argument, Option
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
+Row: TypeAlias = dict[str, Any]  # of an account, as it is printed
 _COUNTS = 60  # characters of what a run counts as
 
 
@@ -119,12 +120,12 @@ def _existing(file: Path) -> Ledger:
     return Ledger(file)
 
 
-def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> dict[str, Any]:
+def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> Row:
     """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
     held = book.of(name)
     cap = book.cap(name)
     promise = cap or held[-1].reservation  # an account exists by a cap or by a reservation
-    row: dict[str, Any] = {"account": name, "delta": delta or promise.delta, "relation": str(promise.relation)}
+    row: Row = {"account": name, "delta": delta or promise.delta, "relation": str(promise.relation)}
     try:
         proof = ledger.spent(name, delta=row["delta"], relation=promise.relation)
         row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
@@ -135,18 +136,18 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
         {
-            **{name: getattr(each.reservation, name) for name in ("id", "run", "condition")},
-            **{name: getattr(each, name) for name in ("time", "state", "reason", "note")},
+            "id": each.reservation.id, "run": each.reservation.run, "condition": each.reservation.condition,
+            "time": each.time, "state": each.state, "reason": each.reason, "note": each.note,
             "reserved": each.reservation.event.to_json(),
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
         }
         for each in held
-    ]
+    ]  # fmt: skip
     return row
 
 
-def _print_tables(rows: list[dict[str, Any]]) -> None:
+def _print_tables(rows: list[Row]) -> None:
     accounts = [
         (
             row["account"],

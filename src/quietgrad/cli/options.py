@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -25,12 +25,7 @@ Quiet = Annotated[bool, Option("--quiet", "-q", help="No progress bar.")]
 Explain = Annotated[bool, Option("--explain", help="Say in one line what ε and δ mean.")]
 Delta = Annotated[float, Option(help="Privacy budget δ: well below 1/n.")]
 RelationName = Annotated[
-    str,
-    Option(
-        "--relation",
-        help="Neighbouring relation: add-remove (one record more or less) or replace-one.",
-        autocompletion=lambda: ["add-remove", "replace-one"],
-    ),
+    str, Option("--relation", help="Neighbouring relation: add-remove (one record more or less) or replace-one.")
 ]
 LedgerOfRun = Annotated[
     Path | None,
@@ -104,7 +99,7 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: 
     Console(markup=False, highlight=False).print(table)
 
 
-def show_json(value: Any) -> None:
+def show_json(value: object) -> None:
     """Print ``value`` as JSON; numbers that JSON has no word for become text."""
     typer.echo(json.dumps(value, indent=2, default=str, allow_nan=False))  # ASCII, controls escaped
 
@@ -117,7 +112,7 @@ def show_rows(title: str, rows: Rows) -> None:
         say(f"  {sanitize(name):<{width}}{sanitize(value)}")
 
 
-def answer(as_json: bool, value: Any, *lines: object, table: tuple[str, Rows] | None = None) -> None:
+def answer(as_json: bool, value: object, *lines: object, table: tuple[str, Rows] | None = None) -> None:
     """Print ``value`` as JSON for a program, or a table of two columns and lines for people."""
     if as_json:
         show_json(value)

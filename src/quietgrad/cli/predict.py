@@ -5,21 +5,24 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import typer
 from scipy import sparse
+from scipy.sparse import linalg
 from typer import Argument, Option
 
 from quietgrad import data as datasets
 from quietgrad.cli.options import Explain, Json, RunFolder, say, say_meaning, show_json, show_rows, usage, writable
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
-from quietgrad.cli.scoring import TRAINING_PEOPLE, save_score, were_trained_on
+from quietgrad.cli.scoring import TRAINING_PEOPLE, Details, save_score, score_values, were_trained_on
+from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Matrix
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, write_atomically
@@ -27,6 +30,7 @@ from quietgrad.privacy.ledger import project_path
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import ledger_of, load
 
+Columns: TypeAlias = dict[str, list[object]]
 app = typer.Typer(add_completion=False)
 
 
@@ -76,9 +80,9 @@ def predict(
     answers = model.predict(found.X)
     if names is not None:
         answers = answers.astype(str)
-    said: dict[str, list[Any]] = {} if found.ids is None else {found.id_column: list(found.ids)}
+    said: Columns = {} if found.ids is None else {found.id_column: list(found.ids)}
     said["prediction"] = answers.tolist()
-    if names and hasattr(model, "predict_proba"):
+    if names and "predict_proba" in dir(model):
         chances = model.predict_proba(found.X)
         two = chances.shape[1] == 2
         column = f"probability_of_{names[1]}" if two else "probability"
@@ -100,9 +104,9 @@ def predict(
         say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
 
 
-def _facts(folder: Path) -> dict[str, Any]:
+def _facts(folder: Path) -> Details:
     """The public facts of a run's model."""
-    facts: dict[str, Any] | None = load(folder).details.get("model")
+    facts: Details | None = load(folder).details.get("model")
     if facts is None:
         raise DataError(f"{folder}: the result does not say which model it is of; it was not made by `train`.")
     return facts
@@ -124,9 +128,9 @@ class _ModelInput:
 
 
 def records_for(
-    folder: Path, data: str, facts: dict[str, Any], person: str | None = None, keep: str | None = None
+    folder: Path, data: str, facts: Details, person: str | None = None, keep: str | None = None
 ) -> _ModelInput:
-    """A file or a registered set, with ids from the columns named or those the run was told, if they are there."""
+    """A file or a registered set, with ids from the columns named here or in the run's options."""
     if not Path(data).is_file():
         if person is not None or keep is not None:
             raise DataError(f"{data}: is no file with a column of people's ids.")
@@ -139,22 +143,25 @@ def records_for(
     if found.X.shape[1] != facts["features"]:
         raise DataError(f"{data}: has {found.X.shape[1]} features, the model was trained on {facts['features']}.")
     if facts.get("rows") == "normalize":
-        X: Any = found.X
-        squares = X**2 if isinstance(X, np.ndarray) else X.multiply(X)
-        lengths = np.sqrt(np.asarray(squares.sum(axis=1)).ravel())
+        lengths = linalg.norm(sparse.csr_matrix(found.X), axis=1)
         factors = facts["row_bound"] / np.where(lengths > 0.0, lengths, 1.0)
-        found = replace(found, X=sparse.diags(factors) @ X)
+        scaled: Any = sparse.diags(factors) @ found.X
+        found = replace(found, X=scaled)
     return found
 
 
-def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | None, keep: str | None) -> _ModelInput:
+def _from_file(folder: Path, data: str, facts: Details, person: str | None, keep: str | None) -> _ModelInput:
     """The records of a file, with their labels if it has a label column."""
     reading = {**_spec_of(folder).reading, "task": facts["task"]}
     if "schema" in reading:
         own = folder / f"schema{Path(reading['schema']).suffix}"
         reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
         keep = keep or reading.get("keep") or next(iter(reading["schema"].ids), None)
-    header = _header(data, reading)
+    header: tuple[str, ...] = ()
+    if {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
+        from quietgrad.data.tables import read_header  # loads pyarrow
+
+        header = read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding"))
     if person is not None:
         reading["person"] = person
     elif reading.get("person") not in header:  # a prediction needs no ids
@@ -164,7 +171,7 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     reading["drop"] = tuple(column for column in reading.get("drop", ()) if column in header)
     if "schema" not in reading and facts["task"] != "regression":
         names = facts["class_names"]
-        reading.setdefault("classes", [float(c) if _is_number(c) else c for c in names])
+        reading.setdefault("classes", [float(name) if is_number(name) else name for name in names])
     if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
     label = _missing_label(header, facts, reading)
@@ -179,16 +186,7 @@ def _from_file(folder: Path, data: str, facts: dict[str, Any], person: str | Non
     return _ModelInput(loaded.X, y, loaded.person, loaded.ids, str(keep))
 
 
-def _header(data: str, reading: dict[str, Any]) -> list[str]:
-    """The column names of a delimited or parquet file; none of another."""
-    from quietgrad.data.tables import read_header
-
-    if not {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
-        return []
-    return list(read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding")))
-
-
-def _missing_label(header: list[str], facts: dict[str, Any], reading: dict[str, Any]) -> str | None:
+def _missing_label(header: Sequence[str], facts: Details, reading: Details) -> str | None:
     """A name for the label column that a file lacks; ``None`` if it has one or cannot be told."""
     aside = (reading.get("person"), reading.get("keep"), *reading["drop"])
     header = [name for name in header if name not in aside]
@@ -202,15 +200,7 @@ def _missing_label(header: list[str], facts: dict[str, Any], reading: dict[str, 
     return (label or "__label__") if sorted(header) == sorted(known) else None
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _csv(columns: dict[str, list[Any]]) -> str:
+def _csv(columns: Columns) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow([cell(name) for name in columns])
@@ -219,7 +209,7 @@ def _csv(columns: dict[str, list[Any]]) -> str:
 
 
 def cell(value: object) -> object:
-    """Text that a spreadsheet would run as a formula is told to be text; class names come from a file.
+    """Mark text that a spreadsheet would run as a formula; class names come from a file.
 
     >>> [cell(value) for value in ("=HYPERLINK(1)", "-1", -1.5, "yes", "@x")]
     ["'=HYPERLINK(1)", '-1', -1.5, 'yes', "'@x"]
@@ -227,10 +217,10 @@ def cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = sanitize(value)
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not _is_number(text) else text
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) and not is_number(text) else text
 
 
-def _write(path: Path, columns: dict[str, list[Any]]) -> None:
+def _write(path: Path, columns: Columns) -> None:
     """Predictions are about people: only their owner may read the file."""
     text = json.dumps(columns) if path.suffix == ".json" else _csv(columns)
     write_atomically(path, text.encode(), private=True)
@@ -261,9 +251,11 @@ def evaluate(
     """Release accuracy, AUC, log loss, calibration and confusion of a model, with noise and error bars."""
     from quietgrad import estimators  # loads scikit-learn
 
+    if training_people and (spec.ledger is not None or spec.account != "held-out"):
+        raise typer.BadParameter("--training-people charges the run's own account; leave --ledger, --account out.")
     facts = _facts(folder)
     model = estimators.from_run(folder)
-    ids, labels, trained = None, None, training_people
+    ids, labels = None, None
     if is_multi_file(data):
         asked = RunSpec.load(folder)
         reading = {**asked.reading, "pair": facts["class_names"], "person": spec.person or asked.person}
@@ -286,7 +278,7 @@ def evaluate(
                 "Give held-out records; or pass --training-people, which charges the run's account and says so. "
                 "No privacy budget was spent."
             )
-    account = str(model.account) if trained else spec.account or "held-out"
+    account = str(model.account) if training_people else spec.account or "held-out"
     # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
     named = ledger_of(folder) if spec.ledger is None else Path(spec.ledger)
     there = spec.ledger is not None or named.exists()
@@ -298,17 +290,16 @@ def evaluate(
             model, X, labels, epsilon=spec.epsilon, delta=spec.delta, relation=spec.relation, ledger=book,
             account=account, person=ids,
         )  # fmt: skip
-    if trained:
+    if training_people:
         score = replace(score, notes=(TRAINING_PEOPLE, *score.notes))
-    people = "training" if trained else "held-out"
+    people = "training" if training_people else "held-out"
     save_score(score, folder, people)
     say_meaning(explain, score.privacy.epsilon, spec.delta, score.privacy.unit)
     if as_json:
         show_json({**score.to_json(), "people": people})
         return
-    names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
-    values = {name: value for name in names if (value := getattr(score, name)) is not None}
-    rows = [(name.replace("_", " "), f"{v[0]:.4f} ± {v[1]:.4f}") for name, v in values.items()]
+    values = score_values(score).items()
+    rows = [(name.replace("_", " "), f"{value:.4f} ± {error:.4f}") for name, (value, error) in values]
     rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book or project_path()))]
     rows += [("note", note) for note in score.notes]
-    show_rows(f"{folder} on {'TRAINING' if trained else 'held-out'} people ({data})", rows)
+    show_rows(f"{folder} on {'TRAINING' if training_people else 'held-out'} people ({data})", rows)

@@ -7,7 +7,6 @@ the budget, the same in ``train``, ``resume``, ``demo``, ``frontier`` and ``fede
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -16,177 +15,137 @@ import secrets
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from scipy import sparse
 from typer import Argument, BadParameter, Option
 
 from quietgrad import data as datasets
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.cli.options import Delta, RelationName, budget, class_labels
-from quietgrad.cli.scanned_data import ScannedData, open_scan
+from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import hold_out_records
 from quietgrad.cli.settings import algorithm_from, key_values
 from quietgrad.curators.account import Account
 from quietgrad.data.dataset import Dataset, check_task
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, read_json, write_atomically
-from quietgrad.objectives.privacy_units import UnitGrouping, check_combination
+from quietgrad.objectives.privacy_units import check_combination
 from quietgrad.objectives.registry import usual_loss
-from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
-from quietgrad.privacy.ledger import project_path
 from quietgrad.privacy.ledger_state import LONGEST, check_account_name
 
 RUN_FILE = "run.json"
 _PATHS = ("schema", "test", "ledger")
 _LISTS = ("settings", "drop", "classes")
+_READING = (
+    "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding",
+)  # fmt: skip
+_FLAGS = ("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling")
+_BY_HAND = (
+    "algorithm", "objective", "regularizer", "test", *_FLAGS, "settings", "rows", "evaluate_train",
+    "checkpoint_seconds",
+)  # fmt: skip
+_FLAG_NAMES = {"settings": "--set", "intercept": "--no-intercept"}
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
-def _algorithm_names() -> list[str]:
-    return list(ALGORITHMS)
-
-
-def _dataset_names() -> list[str]:
-    return sorted(datasets.REGISTRY)
-
-
-def _known_task(text: str | None) -> str | None:
-    """``text``, if there is such a task; anything else is a mistake on the command line."""
-    try:
-        check_task(text)
-    except DataError as error:
-        raise BadParameter(str(error)) from error
-    return text
+def _option(default: object, help: str, *flags: str) -> Any:
+    return field(default=default, metadata={"option": Option(*flags, help=help)})
 
 
 @dataclass(frozen=True)
 class RunSpec:
     """The options of ``quietgrad train``, on the command line, in a TOML file and in ``run.json`` alike."""
 
-    data: Annotated[
-        str | None,
-        Argument(
-            help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
-            "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
-            autocompletion=_dataset_names,
-        ),
-    ] = None
-    epsilon: Annotated[float | None, Option(help="Privacy budget ε; smaller is more private.")] = None
+    data: str | None = field(
+        default=None,
+        metadata={
+            "option": Argument(
+                help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
+                "'people/*.parquet' is scanned and never loaded whole; without it, the demo's."
+            )
+        },
+    )
+    epsilon: float | None = _option(None, "Privacy budget ε; smaller is more private.")
     delta: Delta = 1e-5
     relation: RelationName = DEFAULT_RELATION
-    model: Annotated[
-        str | None,
-        Option(
-            help="linear, additive, svc, least-squares, poisson or quantile[:Q]; else linear by --algorithm.",
-            autocompletion=lambda: ["linear", "additive", "svc", "least-squares", "poisson", "quantile"],
-        ),
-    ] = None
-    inference: Annotated[
-        bool, Option("--inference", help="Also release standard errors of the coefficients (linear models).")
-    ] = False
-    class_weight: Annotated[str | None, Option(help="Weights of the classes, such as no=1,yes=5.")] = None
-    holdout: Annotated[
-        float | None, Option(help="Share of the records to hold out for a private score, such as 0.2.")
-    ] = None
-    score_share: Annotated[
-        float, Option(help="Share of ε and δ for the private score of the held-out records.")
-    ] = 0.2
-    exact_score: Annotated[
-        bool,
-        Option("--exact-score", help="Score held-out records without noise. NOT private: keep it to yourself."),
-    ] = False
-    drop: Annotated[list[str] | None, Option(help="Leave this column out; may be repeated.")] = None
-    keep: Annotated[str | None, Option(help="Column of ids: no feature, kept beside predictions.")] = None
-    delimiter: Annotated[str | None, Option(help="Of delimited text: , ; or a tab.")] = None
-    encoding: Annotated[str | None, Option(help="Of delimited text, such as cp1252.")] = None
-    algorithm: Annotated[
-        str | None,
-        Option(
-            help="Such as dp-srm; see `quietgrad plan --list`. The default suits linear models.",
-            autocompletion=_algorithm_names,
-        ),
-    ] = None
-    steps: Annotated[int | None, Option(help="Number of steps.")] = None
-    batch_size: Annotated[int | None, Option(help="(Expected) records per step.")] = None
-    learning_rate: Annotated[str | None, Option(help="A number or a schedule such as cosine:0.5.")] = None
-    clip: Annotated[float | None, Option(help="L2 bound on one record's gradient.")] = None
-    gamma: Annotated[float | None, Option(help="DP-SRM: weight of the fresh gradient.")] = None
-    sampling: Annotated[
-        str | None,
-        Option(help="poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns."),
-    ] = None
-    settings: Annotated[
-        list[str] | None, Option("--set", help="Any other setting of the algorithm, as KEY=VALUE; may be repeated.")
-    ] = None
-    objective: Annotated[
-        str | None,
-        Option(help="logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."),
-    ] = None
-    regularizer: Annotated[str | None, Option(help="l2:STRENGTH or nonconvex:STRENGTH.")] = None
-    intercept: Annotated[bool, Option(help="Whether to fit a constant term.")] = True
-    row_bound: Annotated[float | None, Option(help="Public bound on the norm of a row.")] = None
-    rows: Annotated[str, Option(help="Rows above the bound: clip them; or normalize all.")] = "clip"
-    test: Annotated[
-        str | None, Option(help="Held-out records in a file of the same kind; their score is private, too.")
-    ] = None
-    schema: Annotated[str | None, Option(help="Public schema of a CSV or parquet file.")] = None
-    label: Annotated[str | None, Option("--label", "--target", help="Label column; else the last.")] = None
-    classes: Annotated[str | None, Option(help="Public class labels, such as no,yes.")] = None
-    task: Annotated[
-        str | None,
-        Option(
-            help="binary, multiclass or regression.",
-            callback=_known_task,
-            autocompletion=lambda: ["binary", "multiclass", "regression"],
-        ),
-    ] = None
-    n_features: Annotated[int | None, Option(help="Public number of features (LIBSVM).")] = None
-    n_public: Annotated[
-        int | None,
-        Option(
-            help="Public number of records. Under add-remove they are counted privately without it, with 1 % of ε."
-        ),
-    ] = None
-    person: Annotated[
-        str | None, Option(help="Column of person ids: ε then holds per person, and n counts people.")
-    ] = None
-    combine: Annotated[str, Option(help="A person counts with the mean or the sum of their rows.")] = "mean"
-    records_per_person: Annotated[
-        int | None, Option(help="Largest number of a person's rows used in one release.")
-    ] = None
-    ledger: Annotated[str | None, Option(help="Ledger file; else the project's own.")] = None
-    records_public: Annotated[
-        int | None, Option(help="Number of rows of all people together, if that is public.")
-    ] = None
-    account: Annotated[
-        str | None,
-        Option(help="Ledger account to charge: a name for the people in the data; else the file's name."),
-    ] = None
-    cap_epsilon: Annotated[float | None, Option(help="Refuse if the account would exceed this ε.")] = None
-    evaluate_train: Annotated[
-        bool, Option("--evaluate-train", help="Score the private training records too, without noise.")
-    ] = False
-    non_private: Annotated[bool, Option("--non-private", help="No noise: NOT PRIVATE.")] = False
-    checkpoint_seconds: Annotated[float, Option(help="At most so often a checkpoint is written.")] = 10.0
-    cluster: Annotated[
-        str | None, Option(help="Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
-    ] = None
-    memory: Annotated[
-        int | None, Option(help="Scan the table within so many MB (400 for folders and patterns).")
-    ] = None
-    threads: Annotated[int | None, Option(help="Cores for a scan; all by default.")] = None
+    model: str | None = _option(
+        None, "linear, additive, svc, least-squares, poisson or quantile[:Q]; else linear by --algorithm."
+    )
+    inference: bool = _option(
+        False, "Also release standard errors of the coefficients (linear models).", "--inference"
+    )
+    class_weight: str | None = _option(None, "Weights of the classes, such as no=1,yes=5.")
+    holdout: float | None = _option(None, "Share of the records to hold out for a private score, such as 0.2.")
+    score_share: float = _option(0.2, "Share of ε and δ for the private score of the held-out records.")
+    exact_score: bool = _option(
+        False, "Score held-out records without noise. NOT private: keep it to yourself.", "--exact-score"
+    )
+    drop: list[str] | None = _option(None, "Leave this column out; may be repeated.")  # noqa: RUF009
+    keep: str | None = _option(None, "Column of ids: no feature, kept beside predictions.")
+    delimiter: str | None = _option(None, "Of delimited text: , ; or a tab.")
+    encoding: str | None = _option(None, "Of delimited text, such as cp1252.")
+    algorithm: str | None = _option(
+        None, "Such as dp-srm; see `quietgrad plan --list`. The default suits linear models."
+    )
+    steps: int | None = _option(None, "Number of steps.")
+    batch_size: int | None = _option(None, "(Expected) records per step.")
+    learning_rate: str | None = _option(None, "A number or a schedule such as cosine:0.5.")
+    clip: float | None = _option(None, "L2 bound on one record's gradient.")
+    gamma: float | None = _option(None, "DP-SRM: weight of the fresh gradient.")
+    sampling: str | None = _option(
+        None, "poisson, random-allocation, fixed-size, full, single-pass, turns or poisson-turns."
+    )
+    settings: list[str] | None = _option(  # noqa: RUF009
+        None, "Any other setting of the algorithm, as KEY=VALUE; may be repeated.", "--set"
+    )
+    objective: str | None = _option(
+        None, "logistic, multinomial, huber[:T], squared, hinge[:H]; by default as the labels say."
+    )
+    regularizer: str | None = _option(None, "l2:STRENGTH or nonconvex:STRENGTH.")
+    intercept: bool = _option(True, "Whether to fit a constant term.")
+    row_bound: float | None = _option(None, "Public bound on the norm of a row.")
+    rows: str = _option("clip", "Rows above the bound: clip them; or normalize all.")
+    test: str | None = _option(None, "Held-out records in a file of the same kind; their score is private, too.")
+    schema: str | None = _option(None, "Public schema of a CSV or parquet file.")
+    label: str | None = _option(None, "Label column; else the last.", "--label", "--target")
+    classes: str | None = _option(None, "Public class labels, such as no,yes.")
+    task: str | None = _option(None, "binary, multiclass or regression.")
+    n_features: int | None = _option(None, "Public number of features (LIBSVM).")
+    n_public: int | None = _option(
+        None, "Public number of records. Under add-remove they are counted privately without it, with 1 % of ε."
+    )
+    person: str | None = _option(None, "Column of person ids: ε then holds per person, and n counts people.")
+    combine: str = _option("mean", "A person counts with the mean or the sum of their rows.")
+    records_per_person: int | None = _option(None, "Largest number of a person's rows used in one release.")
+    ledger: str | None = _option(None, "Ledger file; else the project's own.")
+    records_public: int | None = _option(None, "Number of rows of all people together, if that is public.")
+    account: str | None = _option(
+        None, "Ledger account to charge: a name for the people in the data; else the file's name."
+    )
+    cap_epsilon: float | None = _option(None, "Refuse if the account would exceed this ε.")
+    evaluate_train: bool = _option(
+        False, "Score the private training records too, without noise.", "--evaluate-train"
+    )
+    non_private: bool = _option(False, "No noise: NOT PRIVATE.", "--non-private")
+    checkpoint_seconds: float = _option(10.0, "At most so often a checkpoint is written.")
+    cluster: str | None = _option(None, "Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
+    memory: int | None = _option(None, "Scan the table within so many MB (400 for folders and patterns).")
+    threads: int | None = _option(None, "Cores for a scan; all by default.")
     split_key: str | None = None
     """Under which records are held out; no option, each run draws its own."""
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any]) -> RunSpec:
+    def from_options(cls, **values: Any) -> RunSpec:
         """The run that the options describe; the same from wherever it is resumed, so files get their full path."""
-        values = dict(options)
+        try:
+            check_task(values.get("task"))
+        except DataError as error:
+            raise BadParameter(str(error)) from error
         if isinstance(values.get("classes"), str):
             values["classes"] = class_labels(values["classes"])
         values |= {name: list(values[name]) or None for name in _LISTS if values.get(name) is not None}
@@ -202,9 +161,7 @@ class RunSpec:
     def read(cls, path: Path) -> RunSpec:
         """The run that a TOML file or the ``run.json`` of another run describes."""
         values = tomllib.loads(path.read_text("utf-8")) if path.suffix == ".toml" else read_json(path)
-        options = _flat(path, values)
-        options.pop("split_key", None)  # a run of its own splits anew
-        return cls.from_options(options)
+        return cls.from_options(**_flat(path, values) | {"split_key": None})  # a run of its own splits anew
 
     @classmethod
     def load(cls, folder: Path) -> RunSpec:
@@ -213,9 +170,9 @@ class RunSpec:
             return cls(**_flat(folder / RUN_FILE, read_json(folder / RUN_FILE)))
         except FileNotFoundError:
             raise DataError(f"{folder}: no run was started here ({RUN_FILE} is missing).") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, DataError):
-                raise
+        except DataError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise DataError(f"{folder / RUN_FILE}: cannot be read as the options of a run.") from None
 
     def save(self, folder: Path) -> None:
@@ -236,9 +193,7 @@ class RunSpec:
     @property
     def reading(self) -> dict[str, Any]:
         """How the file is read."""
-        return self._given(
-            "schema", "label", "classes", "task", "n_features", "person", "drop", "keep", "delimiter", "encoding"
-        )
+        return self._given(*_READING)
 
     @property
     def scanning(self) -> dict[str, Any]:
@@ -248,17 +203,13 @@ class RunSpec:
     @property
     def flags(self) -> dict[str, Any]:
         """Settings of the algorithm that have options of their own."""
-        return self._given("steps", "batch_size", "learning_rate", "clip", "gamma", "sampling")
-
-    def to_toml(self) -> str:
-        """The run as a file that :meth:`read` takes; what is usual is left out."""
-        return "".join(f"{name} = {json.dumps(value)}\n" for name, value in self._said().items())
+        return self._given(*_FLAGS)
 
     def command(self) -> str:
         """The ``quietgrad train`` that makes this run again, with files named without their folders."""
         words = ["quietgrad", "train"]
         for name, value in self._said().items():
-            flag = {"settings": "--set", "intercept": "--no-intercept"}.get(name, f"--{name.replace('_', '-')}")
+            flag = _FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
             if name == "data":
                 words.append(Path(value).name if "://" not in value else value)
             elif name in ("settings", "drop"):
@@ -288,18 +239,26 @@ class RunSpec:
         return self.model is not None or self.inference or self.class_weight is not None
 
     def check(self) -> None:
-        """Refuse what cannot be before any data is read."""
+        """Refuse what cannot be, and options that would do nothing, before any data is read."""
         if self.rows not in ("clip", "normalize"):
             raise BadParameter(f"{self.rows!r}: must be clip or normalize.", param_hint="--rows")
-        self.budget()
-        by_hand = self._given("algorithm", "objective", "regularizer", "test") | self.flags
-        if self.settings is not None:
-            by_hand["set"] = self.settings
-        if self.uses_estimator and by_hand:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in by_hand)
-            raise ValueError(f"a --model chooses its own method; leave {flags} out, or --model.")
         if self.holdout is not None and self.test is not None:
             raise ValueError("--holdout splits the records of one file; leave --test out.")
+        check_combination(self.combine, self.records_per_person)
+        self.budget()
+        given = self._said()
+        for is_idle, why, names in (
+            (self.uses_estimator, "a --model chooses its own method", _BY_HAND),
+            (self.holdout is None and self.test is None, "without --holdout or --test no score is private",
+             ("score_share", "exact_score")),
+            (self.exact_score or self.non_private, "no score is private", ("score_share",)),
+            (self.person is None, "they say how a person's records count; give --person",
+             ("combine", "records_per_person", "records_public")),
+            (self.data is None, "the demo's data is read without them; give DATA", (*_READING, "test")),
+        ):  # fmt: skip
+            idle = [_FLAG_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if name in given]
+            if is_idle and idle:
+                raise ValueError(f"leave {', '.join(idle)} out: {why}.")
 
     @property
     def scores_privately(self) -> bool:
@@ -321,7 +280,7 @@ class RunSpec:
         if self.non_private:
             return None
         whole = budget(self.epsilon, self.delta, self.relation)
-        return whole if share == 1.0 else budget(whole.epsilon * share, whole.delta * share, self.relation)
+        return whole if share == 1.0 else replace(whole, epsilon=whole.epsilon * share, delta=whole.delta * share)
 
     def cap(self) -> Budget | None:
         """The most that the account as a whole may spend."""
@@ -331,25 +290,7 @@ class RunSpec:
         """The account that the run is charged to; all commands on one file have the same."""
         return account_of(self.data, self.account, self.ledger_in(folder), self.cap())
 
-    def people_in(self, data: Dataset | ScannedData) -> UnitGrouping | ScannedPeople | None:
-        """Whose the records are, if a column says so; ``None`` if every record is a person's only one."""
-        check_combination(self.combine, self.records_per_person)
-        if data.person is None and self.person is not None:
-            raise DataError("--person: names a column of a file; these data have none.")
-        if data.person is None:
-            if self.combine != "mean" or self.records_per_person is not None:
-                raise ValueError("combine, records_per_person: say how a person's records count; give --person.")
-            return None
-        combine: Any = self.combine  # checked above
-        if isinstance(data, ScannedData):
-            return ScannedPeople(data.X, combine, self.records_per_person)
-        if data.person_test is not None and data.y_test is not None:  # refused before anything is charged
-            UnitGrouping.of(data.person_test, records=len(data.y_test))
-        return UnitGrouping.of(
-            data.person, combine=combine, records_per_person=self.records_per_person, records=data.n
-        )
-
-    def make_algorithm(self, data: Dataset | ScannedData, n: int) -> Algorithm:
+    def make_algorithm(self, data: Dataset, n: int) -> Algorithm:
         """The method asked for, or the default for linear models, chosen for ``n``, a public number of records."""
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings)
@@ -368,11 +309,11 @@ class RunSpec:
             row_bound=bound,
             feature_bounds=data.feature_bounds if bound is None else None,
             regression=data.task == "regression",
-            sparse=hasattr(data.X, "indptr"),
+            sparse=sparse.issparse(data.X),
             inference=False,
         )
 
-    def load_data(self) -> Dataset | ScannedData:
+    def load_data(self) -> Dataset:
         """Read and check the data, or open what is scanned; nothing is reserved yet."""
         if self.data is None:
             data = datasets.demo_dataset()
@@ -396,16 +337,7 @@ class RunSpec:
             return Path(self.ledger)
         return own if own.is_file() and not own.is_symlink() else None
 
-    def link_ledger(self, folder: Path) -> None:
-        """Let ``ledger.jsonl`` in the folder lead to the project's ledger, if that is what pays."""
-        own = folder / "ledger.jsonl"
-        if self.non_private or self.ledger_in(folder) is not None:
-            return
-        with contextlib.suppress(OSError):  # on file systems without links the folder just has none
-            own.unlink(missing_ok=True)
-            own.symlink_to(project_path().resolve())
-
-    def describe_objective(self, data: Dataset | ScannedData) -> dict[str, Any]:
+    def describe_objective(self, data: Dataset) -> dict[str, Any]:
         """What ``objective_from`` needs, and the class names: public facts that are kept with the model."""
         return {
             "objective": self.objective or usual_loss(data.task),
@@ -435,7 +367,7 @@ def with_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]]
                 one.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=defaults.get(one.name, one.default),
-                annotation=hints[one.name],
+                annotation=Annotated[hints[one.name], *one.metadata.values()] if one.metadata else hints[one.name],
             )
             for one in dataclasses.fields(RunSpec)
             if one.name in wanted
@@ -444,7 +376,7 @@ def with_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]]
         @functools.wraps(command)
         def takes(**given: Any) -> None:
             options = {one.name: given.pop(one.name) for one in shared}
-            command(spec=RunSpec.from_options(options), **given)
+            command(spec=RunSpec.from_options(**options), **given)
 
         own = [one for one in inspect.signature(command, eval_str=True).parameters.values() if one.name != "spec"]
         parameters = [*shared, *(one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own)]
@@ -455,13 +387,13 @@ def with_options(*names: str, **defaults: Any) -> Callable[[Callable[..., None]]
     return decorate
 
 
-def _flat(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(path: Path, values: Mapping[str, object]) -> dict[str, Any]:
     """The options that a file holds, by name, with all of ε and δ, the score's share included."""
-    found = {key.replace("-", "_"): value for key, value in values.items()}
+    found: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
     for group in ("reading", "scanning", "flags"):  # run.json of 0.2 keeps these options together
         found |= dict(found.pop(group, {}))
     epsilon, delta = found.pop("whole", (found.get("epsilon"), found.get("delta", 1e-5)))
-    known = {field.name for field in dataclasses.fields(RunSpec)}
+    known = {one.name for one in dataclasses.fields(RunSpec)}
     if unknown := sorted(key for key in found.keys() - known if found[key] is not None):
         raise DataError(f"{path}: {', '.join(unknown)}: no options of this version; see `quietgrad train --help`.")
     found = {key: value for key, value in found.items() if key in known}
@@ -480,4 +412,4 @@ def account_of(data: str | Path | None, name: str | None, ledger: Path | None, c
         except ValueError:  # a file whose name is none for an account
             name = "default"
     paid = Account.of(name, ledger, cap)
-    return dataclasses.replace(paid, table=Path(data)) if data is not None and Path(data).is_file() else paid
+    return replace(paid, table=Path(data)) if data is not None and Path(data).is_file() else paid

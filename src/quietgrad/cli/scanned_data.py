@@ -4,72 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from quietgrad import data as datasets
 from quietgrad.cli.options import usage
-from quietgrad.data.dataset import Task
+from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
-
-if TYPE_CHECKING:
-    from quietgrad.data.scanning import Scan  # brings pyarrow, which a loaded table may not need
 
 
 @dataclass(frozen=True, eq=False)
-class ScannedData:
-    """What :class:`quietgrad.data.Dataset` says of a loaded table, said of a scan."""
+class ScannedData(Dataset):
+    """The public facts of a table that is scanned: ``X`` is the :class:`~quietgrad.data.Scan`, which has ``y``."""
 
-    X: Scan
-    task: Task
-    class_names: tuple[str, ...] | None
-    X_test: Scan | None = None
-
-    y: ClassVar[None] = None
-    y_test: ClassVar[None] = None
-    person_test: ClassVar[None] = None
-    label_bounds: ClassVar[None] = None
-    bounded_names: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def person(self) -> Scan | None:
-        """The scan, if it says whose its rows are."""
-        return None if self.X.person is None else self.X
-
-    @property
-    def name(self) -> str:
-        """What was scanned."""
-        return self.X.name
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was done to the rows."""
-        return self.X.notes
-
-    @property
-    def d(self) -> int:
-        """Number of features."""
-        return self.X.features
-
-    @property
-    def feature_bounds(self) -> tuple[tuple[float, float] | None, ...] | None:
-        """The public range of each feature by the schema."""
-        return self.X.bounds
-
-    @property
-    def row_bound(self) -> float | None:
-        """The schema's bound on rows."""
-        schema = self.X.layout.schema
-        return None if schema is None else schema.row_bound
-
-    @property
-    def classes(self) -> tuple[int, ...] | None:
-        """Codes of the classes."""
-        return None if self.class_names is None else tuple(range(len(self.class_names)))
-
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        """Names of the features."""
-        return self.X.feature_names
+    X: Any
+    y: Any = None
+    X_test: Any = None
+    person: Any = None  # the scan, if a column says whose its rows are
 
 
 def open_scan(
@@ -98,5 +48,11 @@ def open_scan(
             table = replace(table, layout=replace(table.layout, classes=pair))
         names = tuple(str(label) for label in table.classes or ())
     held_out = None if test is None else open_scan(test, {**reading, "pair": names}, options).X
-    task: Task = "regression" if names is None else "binary" if len(names) == 2 else "multiclass"
-    return ScannedData(table, task, names, held_out)
+    schema = table.layout.schema
+    return ScannedData(
+        table.name, table, X_test=held_out, class_names=names, notes=table.notes, feature_bounds=table.bounds,
+        task="regression" if names is None else "binary" if len(names) == 2 else "multiclass",
+        row_bound=None if schema is None else schema.row_bound, feature_names=table.feature_names,
+        classes=None if names is None else tuple(range(len(names))),
+        person=None if table.person is None else table,
+    )  # fmt: skip

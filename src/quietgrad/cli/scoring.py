@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.cli.scanned_data import ScannedData
-from quietgrad.data.dataset import Dataset, public_order
+from quietgrad.data.dataset import Dataset, Labels, Matrix, public_order
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import read_bytes, read_json, write_atomically
 from quietgrad.objectives.tables.linear import LinearObjective
@@ -34,8 +34,10 @@ from quietgrad.privacy.ledger_state import fingerprint
 
 if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
+    from quietgrad.data.scanning import Scan
     from quietgrad.estimators.scoring import PrivateScore
 
+Details: TypeAlias = Mapping[str, Any]  # what a result.json holds
 _TRAINED = ".trained"
 """In a run's folder: the name under which its owner keeps digests of the records that were trained on."""
 TOO_NOISY = 0.1
@@ -46,11 +48,15 @@ _SURE = 6.0  # deviations: a false alarm in a billion tables
 TRAINING_PEOPLE = "training people: this score is of records that the model was trained on, not of held-out ones"
 
 
-def _digests(X: Any, y: Any, ids: Any, key: bytes) -> npt.NDArray[np.uint64]:
+Ids: TypeAlias = npt.NDArray[np.generic] | None
+
+
+def _digests(X: Matrix, y: Labels, ids: Ids, key: bytes) -> npt.NDArray[np.uint64]:
     """One keyed digest per record, of its features and label, or of its person's id."""
+    rows: Iterable[bytes]
     if ids is not None:
-        rows: Any = (str(one).encode() for one in ids)
-    elif hasattr(X, "indptr"):
+        rows = (str(one).encode() for one in ids)
+    elif not isinstance(X, np.ndarray):
         rows = (
             X.indices[a:b].tobytes() + X.data[a:b].tobytes() + np.float64(label).tobytes()
             for a, b, label in zip(X.indptr[:-1], X.indptr[1:], y, strict=True)
@@ -60,20 +66,6 @@ def _digests(X: Any, y: Any, ids: Any, key: bytes) -> npt.NDArray[np.uint64]:
         rows = (row.tobytes() for row in table)
     words = b"".join(hashlib.blake2b(row, digest_size=_DIGEST, key=key).digest() for row in rows)
     return np.frombuffer(words, np.uint64)
-
-
-def _coins(marks: npt.NDArray[np.uint64], key: bytes) -> npt.NDArray[np.uint64]:
-    """A coin for each record: records that are equal have one each, by how many such came before."""
-    if len(np.unique(marks)) == len(marks):
-        return marks
-    fresh, seen = marks.copy(), Counter[int]()
-    for row, mark in enumerate(marks.tolist()):
-        if before := seen[mark]:
-            said = marks[row].tobytes() + before.to_bytes(8, "little")
-            word = hashlib.blake2b(said, digest_size=_DIGEST, key=key).digest()
-            fresh[row] = np.frombuffer(word, np.uint64)[0]
-        seen[mark] += 1
-    return fresh
 
 
 def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> Dataset:
@@ -94,8 +86,17 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
         aside = np.isin(np.arange(data.n), public_order(data.n, int(key, 16))[: int(share * data.n)])
     else:
         secret = bytes.fromhex(key)
-        marks = _digests(data.X, data.y, data.person, secret)
-        coins = marks if data.person is not None else _coins(marks, secret)
+        coins = _digests(data.X, data.y, data.person, secret)
+        if data.person is None and len(np.unique(coins)) < len(coins):
+            # Records that are equal have a coin each, by how many such came before.
+            marks, seen = coins, Counter[int]()
+            coins = marks.copy()
+            for row, mark in enumerate(marks.tolist()):
+                if before := seen[mark]:
+                    said = marks[row].tobytes() + before.to_bytes(8, "little")
+                    word = hashlib.blake2b(said, digest_size=_DIGEST, key=secret).digest()
+                    coins[row] = np.frombuffer(word, np.uint64)[0]
+                seen[mark] += 1
         aside = coins < np.uint64(int(share * 2**64))
     person = None if data.person is None else data.person[~aside]
     return replace(
@@ -108,25 +109,23 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
 def remember_trained(folder: Path, data: Dataset) -> None:
     """Keep keyed digests of the training records beside this user's keys; the run's folder has their name alone.
 
-    Whoever gets a copy of the folder learns nothing of the records from it, not even how many there are.
+    A copy of the folder tells nothing of the records, not even how many there are.
     """
     salt = secrets.token_bytes(32)
-    marks = np.sort(_digests(data.X, data.y, data.person, _own_key(salt)))
-    kind = b"p" if data.person is not None else b"r"
-    _kept_marks(salt).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    write_atomically(_kept_marks(salt), kind + marks.tobytes(), private=True)
+    kept, key = _kept_marks(salt)
+    marks = np.sort(_digests(data.X, data.y, data.person, key))
+    kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(kept, (b"r" if data.person is None else b"p") + marks.tobytes(), private=True)
     write_atomically(folder / _TRAINED, salt, private=True)
 
 
-def _kept_marks(salt: bytes) -> Path:
-    return KeyFile.directory().parent / "trained" / salt[:16].hex()
+def _kept_marks(salt: bytes) -> tuple[Path, bytes]:
+    """Where this user keeps the digests of a run, and the key that they are made with."""
+    key = bytes.fromhex(fingerprint([b"trained", salt]))
+    return KeyFile.directory().parent / "trained" / salt[:16].hex(), key
 
 
-def _own_key(salt: bytes) -> bytes:
-    return bytes.fromhex(fingerprint([b"trained", salt]))
-
-
-def were_trained_on(folder: Path, X: Any, y: Any, ids: Any) -> bool:
+def were_trained_on(folder: Path, X: Matrix, y: Labels, ids: Ids) -> bool:
     """Whether records are of people the run was trained on.
 
     With ids, one person in common is enough. Without, records of different people may be equal, so the share of
@@ -135,11 +134,11 @@ def were_trained_on(folder: Path, X: Any, y: Any, ids: Any) -> bool:
     path = folder / _TRAINED
     if not path.exists():
         return False
-    salt = read_bytes(path)
-    if not _kept_marks(salt).exists():  # another user's run, or another machine's
+    kept, key = _kept_marks(read_bytes(path))
+    if not kept.exists():  # another user's run, or another machine's
         return False
-    content = read_bytes(_kept_marks(salt))
-    kind, key, known = content[:1], _own_key(salt), np.frombuffer(content[1:], np.uint64)
+    content = read_bytes(kept)
+    kind, known = content[:1], np.frombuffer(content[1:], np.uint64)
     by_id = kind == b"p"
     if by_id and ids is None:
         return False
@@ -169,12 +168,12 @@ def expected_error(n: float, budget: Budget, *, classes: int) -> float:
     return math.hypot(groups * noise * math.sqrt(bins) / n, 0.5 / math.sqrt(n))
 
 
-def held_out_score(
-    spec: RunSpec, out: Path, data: Dataset | ScannedData, model: Any, n: float
-) -> PrivateScore | str:
+def held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> PrivateScore | str:
     """A private score of the run's held-out records, paid by its account; or why none was released."""
     from quietgrad import estimators  # loads scikit-learn
 
+    model = estimators.from_run(out)
+    model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     promise = spec.score_budget()
     assert promise is not None
     classes = 0 if data.classes is None else len(data.classes)
@@ -189,7 +188,7 @@ def held_out_score(
         return "not released: its error needs public bounds of the target; declare them in a schema"
     labels = data.y_test
     if classes and isinstance(data, ScannedData):  # a scan codes its own
-        model.classes_ = np.asarray(None if data.X_test is None else data.X_test.classes)
+        model.classes_ = np.asarray(data.X_test.classes)
     elif classes:
         labels = np.asarray(model.classes_)[np.asarray(labels).astype(int)]
     try:
@@ -201,7 +200,7 @@ def held_out_score(
         return f"not released: {refused}"
 
 
-def clipped_features(details: Mapping[str, Any]) -> list[str]:
+def clipped_features(details: Details) -> list[str]:
     """Bounded features whose noisy mean, which the fit paid for, is one end of their declared [0, 1].
 
     >>> told = {"feature_means": [0.5, 0.999], "feature_mean_errors": [0.001, 0.001], "bounded": ["a", "b"]}
@@ -219,13 +218,19 @@ def clipped_features(details: Mapping[str, Any]) -> list[str]:
     return [name for name, end in zip(names, at_an_end, strict=True) if end and name in bounded]
 
 
+def score_values(score: PrivateScore) -> dict[str, tuple[float, float]]:
+    """The values that a score has, by name, each with its error."""
+    names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
+    values = {name: value for name in names if (value := vars(score)[name]) is not None}
+    return {name: (float(value[0]), float(value[1])) for name, value in values.items()}
+
+
 def metrics_of(score: PrivateScore) -> dict[str, Any]:
     """A private score as the metrics of a result: values, errors, and what always saying one class would score."""
     found: dict[str, Any] = {}
-    for name in ("accuracy", "auc", "log_loss", "r2", "rmse", "mae"):
-        if (value := getattr(score, name)) is not None:
-            key = "test_loss" if name == "log_loss" else f"test_{name}"
-            found |= {key: float(value[0]), f"{key}_error": float(value[1])}
+    for name, (value, error) in score_values(score).items():
+        key = "test_loss" if name == "log_loss" else f"test_{name}"
+        found |= {key: value, f"{key}_error": error}
     if score.confusion is not None:
         shares = np.asarray(score.confusion).sum(axis=1)
         found["majority_accuracy"] = float(np.clip(shares.max(), 0.0, 1.0))
@@ -245,8 +250,8 @@ TRAINING = "private training records, without noise"
 
 
 def plain_scores(
-    objective: LinearObjective, params: npt.NDArray[np.float64], data: Dataset | ScannedData,
-    frame: FeatureBox | None, *, test: bool, train: bool,
+    objective: LinearObjective, params: npt.NDArray[np.float64], data: Dataset, frame: FeatureBox | None, *,
+    test: bool, train: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Scores without noise on the held-out part, if there is one and ``test`` says so, and likewise for ``train``.
 
@@ -256,11 +261,11 @@ def plain_scores(
     metrics: dict[str, Any] = {}
     where: dict[str, str] = {}
     if test and data.X_test is not None:
-        scores = _scores_on(objective, params, _blocks(data.X_test, data.y_test), data.task, frame)
+        scores = _scores_on(objective, params, data.X_test, data.y_test, data.task, frame)
         metrics |= {f"test_{name}": value for name, value in scores.items()}
         where |= {f"test_{name}": HELD_OUT for name in scores}
     if train:
-        scores = _scores_on(objective, params, _blocks(data.X, data.y), data.task, frame)
+        scores = _scores_on(objective, params, data.X, data.y, data.task, frame)
         records = objective.prepare(data.X if isinstance(data, ScannedData) else (data.X, data.y))
         gradient = float(np.linalg.norm(objective.risk_gradient(records, params)))
         metrics |= {f"train_{name}": value for name, value in scores.items()} | {"gradient_norm": gradient}
@@ -268,15 +273,12 @@ def plain_scores(
     return {**metrics, "private": False, "computed_on": where} if metrics else {}
 
 
-def _blocks(X: Any, y: Any) -> Iterable[tuple[Any, Any]]:
-    return X.by_row().blocks() if y is None else [(X, y)]
-
-
 def _scores_on(
-    objective: LinearObjective, params: npt.NDArray[np.float64], blocks: Iterable[tuple[Any, Any]], task: str,
-    frame: FeatureBox | None,
+    objective: LinearObjective, params: npt.NDArray[np.float64], table: Matrix | Scan, labels: Labels | None,
+    task: str, frame: FeatureBox | None,
 ) -> dict[str, float]:  # fmt: skip
     loss, good, seen = 0.0, 0.0, 0
+    blocks: Any = [(table, labels)] if labels is not None else cast("Scan", table).by_row().blocks()
     for rows, y in blocks:
         X = rows if frame is None else frame.clipped(rows)
         records = objective.prepare((X, y))

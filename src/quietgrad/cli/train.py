@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from quietgrad.algorithms.base import Algorithm
 from quietgrad.cli import models
 from quietgrad.cli.ledger import reminder, so_far
 from quietgrad.cli.options import Explain, Json, Quiet, say, say_meaning, show_json, show_rows, usage
@@ -27,8 +28,11 @@ from quietgrad.cli.scoring import (
 from quietgrad.cli.settings import objective_from
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
+from quietgrad.objectives.privacy_units import UnitGrouping
 from quietgrad.objectives.tables.range_queries import FeatureBox
+from quietgrad.objectives.tables.scanned import ScannedPeople
 from quietgrad.plans.counting import NOMINAL
+from quietgrad.privacy.ledger import project_path
 from quietgrad.training.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.training.result import Result, load
 
@@ -54,7 +58,8 @@ def train(
 ) -> None:
     """Train a model privately; an interrupted run continues with `quietgrad resume DIR`."""
     if from_file is not None:
-        given = {name for name in context.params if _on_the_line(context, name)}
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         if changed := given - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
             raise typer.BadParameter(f"the file says the whole run; leave {', '.join(sorted(changed))} out.")
         spec = RunSpec.read(from_file)
@@ -65,11 +70,6 @@ def train(
         say(words, err=True)
     result = run(spec, out, quiet=quiet or as_json)
     show(result, out, as_json=as_json, explain=explain)
-
-
-def _on_the_line(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def check_folder(out: Path, *, overwrite: bool) -> None:
@@ -83,28 +83,33 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
     data = spec.load_data()
-    with usage():
-        people = spec.people_in(data)
-    if spec.uses_estimator and isinstance(data, Dataset):
-        with usage():
-            models.estimator_of(spec, data, "default")  # a mistake is told before anything is written
-        _begin(spec, out, data)
+    people: UnitGrouping | ScannedPeople | None = None
+    combine: Any = spec.combine
+    with usage():  # mistakes are told before anything is written
+        if data.person_test is not None:
+            UnitGrouping.of(data.person_test)
+        if isinstance(data, ScannedData):
+            people = None if data.person is None else ScannedPeople(data.X, combine, spec.records_per_person)
+        elif data.person is not None:
+            people = UnitGrouping.of(data.person, combine=combine, records_per_person=spec.records_per_person)
+        if spec.uses_estimator:
+            models.estimator_of(spec, data, "default")
+        else:
+            loss = objective_from(spec.describe_objective(data))
+            spec.make_algorithm(data, NOMINAL if spec.n_public is None else spec.n_public)
+    if not resumed:  # what the run is, before it releases anything
+        spec.save(out)
+        if not isinstance(data, ScannedData):
+            remember_trained(out, data)
+    if spec.uses_estimator:
         with usage():
             return _conclude(spec, out, data, models.fit(spec, data, out))
-
-    def method(n: int) -> Algorithm:
-        return spec.make_algorithm(data, n)
-
-    with usage():  # a mistake is told before anything is written
-        loss = objective_from(spec.describe_objective(data))
-        method(NOMINAL if spec.n_public is None else spec.n_public)
+    method = partial(spec.make_algorithm, data)
     table = data.X if isinstance(data, ScannedData) else (data.X, data.y)
     kept: dict[str, Any] = {
         "folder": out, "checkpoint_seconds": spec.checkpoint_seconds, "person": people, "combine": spec.combine,
         "records_per_person": spec.records_per_person,
     }  # fmt: skip
-    if not resumed:
-        _begin(spec, out, data)
     try:
         with usage(), progress_bar(quiet=quiet) as watched:
             if resumed:
@@ -120,16 +125,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     return finish(spec, out, data, result, watched)
 
 
-def _begin(spec: RunSpec, out: Path, data: Dataset | ScannedData) -> None:
-    """Write what a run is before it releases anything: its options, and keyed digests of who is trained on."""
-    spec.save(out)
-    if isinstance(data, Dataset):
-        remember_trained(out, data)
-
-
-def finish(
-    spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Result, watched: Watched | None = None
-) -> Result:
+def finish(spec: RunSpec, out: Path, data: Dataset, result: Result, watched: Watched | None = None) -> Result:
     """Score the model, and write the result and the report of a run that is over."""
     facts = spec.describe_objective(data)
     details = {**result.details, "model": facts}
@@ -144,17 +140,13 @@ def finish(
     return _conclude(spec, out, data, replace(result, details=details, metrics=metrics))
 
 
-def _conclude(spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Result) -> Result:
+def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result:
     """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
     details = {**result.details, "repeat": spec.command(), "bounded": list(data.bounded_names)}
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
     result.save(out)
     if spec.scores_privately:
-        from quietgrad.estimators import from_run  # loads scikit-learn
-
-        model = from_run(out)
-        model.__dict__.pop("feature_names_in_", None)
-        score = held_out_score(spec, out, data, model, result.n_public)
+        score = held_out_score(spec, out, data, result.n_public)
         if isinstance(score, str):
             result = replace(result, details={**details, "score": score})
             result.save(out)
@@ -165,7 +157,11 @@ def _conclude(spec: RunSpec, out: Path, data: Dataset | ScannedData, result: Res
             result = replace(result, metrics=metrics, details={**details, "cost": cost})
             result.save(out)
             save_score(score, out, "held-out")  # names the result that it is of
-    spec.link_ledger(out)
+    if not spec.non_private and spec.ledger_in(out) is None:  # a link in the folder leads to the project's ledger
+        own = out / "ledger.jsonl"
+        with suppress(OSError):  # on file systems without links the folder just has none
+            own.unlink(missing_ok=True)
+            own.symlink_to(project_path().resolve())
     report_if_possible([out], out / "report.html")
     return result
 
@@ -182,7 +178,16 @@ def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> 
         epsilon, delta = (cost["model"][k] + cost["score"][k] for k in (0, 1))
         parts = f"model {cost['model'][0]:.3g} + score {cost['score'][0]:.3g}"
         rows.append(("privacy in all", f"ε ≤ {epsilon:.4g} at δ = {delta:.3g} ({parts})"))
-    rows += [*so_far(result, out), *_score_rows(result), *_cautions(result)]
+    rows += [*so_far(result, out), *_score_rows(result)]
+    n = result.n_public
+    if privacy.is_private and privacy.delta is not None and n and privacy.delta > 1.0 / n:
+        why = "it would allow one person's records to be published; choose a δ well below 1/n"
+        rows.append(("caution", f"δ = {privacy.delta:g} is above 1/n: {why}"))
+    rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
+    if crowded := clipped_features(result.details):
+        why = "they clip it, or are far too wide; correct the schema"
+        said = f"nearly every record lies at one end of the declared bounds of {', '.join(crowded)}: {why}"
+        rows.append(("caution", said))
     files = ", ".join(sorted(path.name for path in out.iterdir() if not path.name.startswith((".", "run.json"))))
     rows += [("seconds", f"{result.seconds:.2f}"), ("written", files)]
     show_rows(f"{result.algorithm} on {result.data.get('name')} → {out}", rows)
@@ -204,21 +209,6 @@ def _score_rows(result: Result) -> list[tuple[str, str]]:
         rows.append(("", "(scores look at records without noise: they are data, not private)"))
     if why := result.details.get("score"):
         rows.append(("score", str(why)))
-    return rows
-
-
-def _cautions(result: Result) -> list[tuple[str, str]]:
-    """What a user should know before relying on the guarantee or the model."""
-    privacy, rows = result.privacy, []
-    n = result.n_public
-    if privacy.is_private and privacy.delta is not None and n and privacy.delta > 1.0 / n:
-        why = "it would allow one person's records to be published; choose a δ well below 1/n"
-        rows.append(("caution", f"δ = {privacy.delta:g} is above 1/n: {why}"))
-    rows += [("caution", note) for note in privacy.notes if "declare feature_bounds" in note]
-    if crowded := clipped_features(result.details):
-        named = ", ".join(crowded)
-        why = "they clip it, or are far too wide; correct the schema"
-        rows.append(("caution", f"nearly every record lies at one end of the declared bounds of {named}: {why}"))
     return rows
 
 

