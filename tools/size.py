@@ -1,8 +1,9 @@
 """How large and how plain the source is: ``python tools/size.py [--json]``.
 
 Counts lines, files, functions and words that make a reader stop (``Any``, ``type: ignore``, ``getattr``, imports
-inside functions), and lists class names that mean two things. ``--rooms`` adds a line for every package;
-``--trace`` the functions and files that one `quietgrad train` on the embedded data calls.
+inside functions), and lists class names that mean two things. ``--beside opacus optax`` adds a column for packages
+that are installed, without their tests. ``--rooms`` adds a line for every package; ``--trace`` the functions and
+files that one `quietgrad train` on the embedded data calls (functions only: no bodies of classes, no templates).
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import importlib.util
+import inspect
 import io
 import json
 import sys
 import tempfile
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from statistics import quantiles
 from types import FrameType
@@ -27,8 +31,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def doubles(root: Path = ROOT) -> dict[str, list[str]]:
     """Class names that are defined more than once, leading underscores ignored, with the files that define them."""
     found: dict[str, list[str]] = defaultdict(list)
-    for path, tree in _modules(root):
-        for node in ast.walk(tree):
+    for path, nodes in _modules(root).items():
+        for node in nodes:
             if isinstance(node, ast.ClassDef):
                 found[node.name.lstrip("_")].append(str(path.relative_to(root)))
     return {name: homes for name, homes in sorted(found.items()) if len(homes) > 1}
@@ -36,17 +40,18 @@ def doubles(root: Path = ROOT) -> dict[str, list[str]]:
 
 def measure(root: Path = ROOT) -> dict[str, Any]:
     """The numbers of the table."""
-    texts = {path: path.read_text() for path, _ in _modules(root)}
-    functions = [node for _, tree in _modules(root) for node in ast.walk(tree) if isinstance(node, Function)]
+    texts = {path: path.read_text() for path in _modules(root)}
+    nodes = [node for found in _modules(root).values() for node in found]
+    functions = [node for node in nodes if isinstance(node, Function)]
     parameters = [a for f in functions for a in _parameters(f)]
     loose = [a for a in parameters if a.annotation is not None and "Any" in ast.unparse(a.annotation)]
     lengths = sorted((f.end_lineno or f.lineno) - f.lineno + 1 for f in functions)
-    calls = [node for _, tree in _modules(root) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     lines = [line.strip() for text in texts.values() for line in text.splitlines()]
     return {
         "files": len(texts),
         "lines": len(lines),
-        "code lines": sum(bool(line) and not line.startswith("#") for line in lines) - _docstring_lines(root),
+        "code lines": sum(bool(line) and not line.startswith("#") for line in lines) - _docstring_lines(nodes),
         "comments, % of lines": round(100 * sum("# " in line for line in lines) / len(lines), 1),
         "longest file": max(text.count("\n") for text in texts.values()),
         "functions": len(functions),
@@ -69,7 +74,7 @@ def measure(root: Path = ROOT) -> dict[str, Any]:
 def rooms(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     """(files, lines) of every package."""
     found: dict[str, list[int]] = defaultdict(list)
-    for path, _ in _modules(root):
+    for path in _modules(root):
         parts = path.relative_to(root).parts
         found[parts[0] if len(parts) > 1 else "(top)"].append(path.read_text().count("\n"))
     return {name: (len(counts), sum(counts)) for name, counts in sorted(found.items())}
@@ -81,7 +86,13 @@ def trace(root: Path = ROOT) -> tuple[int, int]:
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(str(root)) and "<" not in code.co_name:
+        function = code.co_flags & inspect.CO_OPTIMIZED and "<" not in code.co_name
+        if (
+            event == "call"
+            and function
+            and code.co_filename.startswith(str(root))
+            and code.co_filename.endswith(".py")
+        ):
             called.add((code.co_filename, code.co_qualname))
 
     from quietgrad.cli import main as quietgrad
@@ -95,8 +106,15 @@ def trace(root: Path = ROOT) -> tuple[int, int]:
     return len(called), len({name for name, _ in called})
 
 
-def _modules(root: Path) -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text())) for path in sorted(root.rglob("*.py"))]
+@cache
+def _modules(root: Path) -> dict[Path, list[ast.AST]]:
+    """All nodes of every module; tests that a package carries are left out."""
+    paths = (path for path in sorted(root.rglob("*.py")) if not _is_test(path.relative_to(root)))
+    return {path: list(ast.walk(ast.parse(path.read_text()))) for path in paths}
+
+
+def _is_test(path: Path) -> bool:
+    return "tests" in path.parts or path.stem.endswith("_test") or path.stem.startswith("test_")
 
 
 def _parameters(function: Function) -> list[ast.arg]:
@@ -105,20 +123,28 @@ def _parameters(function: Function) -> list[ast.arg]:
     return [each for each in every if each.arg not in ("self", "cls")]
 
 
-def _docstring_lines(root: Path) -> int:
-    total = 0
-    for _, tree in _modules(root):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
-                first = node.body[0]
-                total += (first.end_lineno or first.lineno) - first.lineno + 1
-    return total
+def _docstring_lines(nodes: list[ast.AST]) -> int:
+    documented = (
+        node.body[0]
+        for node in nodes
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node)
+    )
+    return sum((first.end_lineno or first.lineno) - first.lineno + 1 for first in documented)
+
+
+def installed(package: str) -> Path:
+    """Where an installed package is, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(f"{package}: not installed here; pip install it first.")
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--beside", nargs="+", default=[], metavar="PACKAGE")
     parser.add_argument("--rooms", action="store_true")
     parser.add_argument("--trace", action="store_true")
     options = parser.parse_args()
@@ -126,8 +152,10 @@ def main() -> None:
     if options.json:
         print(json.dumps({**numbers, "rooms": rooms(), "doubles": doubles()}, indent=1))
         return
-    for name, value in numbers.items():
-        print(f"{name:<40}{value:>8}")
+    columns = {"quietgrad": numbers, **{name: measure(installed(name)) for name in options.beside}}
+    print(" " * 40 + "".join(f"{name:>16}" for name in columns))
+    for name in numbers:
+        print(f"{name:<40}" + "".join(f"{column[name]:>16}" for column in columns.values()))
     if options.rooms:
         for name, (files, lines) in rooms().items():
             print(f"{name:<28}{files:>6} files{lines:>8} lines")
