@@ -29,8 +29,7 @@ from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import delta_of
-from quietgrad.privacy.banded import BandedToeplitzNoise
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
+from quietgrad.privacy.correlated import BandedToeplitzNoise, BufferedToeplitzNoise
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import from_json
 from quietgrad.privacy.noise import sigma_for

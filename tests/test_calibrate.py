@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quietgrad.errors import BudgetError, UnprovableError
-from quietgrad.privacy import calibration as module
-from quietgrad.privacy.accounting import account, prove_or_infinite
+from quietgrad.privacy import accounting as module
+from quietgrad.privacy.accounting import account, calibrate, calibrate_event, calibrate_steps, prove_or_infinite
 from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.calibration import calibrate, calibrate_event, calibrate_steps
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
 from quietgrad.privacy.events import (
     ZCDP,
@@ -43,9 +42,9 @@ def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """Every event that calibration asked a proof for."""
     asked: list[Event] = []
 
-    def counted(event: Event, delta: float, relation: Relation) -> Any:
+    def counted(event: Event, delta: float, relation: Relation, *accountant: str) -> Any:
         asked.append(event)
-        return prove_or_infinite(event, delta, relation)
+        return prove_or_infinite(event, delta, relation, *accountant)
 
     monkeypatch.setattr(module, "prove_or_infinite", counted)
     return asked
@@ -182,7 +181,7 @@ def test_bad_input_is_one_clear_sentence(change: dict[str, Any], message: str) -
 def test_a_full_batch_imports_nothing_heavy() -> None:
     """A fit whose releases are exactly Gaussian must start without dp-accounting and without the PLD."""
     code = (
-        "import sys; from quietgrad.privacy.calibration import calibrate;"
+        "import sys; from quietgrad.privacy.accounting import calibrate;"
         "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one');"
         "heavy = {'dp_accounting', 'scipy.stats', 'scipy.optimize', 'quietgrad.privacy.pld_accountant'};"
         "heavy &= set(sys.modules);"

@@ -16,7 +16,7 @@ from quietgrad.objectives.regularizers import Nonconvex
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling import Poisson, SinglePass
-from quietgrad.sampling.samplers import KeyedPoissonSampler, SlotSampler, hashed_slots
+from quietgrad.sampling.samplers import RowScan, SlotSampler, hashed_slots
 from quietgrad.training import plan, run
 
 Floats = npt.NDArray[np.float64]
@@ -64,7 +64,7 @@ TRUSTS: list[dict[str, Any]] = [
 def keyed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the central curator sample by record id, as parties with a shared key do."""
 
-    def poisson(self: Poisson, n_records: int, stream: SecureStream) -> KeyedPoissonSampler:
+    def poisson(self: Poisson, n_records: int, stream: SecureStream) -> RowScan:
         return self.by_id(np.arange(n_records), stream)
 
     def single(self: SinglePass, n_records: int, stream: SecureStream) -> SlotSampler:

@@ -128,8 +128,10 @@ def test_what_has_no_proof_is_refused() -> None:
 # --- samples --------------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_of_one_step_is_everybody() -> None:
-    assert RandomAllocation(1).sampler(5, SecureStream(seed_key(0), "batches")).batch(3) is None
+def test_an_epoch_of_one_step_is_every_record() -> None:
+    batch = RandomAllocation(1).sampler(5, SecureStream(seed_key(0), "batches")).batch(3)
+    assert batch is not None
+    assert batch.tolist() == [0, 1, 2, 3, 4]
     assert RandomAllocation(1).event(events.Gaussian(1.0), 4) == events.gaussian(1.0, 4)
 
 

@@ -245,7 +245,7 @@ def test_compiled_inversion_is_scipys_bit_for_bit() -> None:
     """Long vectors are inverted by compiled loops, short ones by scipy: noise must not depend on which it was."""
     from scipy.special import ndtri
 
-    from quietgrad.privacy.normal_quantile import PIECE, lower_quantiles
+    from quietgrad.privacy.compiled import PIECE, lower_quantiles
 
     edge = 0.13533528323661269189  # of the tail
     random = np.random.default_rng(0)

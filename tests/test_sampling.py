@@ -19,7 +19,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, from_json
-from quietgrad.sampling.fisher_yates import draw_subsets
+from quietgrad.privacy.compiled import draw_subsets
 from quietgrad.sampling.samplers import binomial_table, hashed_slots, permuted_slots
 
 FALSE_ALARM = 1e-6
@@ -105,12 +105,12 @@ def test_inclusion_is_uniform_and_batches_are_independent(sampling: Sampling) ->
 @given(st.integers(0, 400), st.floats(1e-4, 0.9999))
 def test_binomial_table_is_exact(n: int, rate: float) -> None:
     """Against exact fractions: every probability right to 2⁻⁶⁴, plus what the cut tails may hold."""
-    table = binomial_table(n, rate)
-    mass = np.diff([0, *table.thresholds.tolist(), 2**64])
+    lowest, thresholds = binomial_table(n, rate)
+    mass = np.diff([0, *thresholds.tolist(), 2**64])
     hit, out_of = rate.as_integer_ratio()
     for k in range(n + 1):
         exact = math.comb(n, k) * hit**k * (out_of - hit) ** (n - k) * 2**64 // out_of**n
-        stated = int(mass[k - table.lowest]) if 0 <= k - table.lowest < len(mass) else 0
+        stated = int(mass[k - lowest]) if 0 <= k - lowest < len(mass) else 0
         assert abs(stated - exact) <= 2
 
 

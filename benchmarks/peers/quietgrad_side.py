@@ -18,8 +18,7 @@ import task
 import quietgrad as qg
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, PrivateScaler
 from quietgrad.objectives.regularizers import L2
-from quietgrad.privacy.accounting import account, prove_or_infinite
-from quietgrad.privacy.calibration import calibrate
+from quietgrad.privacy.accounting import account, calibrate, prove_or_infinite
 from quietgrad.privacy.events import poisson_gaussian
 
 

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from quietgrad.oracles.gradient_estimators import AdaptiveSpider
     from quietgrad.plans.schedule import Plan
     from quietgrad.privacy import events
-    from quietgrad.privacy.accounting import account
+    from quietgrad.privacy.accounting import account, calibrate
     from quietgrad.privacy.budget import Budget, Relation
-    from quietgrad.privacy.calibration import calibrate
     from quietgrad.privacy.ledger import Ledger
     from quietgrad.training import minimize, plan, resume
     from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
@@ -46,7 +45,7 @@ _HOMES = {
     "Relation": "privacy.budget",
     "Ledger": "privacy.ledger",
     "account": "privacy.accounting",
-    "calibrate": "privacy.calibration",
+    "calibrate": "privacy.accounting",
     "plan": "plans.schedule",
     "minimize": "training",
     "resume": "training",

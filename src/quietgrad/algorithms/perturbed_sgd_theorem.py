@@ -22,8 +22,8 @@ from typing import NamedTuple
 from quietgrad.algorithms.base import check_range
 from quietgrad.objectives.base import LossConstants
 from quietgrad.privacy import events
+from quietgrad.privacy.accounting import calibrate_event
 from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.calibration import calibrate_event
 
 
 class TheoremParameters(NamedTuple):

@@ -98,7 +98,7 @@ def slot_of(
 def read_noise(given: Any) -> CorrelatedNoise:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
-    >>> from quietgrad.privacy.banded import BandedToeplitzNoise
+    >>> from quietgrad.privacy.correlated import BandedToeplitzNoise
     >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """

@@ -24,9 +24,8 @@ from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.explain import explain
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account, delta_of, prove, sensitivity_factor
+from quietgrad.privacy.accounting import account, calibrate_event, delta_of, prove, sensitivity_factor
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
-from quietgrad.privacy.calibration import calibrate_event
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
 from quietgrad.privacy.mechanisms import from_json as mechanism_from
 from quietgrad.sampling import Sampling

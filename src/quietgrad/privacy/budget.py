@@ -1,14 +1,18 @@
-"""What a user promises: an (ε, δ) budget and the neighbouring relation it is meant under."""
+"""Privacy budgets: (ε, δ), the neighbouring relation and the privacy unit."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
 _LONGEST_CONDITION = 300  # characters: it stands in one sentence with ε
+
+Json = Mapping[str, Any]
+"""A JSON object that was read from a file or a message."""
 
 
 class _Named(StrEnum):
@@ -52,7 +56,7 @@ class PrivacyUnit(_Named):
     PERSON = "person"
 
     def in_words(self, text: str) -> str:
-        """A sentence about records, said of this unit.
+        """Return a sentence about records as one about this unit.
 
         >>> PrivacyUnit.parse("person").in_words("every record, of 3 records")
         'every person, of 3 people'
@@ -70,13 +74,6 @@ def check_delta(delta: float) -> float:
             "For pure ε use OutputPerturbation(mechanism='pure'), whose claim holds with δ = 0."
         )
     return float(delta)
-
-
-def check_epsilon(epsilon: float) -> float:
-    """Return ``epsilon`` if it is a positive finite number, else raise."""
-    if not isinstance(epsilon, (int, float)) or not 0.0 < epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon!r}: must be > 0 and finite. For a non-private run pass budget=None.")
-    return float(epsilon)
 
 
 def check_condition(condition: str | None) -> str | None:
@@ -113,10 +110,13 @@ class Budget:
 
     epsilon: float
     delta: float
-    relation: Relation = DEFAULT_RELATION  # type: ignore[assignment]  # parsed below
+    relation: Relation = Relation.ADD_REMOVE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "epsilon", check_epsilon(self.epsilon))
+        e = self.epsilon
+        if not isinstance(e, (int, float)) or not 0.0 < e < math.inf:
+            raise ValueError(f"epsilon={e!r}: must be > 0 and finite. For a non-private run pass budget=None.")
+        object.__setattr__(self, "epsilon", float(e))
         object.__setattr__(self, "delta", check_delta(self.delta))
         object.__setattr__(self, "relation", Relation.parse(self.relation))
 
@@ -125,6 +125,6 @@ class Budget:
         return {"epsilon": self.epsilon, "delta": self.delta, "relation": str(self.relation)}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Budget:
+    def from_json(cls, data: Json) -> Budget:
         """Rebuild a budget from :meth:`to_json`."""
         return cls(data["epsilon"], data["delta"], Relation.parse(data["relation"]))

@@ -10,7 +10,7 @@ under replace-one wants σ/Δ while its events are documented as σ/C, so it is 
 *Pure.* The ε of releases that are ε-DP with δ = 0 add up.
 
 *Gaussian.* This accountant is exact for un-sampled Gaussian releases. Adaptive releases of sums with multipliers
-z_t are, together, as revealing as one look at N(0, 1) or N(μ, 1) with μ² = Σ (Δ_t/σ_t)² (Dong, Roth, Su 2022, Cor.
+z_t are, together, as revealing as one draw of N(0, 1) or N(μ, 1) with μ² = Σ (Δ_t/σ_t)² (Dong, Roth, Su 2022, Cor.
 3.3), and that pair's profile is known in closed form (Balle, Wang 2018, Thm. 8): δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2
 − ε/μ). Nothing is rounded, nothing is loose.
 """
@@ -18,7 +18,6 @@ z_t are, together, as revealing as one look at N(0, 1) or N(μ, 1) with μ² = �
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -121,26 +120,20 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
             case Pure(epsilon=e, relation=proved):
                 check_relation(part, proved, relation)
                 # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
-                return _array((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
+                return (np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1)
             case PoissonSampled() | FixedSizeSampled():
                 return _sampled_curve(part, relation, factor)
             case RandomNumberOfReleases(inner=inner, law=law):
                 one = (a - 1) * _curve(inner, relation, factor)
                 logs = [math.log(weight) + number * one for number, weight in law if weight > 0]
-                return _array(np.logaddexp.reduce(logs, axis=0) / (a - 1))
+                return np.asarray(np.logaddexp.reduce(logs, axis=0) / (a - 1))
             case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
                 return _select(_curve(inner, relation, factor), mean, shape)
             case TotalVariationSlack() | FailureProbability() | Upfront():
                 return np.zeros_like(a)
         raise AccountantRefusal(part, f"a {part.kind} event has no Rényi curve")
 
-    return fold(
-        event, leaf, lambda parts: _array(np.sum(parts, axis=0)), lambda parts: _array(np.max(parts, axis=0))
-    )
-
-
-def _array(values: npt.ArrayLike) -> Array:
-    return np.asarray(values, dtype=np.float64)
+    return fold(event, leaf)
 
 
 def _sampled_curve(event: PoissonSampled | FixedSizeSampled, relation: Relation, factor: float) -> Array:
@@ -206,7 +199,7 @@ def _select(curve: Array, mean: float, shape: float) -> Array:
     """The curve of the best of K runs (Papernot, Steinke 2022): Thm. 2, or Thm. 6 for a Poisson K.
 
     A truncated law of mean 1 is K = 1 for certain and costs one run. A Poisson K of mean 1 is not: it is 0
-    or more than 1 in 63 % of all cases, and who sees the result learns from that too.
+    or more than 1 in 63 % of all cases, and the result tells of that too.
     """
     a = _ORDERS
     if math.isinf(shape):
@@ -215,20 +208,16 @@ def _select(curve: Array, mean: float, shape: float) -> Array:
     elif mean == 1.0:
         return curve
     else:
-        stop = _stopping_probability(mean, shape)
-        extra = np.full_like(a, (1 + shape) * np.min((1 - 1 / a) * curve - math.log(stop) / a))
-    return _array(curve + extra + math.log(mean) / (a - 1))
 
+        def mean_of(log_gamma: float) -> float:
+            odds = math.expm1(-log_gamma)  # 1/γ − 1
+            return odds / -log_gamma if shape == 0.0 else shape * odds / -math.expm1(shape * log_gamma)
 
-def _stopping_probability(mean: float, shape: float) -> float:
-    """γ of the truncated negative binomial law with E[K] = ``mean``, from below."""
-
-    def mean_of(log_gamma: float) -> float:
-        odds = math.expm1(-log_gamma)  # 1/γ − 1
-        return odds / -log_gamma if shape == 0.0 else shape * odds / -math.expm1(shape * log_gamma)
-
-    # E[K] falls from ∞ to 1 as γ rises to 1; the search is over −log γ and returns it from above.
-    return math.exp(-root_search(lambda x: mean_of(-x) - mean, math.log(mean)) * (1 + 1e-9))
+        # γ of the truncated negative binomial law with E[K] = mean, from below. E[K] falls from ∞ to 1 as γ rises
+        # to 1; the search is over −log γ and returns it from above.
+        surprise = root_search(lambda x: mean_of(-x) - mean, math.log(mean)) * (1 + 1e-9)
+        extra = np.full_like(a, (1 + shape) * np.min((1 - 1 / a) * curve + surprise / a))
+    return np.asarray(curve + extra + math.log(mean) / (a - 1))
 
 
 @dataclass(frozen=True)
@@ -273,7 +262,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """Return the smallest ε ≥ 0 with δ(ε) ≤ ``delta`` for N(0, 1) against N(μ, 1)."""
-    return _smallest_epsilon(lambda epsilon: gaussian_delta(mu, epsilon), mu, delta)
+    return GaussianProfile(((1.0, mu),)).epsilon(delta)
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
@@ -285,21 +274,6 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     )
 
 
-def mixture_delta(weights: Array, mus: Array, epsilon: float) -> float:
-    """Return Σ wᵢ δ(ε, μᵢ), all μᵢ > 0: a Gaussian pair drawn at random, its index seen."""
-    above = log_ndtr(mus / 2 - epsilon / mus)
-    below = np.minimum(epsilon + log_ndtr(-mus / 2 - epsilon / mus), above)
-    return float(np.dot(weights, -np.exp(above) * np.expm1(below - above)))
-
-
-def _smallest_epsilon(delta_at: Callable[[float], float], mu: float, delta: float) -> float:
-    """The smallest ε ≥ 0 with δ(ε) ≤ ``delta`` for a profile that is at most that of ``mu``."""
-    if delta_at(0.0) <= delta:
-        return 0.0
-    most = mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > most) ≤ δ
-    return bisect(lambda x: delta_at(x) > delta, 0.0, most, lambda at: 1e-13 * max(at, 1e-3))[1]
-
-
 @dataclass(frozen=True)
 class GaussianProfile:
     """The privacy profile of a mixture of Gaussian pairs; one component is plain μ-GDP."""
@@ -308,16 +282,21 @@ class GaussianProfile:
     name: str = "gaussian-exact"
 
     def delta(self, epsilon: float) -> float:
-        return self._delta_at()(epsilon)
+        """Σ wᵢ δ(ε, μᵢ): a Gaussian pair drawn at random, its index seen."""
+        if len(self.components) == 1:
+            return gaussian_delta(self.components[0][1], epsilon)
+        weights, mus = np.array([pair for pair in self.components if pair[1] > 0.0]).T
+        above = log_ndtr(mus / 2 - epsilon / mus)
+        below = np.minimum(epsilon + log_ndtr(-mus / 2 - epsilon / mus), above)
+        return float(np.dot(weights, -np.exp(above) * np.expm1(below - above)))
 
     def epsilon(self, delta: float) -> float:
-        return _smallest_epsilon(self._delta_at(), max(mu for _, mu in self.components), delta)
-
-    def _delta_at(self) -> Callable[[float], float]:
-        if len(self.components) == 1:
-            return lambda epsilon: gaussian_delta(self.components[0][1], epsilon)
-        weights, mus = np.array([pair for pair in self.components if pair[1] > 0.0]).T
-        return lambda epsilon: mixture_delta(weights, mus, epsilon)
+        """The smallest ε ≥ 0 with δ(ε) ≤ ``delta``."""
+        if self.delta(0.0) <= delta:
+            return 0.0
+        mu = max(mu for _, mu in self.components)
+        most = mu * (mu / 2 + math.sqrt(2 * math.log(1 / delta)))  # Chernoff: P(L > most) ≤ δ
+        return bisect(lambda x: self.delta(x) > delta, 0.0, most, lambda at: 1e-13 * max(at, 1e-3))[1]
 
 
 def gaussian_profile(event: Event, factor: float) -> GaussianProfile:
@@ -325,8 +304,7 @@ def gaussian_profile(event: Event, factor: float) -> GaussianProfile:
 
     ``factor`` is Δ/C. Refuses (``AccountantRefusal``) every other event.
     """
-    squares = _squares(event, factor)
-    return GaussianProfile(tuple((weight, math.sqrt(square)) for weight, square in squares))
+    return GaussianProfile(tuple((weight, math.sqrt(square)) for weight, square in _squares(event, factor)))
 
 
 def _squares(event: Event, factor: float) -> list[tuple[float, float]]:

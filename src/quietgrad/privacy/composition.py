@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from itertools import combinations_with_replacement, product
-from typing import Any, TypeVar
+from operator import add
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,23 +74,23 @@ def describe(event: Event, limit: int = 160) -> str:
 _Value = TypeVar("_Value", float, npt.NDArray[np.float64])
 
 
-def fold(
-    event: Event,
-    leaf: Callable[[Event], _Value],
-    add: Callable[[list[Any]], Any] = math.fsum,
-    worst: Callable[[list[Any]], Any] = max,
-) -> _Value:
-    """Add up over a composition, multiply repetitions, take the worst of parallel parts; ``leaf`` says the rest."""
+def fold(event: Event, leaf: Callable[[Event], _Value]) -> _Value:
+    """Add up over a composition, multiply repetitions, take the worst of parallel parts; ``leaf`` gives the rest.
+
+    A value is a number, or an array of them, whose entries are then taken each by itself.
+    """
     match event:
         case Composed(parts=parts):
-            total: _Value = add([fold(part, leaf, add, worst) for part in parts])
-            return total
+            return reduce(add, (fold(part, leaf) for part in parts))
         case Parallel(parts=parts) | MaxOverParties(parties=parts):
-            largest: _Value = worst([fold(part, leaf, add, worst) for part in parts])
-            return largest
+            return reduce(_larger, (fold(part, leaf) for part in parts))
         case Repeated(inner=inner, count=count):
-            return count * fold(inner, leaf, add, worst)
+            return count * fold(inner, leaf)
     return leaf(event)
+
+
+def _larger(one: _Value, other: _Value) -> _Value:
+    return np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, other)
 
 
 def total_slack(event: Event) -> float:

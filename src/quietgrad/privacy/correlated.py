@@ -1,20 +1,31 @@
-"""Noise that cancels: Gaussian noise correlated over the releases of a run, by four geometric buffers.
+"""Correlated noise (the matrix mechanism): later releases cancel part of the Gaussian noise of earlier ones.
 
 Release k of T is sum_k + z·C·s·w_k with w = S⁻¹u, u independent standard normals and S lower triangular and
-Toeplitz with coefficients c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). Later releases take back most of what earlier ones
-added, so that *sums* of releases, which is what a descent method makes of them, carry far less noise; a single
-release carries more (:attr:`BufferedToeplitzNoise.loudness`).
+Toeplitz. Later releases take back most of what earlier ones added, so that *sums* of releases, which is what a
+descent method makes of them, carry far less noise. A single release carries more (``loudness``).
 
 **Why it is private** (proof: ``docs/correlated-proof.md``). S is lower triangular and invertible, so the transcript
 is a causal bijection of S·sums + z·C·s·u. A record that takes part in the releases π moves step k of it by r_k, a
-vector that is known given the steps before, and Σ‖r_k‖² ≤ C²·Σ_{i,j∈π}|G_ij| with G = SᵀS on every path: all T
-releases together are **one** Gaussian release of noise multiplier z, if s² is at least Σ|G_ij| over every possible
-π.
+vector that is known given the steps before, and Σ‖r_k‖² ≤ C²·Σ_{i,j∈π}|G_ij| with G = SᵀS on every path.
 
-**The sensitivity s.** G_ij falls in j and in j − i, because c₁ ≥ c₂ ≥ … ≥ 0. With at most k participations at least
-b apart no π exceeds {0, b, 2b, …}: s is the norm of the sum of those columns, and it is attained.
+**Buffers** (:class:`BufferedToeplitzNoise`): c₀ = 1, c_k = Σ_i α_i λ_i^(k−1). All T releases together are **one**
+Gaussian release of noise multiplier z, if s² is at least Σ|G_ij| over every possible π. G_ij falls in j and in
+j − i, because c₁ ≥ c₂ ≥ … ≥ 0. With at most k participations at least b apart no π exceeds {0, b, 2b, …}: s is the
+norm of the sum of those columns, and it is attained.
 
-What must not depend on other people is *when* a record takes part (see :class:`~quietgrad.sampling.CyclicCohorts`).
+**Bands, on secret samples** (:class:`BandedToeplitzNoise`): at most b coefficients c₀ = 1 > c₁ ≥ … ≥ 0, s = ‖c‖.
+Records are in b cohorts that take turns (:class:`~quietgrad.sampling.CyclicPoisson`): release t asks a Poisson
+sample, at rate q, of cohort t mod b. Cut the transcript into windows of b steps that begin at a record's turns.
+What it gave to the first release of a window moves the rows of that window, by c₀Δ, c₁Δ, …, and no row after them:
+there are no more bands. So in a window one contribution is heard, a Δ with ‖Δ‖ ≤ C that follows from earlier
+releases. Given the coins of the others and all steps before, the window is N(0, σ²I) without the record and
+(1 − q)·N(0, σ²I) + q·N(c⊗Δ, σ²I) with it, σ = z·C·s and ‖c⊗Δ‖ ≤ s·C: one Poisson sample of one Gaussian release.
+The record's coin is independent of everything before, so its ⌈T/b⌉ windows compose adaptively. A run is
+``Repeated(PoissonSampled(q, Gaussian(z)), ⌈T/b⌉)``, for either relation: under replace-one the new record has the
+cohort and the coins of the old one. What breaks it: more bands than cohorts (a row would hear two contributions),
+samples of all records (a record twice within a window), a rate that forgets that a cohort is b times smaller.
+
+*When* a record takes part must not depend on other records (see :class:`~quietgrad.sampling.CyclicCohorts`).
 """
 
 from __future__ import annotations
@@ -24,6 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -38,7 +50,8 @@ from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
 Floats = npt.NDArray[np.float64]
 
 _BUFFERS = 4
-ROUNDED_UP = 1.0 + 1e-12
+_ROUNDED_UP = 1.0 + 1e-12
+_MOST_BANDS = 1024  # as many vectors are kept
 _MOST_RELEASES = 2**20  # beyond, a λ comes so near to 1 that float64 sums of T terms lose digits
 
 
@@ -54,8 +67,8 @@ class CorrelatedNoise(Mechanism, ABC):
     white: ClassVar[bool] = True
 
     @abstractmethod
-    def coefficients(self, releases: int | None = None) -> Floats:
-        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
+    def coefficients(self) -> Floats:
+        """c₀, c₁, …, the first column of S."""
 
     @abstractmethod
     def strategy(self) -> tuple[Floats, range]:
@@ -111,7 +124,7 @@ class CorrelatedNoise(Mechanism, ABC):
 class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     """Gaussian noise correlated over ``releases`` releases; the whole run costs one ``Gaussian(z)``.
 
-    Build it with :meth:`made`. Plans carry the coefficients; whoever reads one computes the sensitivity again.
+    Build it with :meth:`made`. Plans carry the coefficients; their reader computes the sensitivity again.
 
     Args:
         releases: T, the most releases there can be; the noise does not depend on where a run stops.
@@ -120,8 +133,8 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             recursion stable.
 
     >>> once = BufferedToeplitzNoise.made(256)
-    >>> round(once.sensitivity(), 3), round(once.loudness, 2), round(once.gain(), 2)
-    (1.546, 1.73, 4.3)
+    >>> round(once.sensitivity(), 3), round(once.loudness, 2)
+    (1.546, 1.73)
     >>> once.event(lambda event: event, 2.0, Relation.ADD_REMOVE, 256)
     Gaussian(noise_multiplier=2.0)
     """
@@ -132,7 +145,6 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     lam: tuple[float, ...]
     alpha: tuple[float, ...]
 
-    in_mpc: ClassVar[bool] = False
     whole_run: ClassVar[bool] = True
     together: ClassVar[str] = (
         "all releases of the run are together one Gaussian release, whatever is asked in each: their noise is "
@@ -173,12 +185,8 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             found.append(BufferedToeplitzNoise(releases, participations, apart, *buffers))
         return min(found, key=BufferedToeplitzNoise._error) if len(found) > 1 else found[0]
 
-    # --- the strategy -----------------------------------------------------------------------------------------
-
-    def coefficients(self, releases: int | None = None) -> Floats:
-        """c₀, c₁, … of the first ``releases`` (default: all), the first column of S."""
-        count = self.releases if releases is None else releases
-        powers = np.arange(count - 1)[:, None] * np.log(self.lam)
+    def coefficients(self) -> Floats:
+        powers = np.arange(self.releases - 1)[:, None] * np.log(self.lam)
         return np.concatenate([[1.0], np.exp(powers) @ np.array(self.alpha)])
 
     @lru_cache(maxsize=256)  # noqa: B019 a value, of which few are made
@@ -188,7 +196,7 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         if not 1 <= count <= self.releases:
             raise BudgetError(f"{count} releases: the correlated noise was made for {self.releases}.")
         columns = range(0, count, self.separation)[: self.participations]
-        return _worst_move(self.coefficients(count), columns) * ROUNDED_UP
+        return _worst_move(self.coefficients()[:count], columns) * _ROUNDED_UP
 
     def strategy(self) -> tuple[Floats, range]:
         """A record in k releases b apart moves the columns 0, b, 2b, … of S."""
@@ -226,15 +234,10 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             above[1 : 1 + len(others)] += weight * others
         return np.asarray(lfilter(below, above, np.eye(1, self.releases)[0]), np.float64)
 
-    def gain(self) -> float:
-        """Root mean square error of prefix sums under independent noise of the same ε ÷ that of this noise."""
-        independent = min(self.participations, -(-self.releases // self.separation))
-        return math.sqrt(independent * _prefix_error(np.eye(1, self.releases)[0]) / self._error())
-
     def _error(self) -> float:
-        return _prefix_error(self.inverse) * self.factor**2
-
-    # --- what a mechanism is ----------------------------------------------------------------------------------
+        """Σ over prefixes of the variance of their sum, for noise of multiplier 1."""
+        sums = np.cumsum(self.inverse)
+        return float(np.arange(len(sums), 0, -1.0) @ (sums * sums)) * self.factor**2
 
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """``Gaussian(z·s_T/s_j)`` after j releases: the noise is that of T, the sensitivity that of j.
@@ -267,7 +270,6 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
             )
 
     def rows(self, key: bytes, label: str) -> BufferedToeplitzRecurrence:
-        """The noise of unit scale, by number of the release."""
         return BufferedToeplitzRecurrence(self, key, label)
 
     def describe(self, multiplier: float) -> str:
@@ -285,6 +287,123 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         )
 
 
+@dataclass(frozen=True)
+class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
+    """Gaussian noise that the next releases take back, up to as many as there are bands.
+
+    Build it with :meth:`made`. Plans carry the coefficients; their reader computes the sensitivity again.
+
+    Args:
+        releases: T, the most releases there can be.
+        column: c₀ = 1 > c₁ ≥ … ≥ 0, the first column of S: as many bands. Falling coefficients have all zeros of
+            Σc_k x^k outside of the unit disc (Eneström and Kakeya), so the recursion is stable.
+
+    >>> bands = BandedToeplitzNoise.made(560, 16)
+    >>> round(bands.factor, 3), round(bands.loudness, 2)
+    (1.394, 1.58)
+    >>> bands.event(lambda inner: events.PoissonSampled(0.1, inner), 2.0, Relation.ADD_REMOVE, 35)
+    Repeated(inner=PoissonSampled(rate=0.1, inner=Gaussian(noise_multiplier=2.0)), count=35)
+    """
+
+    releases: int
+    column: tuple[float, ...]
+
+    amplified: ClassVar[bool] = True
+    in_secure_sums: ClassVar[bool] = False
+    only_central: ClassVar[str] = "noise in bands is for one curator; parties' turns have noise='correlated'."
+    together: ClassVar[str] = (
+        "the releases from one turn of a record to its next are together one Gaussian release: their noise is "
+        "correlated; turns compose adaptively"
+    )
+
+    def __post_init__(self) -> None:
+        self._check({"releases": self.releases}, {"column": self.column})
+        c = self.column
+        # Written so that a NaN is refused.
+        if not (2 <= len(c) <= _MOST_BANDS and c[0] == 1.0 > c[1] and c[-1] >= 0.0):
+            raise ValueError(f"column: must be 2 to {_MOST_BANDS} numbers from 1 downwards, none below 0.")
+        if not all(before >= after for before, after in pairwise(c)):
+            raise ValueError("column: must fall.")
+
+    @classmethod
+    def made(cls, releases: int, bands: int) -> BandedToeplitzNoise:
+        """The first coefficients of (1−x)^(−1/2), whose square makes prefix sums: a matter of use, not of privacy.
+
+        >>> BandedToeplitzNoise.made(10, 4).column
+        (1.0, 0.5, 0.375, 0.3125)
+        """
+        if not 2 <= bands <= _MOST_BANDS:
+            raise ValueError(f"cohorts={bands}: noise that cancels over them needs 2 to {_MOST_BANDS}.")
+        return cls(releases, tuple(np.cumprod([1.0, *(1.0 - 0.5 / k for k in range(1, bands))]).tolist()))
+
+    @property
+    def cohorts(self) -> int:
+        """As many as there are bands: how many releases a piece of noise is taken back in."""
+        return len(self.column)
+
+    def coefficients(self) -> Floats:
+        c = np.zeros(self.releases)
+        c[: self.cohorts] = self.column[: self.releases]
+        return c
+
+    def strategy(self) -> tuple[Floats, range]:
+        """In a window one contribution is heard: one column."""
+        return self.coefficients(), range(1)
+
+    @classmethod
+    def example(cls, releases: int) -> BandedToeplitzNoise:
+        return cls.made(releases, 8)
+
+    @property
+    def factor(self) -> float:
+        """s = ‖c‖: how far one contribution of bound 1 can move S·sums."""
+        return float(np.linalg.norm(self.column)) * _ROUNDED_UP
+
+    @cached_property
+    def inverse(self) -> Floats:
+        """S is the polynomial c, so S⁻¹ is 1/c."""
+        from scipy.signal import lfilter
+
+        return np.asarray(lfilter([1.0], self.column, np.eye(1, self.releases)[0]), np.float64)
+
+    def rows(self, key: bytes, label: str) -> BandedRecurrence:
+        return BandedRecurrence(self, key, label)
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        """``count`` windows, each on a secret sample: as many as a record has turns."""
+        return events.repeated(sampled(self.once(multiplier, relation)), count)
+
+    def over(self, releases: int, participations: int, separation: int) -> BandedToeplitzNoise:
+        return BandedToeplitzNoise(releases, self.column)
+
+    def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
+        """Refuse releases that the windows are not proved for."""
+        if participation is None:
+            raise ValueError(
+                f"noise in bands on {sampling}: a record's releases must be certain to be as far apart as there "
+                "are bands; use sampling='poisson-turns'."
+            )
+        k, b = participation
+        if count > self.releases or (k > 1 and b < self.cohorts):
+            raise ValueError(
+                f"noise in {self.cohorts} bands for {self.releases} releases: the plan has {count}, a record's at "
+                f"least {b} apart. Make it for those; there may be as many bands as cohorts."
+            )
+
+    def describe(self, multiplier: float) -> str:
+        return (
+            f"Gaussian noise correlated over {self.cohorts} releases, of scale {multiplier:.4g}·C times the "
+            f"sensitivity {self.factor:.4g} of a contribution: each turn of a record is one Gaussian release of "
+            f"noise multiplier {multiplier:.4g}"
+        )
+
+    def stated(self, multiplier: float) -> str:
+        return (
+            f"correlated over {self.cohorts} releases: each turn of a record is one Gaussian release of noise "
+            f"multiplier {multiplier:.4g}"
+        )
+
+
 class NoiseRecurrence(ABC):
     """w_k = (S⁻¹u)_k by number k, from the few vectors that are kept of the rows before it.
 
@@ -295,8 +414,8 @@ class NoiseRecurrence(ABC):
 
     A resumed run whose sums differ goes on in a new epoch with a key of its own and is charged again. Its buffers
     start empty at row 0 of its own stream; whichever rows of it are then released are a part of a whole run's, so
-    one more ``Gaussian(z)`` covers them, and noise of the two epochs is independent. Anybody who kept the old
-    buffers would instead give the same noise to two different sums.
+    one more ``Gaussian(z)`` covers them, and noise of the two epochs is independent. Old buffers that were kept
+    would instead give the same noise to two different sums.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> on, again = (BufferedToeplitzNoise.made(8).rows(seed_key(0), "noise") for _ in range(2))
@@ -347,21 +466,32 @@ class BufferedToeplitzRecurrence(NoiseRecurrence):
         return row
 
 
+class BandedRecurrence(NoiseRecurrence):
+    """w_k = u_k − Σ_{0<m<b} c_m·w_{k−m}: of the b − 1 rows that are kept, row k takes the place of the oldest."""
+
+    def __init__(self, mechanism: BandedToeplitzNoise, key: bytes, label: str) -> None:
+        super().__init__(mechanism, key, label, mechanism.cohorts - 1)
+        self._past = np.array(mechanism.column[1:])
+
+    def _step(self, number: int, unit: Floats, kept: Floats) -> Floats:
+        size = len(kept)
+        weights = self._past[(number - 1 - np.arange(size)) % size]  # place j holds the newest row k' ≡ j
+        row: Floats = unit - np.dot(weights, kept)
+        kept[number % size] = row
+        return row
+
+
 class _CorrelatedSource(NoiseSource):
     def __init__(self, mechanism: CorrelatedNoise, key: bytes, label: str) -> None:
         self._rows = mechanism.rows(key, label)
         self._louder = mechanism.factor
-        self._asked: tuple[float, float, int] | None = None
-        self._grid = (0.0, 0.0)
 
     def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
         # Real noise is combined first and rounded once, to the grid of the data: that is post-processing. Integer
         # noise combined with fractions would live on a finer grid than the sum and bare its residue.
         # The step is sized by z·C·s, so that the float64 errors of w are as small in steps as those of normals.
-        asked = (multiplier * self._louder, bound, len(total))
-        if asked != self._asked:
-            self._grid, self._asked = sigma_for(*asked), asked
-        add_discretized_gaussian(total, self._rows.row(release, len(total)), *self._grid)
+        grid = sigma_for(multiplier * self._louder, bound, len(total))
+        add_discretized_gaussian(total, self._rows.row(release, len(total)), *grid)
 
 
 def _worst_move(column: Floats, columns: range) -> float:
@@ -370,9 +500,3 @@ def _worst_move(column: Floats, columns: range) -> float:
     for first in columns:
         moved[first:] += column[: len(column) - first]
     return float(np.linalg.norm(moved))
-
-
-def _prefix_error(inverse: Floats) -> float:
-    """Σ over prefixes of the variance of their sum, for unit noise u."""
-    sums = np.cumsum(inverse)
-    return float(np.arange(len(sums), 0, -1.0) @ (sums * sums))

@@ -12,9 +12,9 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
-from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.budget import Json, Relation
 
 _KINDS: dict[str, type[Event]] = {}
 
@@ -34,14 +34,14 @@ class Event:
 
     def __post_init__(self) -> None:
         for name in self.__match_args__:
-            object.__setattr__(self, name, _CHECKS[name](name, getattr(self, name)))
+            object.__setattr__(self, name, _CHECKS[name](name, vars(self)[name]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the event as plain JSON values, with its kind under ``"event"``."""
-        return {"event": self.kind, **{name: _to_json(getattr(self, name)) for name in self.__match_args__}}
+        return {"event": self.kind, **{name: _to_json(value) for name, value in vars(self).items()}}
 
 
-def from_json(data: dict[str, Any]) -> Event:
+def from_json(data: Json) -> Event:
     """Rebuild an event from :meth:`Event.to_json`.
 
     >>> from_json(PoissonSampled(0.01, Gaussian(1.1)).to_json())
@@ -54,7 +54,7 @@ def from_json(data: dict[str, Any]) -> Event:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     if isinstance(value, Event):
         return value.to_json()
     if isinstance(value, tuple):
@@ -62,7 +62,7 @@ def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, Relation) else value
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: object) -> Any:
     if isinstance(value, dict):
         return from_json(value)
     if isinstance(value, list):
@@ -71,22 +71,20 @@ def _from_json(value: Any) -> Any:
 
 
 # What events are made of. Accountants square, multiply and divide these numbers: in these ranges none of that
-# leaves the range of doubles, and nothing that anybody runs is outside them.
+# leaves the range of doubles, and no real run is outside them.
 LEAST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18  # ε and noise multipliers; of ρ, their squares
 _LEAST_RATE = 1e-15
 _LARGEST_COUNT = 10**15
 _LARGEST_EPOCH = 10**9
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 def _number(low: float, high: float, words: str, *, whole: bool = False) -> Callable[[str, object], float]:
     """A check that a number is within a range, or a whole number of it."""
 
     def check(name: str, value: object) -> float:
-        if not _is_number(value) or not low <= value <= high or (whole and int(value) != value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+            raise ValueError(f"{name}={value!r}: must be {words}.")
+        if whole and int(value) != value:
             raise ValueError(f"{name}={value!r}: must be {words}.")
         return int(value) if whole else float(value)
 

@@ -117,62 +117,40 @@ class PurePair(_Symmetric):
         return self.epsilon
 
 
-def _amplified(loss: Array, rate: float) -> Array:
-    """log(1 + (e^ℓ − 1)/q): the un-sampled loss that sampling at rate q turns into ℓ ≥ 0."""
-    small = np.minimum(loss, 1.0)
-    large = np.maximum(loss, 1.0)
-    return np.where(
-        loss < 1.0,
-        np.log1p(np.expm1(small) / rate),
-        large + np.log1p(-(1.0 - rate) * np.exp(-large)) - math.log(rate),
-    )
-
-
-def _sampled_above(base: _Symmetric, rate: float, loss: Array) -> tuple[Array, Array]:
-    """Tails of ((1−q)Q₀ + qP₀, Q₀) at ℓ ≥ 0."""
-    p, q = base.above(_amplified(loss, rate))
-    return (1.0 - rate) * q + rate * p, q
-
-
-def _sampled_reach(base: _Symmetric, rate: float, tail: float) -> float:
-    return float(np.logaddexp(math.log1p(-rate), math.log(rate) + base.reach_above(tail)))
-
-
 @dataclass(frozen=True)
-class FixedSizePair(_Symmetric):
-    """Fixed-size batches under replace-one: see the proof at the top of this module."""
+class _SampledPair(TailPair):
+    """A pair whose positive losses are those of ((1−q)Q₀ + qP₀, Q₀)."""
 
     base: _Symmetric
     rate: float
 
     def above(self, loss: Array) -> tuple[Array, Array]:
-        return _sampled_above(self.base, self.rate, loss)
+        # log(1 + (e^ℓ − 1)/q) is the un-sampled loss that sampling at rate q turns into ℓ ≥ 0.
+        rate, small, large = self.rate, np.minimum(loss, 1.0), np.maximum(loss, 1.0)
+        near = np.log1p(np.expm1(small) / rate)
+        far = large + np.log1p(-(1.0 - rate) * np.exp(-large)) - math.log(rate)
+        p, q = self.base.above(np.where(loss < 1.0, near, far))
+        return (1.0 - rate) * q + rate * p, q
 
     def reach_above(self, tail: float) -> float:
-        return _sampled_reach(self.base, self.rate, tail)
+        return float(np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + self.base.reach_above(tail)))
 
 
-@dataclass(frozen=True)
-class PoissonPair(TailPair):
+class FixedSizePair(_SampledPair, _Symmetric):
+    """Fixed-size batches under replace-one: see the proof at the top of this module."""
+
+
+class PoissonPair(_SampledPair):
     """Poisson sampling under add-remove: (1−q)Q₀ + qP₀ against Q₀, the record present against absent.
 
     The reversed pair is the other order of the same neighbours; both must be composed and the worse one reported.
     """
-
-    base: _Symmetric
-    rate: float
-
-    def above(self, loss: Array) -> tuple[Array, Array]:
-        return _sampled_above(self.base, self.rate, loss)
 
     def below(self, loss: Array) -> tuple[Array, Array]:
         shrink = np.expm1(-loss) / self.rate  # e^{−ℓ₀} − 1 of the un-sampled loss −ℓ₀; below −1 there is none
         inside = shrink > -1.0
         q, p = self.base.above(-np.log1p(np.where(inside, shrink, 0.0)))
         return np.where(inside, q, 0.0), np.where(inside, (1.0 - self.rate) * q + self.rate * p, 0.0)
-
-    def reach_above(self, tail: float) -> float:
-        return _sampled_reach(self.base, self.rate, tail)
 
     def reach_below(self, tail: float) -> float:
         return -math.log1p(self.rate * math.expm1(-self.base.reach_above(tail)))

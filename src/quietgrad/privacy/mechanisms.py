@@ -1,6 +1,6 @@
 """Mechanisms: what a kind of release costs, and how its noise is added. Noise meets data here and nowhere else.
 
-A mechanism is a frozen, public object of a plan's slot. It knows the event that prices it, the source that adds its
+A mechanism is a frozen, public object of a plan's slot. It knows the event of its cost, the source that adds its
 noise to release k from a keyed stream, the law that an auditor tests, and how to say itself in words and JSON.
 Sessions, certificates and audits do not know which one they hold: another mechanism is another class here.
 """
@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from quietgrad.privacy.noise import (
     sigma_for,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Floats = npt.NDArray[np.float64]
 Sampled = Callable[[events.Event], events.Event]
 """What secret sampling makes of the event of one release."""
@@ -45,7 +48,7 @@ class NoiseSource:
     A source answers the verbs of its mechanism and no others.
     """
 
-    def stays(self, total: Any) -> bool:
+    def stays(self, total: Tensor) -> bool:
         """Whether the noise of a sum on an accelerator can be made there; else it must come to the CPU."""
         return False
 
@@ -64,7 +67,7 @@ class NoiseSource:
         raise NotImplementedError
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
-        """Which of some counts, of whatever labels there are, may be told of."""
+        """Which of some counts, of whatever labels there are, may be published."""
         raise NotImplementedError
 
 
@@ -81,7 +84,7 @@ class Probe:
     count: int = 0
 
 
-def spread_choice(chosen: Any, shares: Floats, rng: np.random.Generator) -> Floats:
+def spread_choice(chosen: npt.ArrayLike, shares: Floats, rng: np.random.Generator) -> Floats:
     """Normals from outcomes of known probabilities: anywhere within the outcome's part of the unit interval."""
     from scipy.special import ndtri
 
@@ -102,12 +105,10 @@ class Mechanism(ABC):
     noise: ClassVar[str] = "Gaussian"
     in_secure_sums: ClassVar[bool] = True
     """Whether its noise can be made inside a secure sum, where only Gaussian shares add up to it."""
-    in_mpc: ClassVar[bool] = True
-    """Whether servers can draw that noise together, as integers that nobody sees."""
     one_curator: ClassVar[bool] = False
-    """Whether it needs somebody who sees all records' exact numbers."""
+    """Whether it needs one curator who sees the exact numbers of all records."""
     together: ClassVar[str] = ""
-    """Which releases have a price together only, in words, if noise is correlated: nothing may stand between."""
+    """Which releases have a cost only together, in words, if noise is correlated: nothing may stand between."""
     whole_run: ClassVar[bool] = False
     """Whether these are all releases of a run."""
     only_central: ClassVar[str] = ""
@@ -126,7 +127,7 @@ class Mechanism(ABC):
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:
-        """The event of one release that everybody takes part in."""
+        """The event of one release that every record takes part in."""
 
     def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
         """The event of ``count`` releases, each on a secret sample."""
@@ -192,11 +193,11 @@ class Mechanism(ABC):
 
     def to_json(self) -> Any:
         """The kind, or an object with the kind and the settings if there are any."""
-        fields = {name: getattr(self, name) for name in self.__match_args__}
+        fields = {name: vars(self)[name] for name in self.__match_args__}
         return {"kind": self.kind, **fields} if fields else self.kind
 
 
-def from_json(data: Any) -> Mechanism:
+def from_json(data: object) -> Mechanism:
     """Rebuild a mechanism from :meth:`Mechanism.to_json`; whatever is not known exactly is refused.
 
     >>> from_json("gaussian"), from_json(GaussianPartitionSelection(1e-9).to_json())
@@ -211,7 +212,7 @@ def from_json(data: Any) -> Mechanism:
 
 def kinds() -> dict[str, type[Mechanism]]:
     """All mechanisms, by kind."""
-    import quietgrad.privacy.banded  # noqa: F401 — registers kinds of noise that build on this module
+    import quietgrad.privacy.correlated  # noqa: F401 — registers kinds of noise that build on this module
 
     return _KINDS
 
@@ -241,23 +242,19 @@ class _GaussianSource(NoiseSource):
     def __init__(self, key: bytes, label: str, count: int) -> None:
         self._key, self._label = key, label
         self._units = StandardNormals(key, f"unit/{label}", count)
-        self._asked: tuple[float, float, int] | None = None  # what the scale below is for
-        self._scale = (0.0, 0.0)
 
-    def stays(self, total: Any) -> bool:
-        return bool(total.dim() == 1 and noise.usable(total.device))
+    def stays(self, total: Tensor) -> bool:
+        return total.dim() == 1 and noise.usable(total.device)
 
-    def add(self, total: Any, release: int, multiplier: float, bound: float) -> None:
-        asked = (multiplier, bound, len(total))
-        if asked != self._asked:  # a slot mostly asks for the same again
-            self._scale, self._asked = sigma_for(*asked), asked
+    def add(self, total: Floats | Tensor, release: int, multiplier: float, bound: float) -> None:
+        scale = sigma_for(multiplier, bound, len(total))
         if not isinstance(total, np.ndarray):
             label = f"unit/{self._label}/{len(total)}"  # lengths do not share words of a stream
             unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
-            noise.add_gaussian(total, unit, *self._scale)
+            noise.add_gaussian(total, unit, *scale)
             return
         for where, piece in self._units.pieces(release, len(total)):
-            add_discretized_gaussian(total[where], piece, *self._scale)
+            add_discretized_gaussian(total[where], piece, *scale)
 
 
 @dataclass(frozen=True)
@@ -307,7 +304,7 @@ class _L2LaplaceSource(NoiseSource):
 class ExponentialMechanism(Mechanism, kind="choice"):
     """The least of several sums by the exponential mechanism, whose bounded range makes it ε²/8-zCDP.
 
-    Where nobody may see exact sums (parties with their own noise, secure sums) the sums are released with
+    Where exact sums are secret from all (parties with their own noise, secure sums) the sums are released with
     Gaussian noise of the same ρ instead, and the choice is post-processing.
     """
 

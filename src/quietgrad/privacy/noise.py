@@ -3,7 +3,7 @@
 A float sum plus float noise betrays the sum through its last bits (Mironov 2012). Here the sum is rounded to
 whole units of a public power of two, the noise is rounded to whole units, and the two integers are added
 exactly. Since rint(x + N) = x + rint(N) for an integer x, that is post-processing of the Gaussian (or
-Laplace) mechanism on the rounded sum; the only price is the rounding of the sum itself, which may move two
+Laplace) mechanism on the rounded sum; the only cost is the rounding of the sum itself, which may move two
 neighbouring sums apart by one unit per coordinate, √dim units in norm, under either relation. With
 σ ≥ 2²⁰ units that is at most z·√dim·2⁻²⁰ of a record's bound, and it is paid: see :func:`grid_bound`.
 
@@ -14,21 +14,23 @@ numbers in a public trial is not used (:func:`usable`); its sums go through the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtri
 
 from quietgrad.privacy.device_stream import DeviceStream
 from quietgrad.privacy.rng import ZEROS, SecureStream
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
 
 __all__ = ["add_gaussian", "usable"]
 
+Floats = npt.NDArray[np.float64]
 
 # Words turned into normals at a time: input, output and scratch then stay in the second-level cache.
 _CHUNK = len(ZEROS) // 8
@@ -51,7 +53,7 @@ class NoiseStream(SecureStream):
 
     __slots__ = ()
 
-    def normal(self, block: int, shape: int | tuple[int, ...]) -> npt.NDArray[np.float64]:
+    def normal(self, block: int, shape: int | tuple[int, ...]) -> Floats:
         """Return independent N(0, 1) numbers by inversion: no rejection whose duration would tell their size.
 
         Each takes one 64-bit word: one bit is the sign, the other 63 are k, and the number is ±Φ⁻¹(p) with
@@ -67,28 +69,23 @@ class NoiseStream(SecureStream):
         with probability δ'. For N = 5·10⁷ and δ' = 10⁻¹² that is 3·10⁻⁴, in the worst case.
         """
         out = np.empty(shape, np.float64)
-        for _ in self._normals(block, out.reshape(-1), out.size):
+        for _ in self.normal_pieces(block, out.size, out.reshape(-1)):
             pass
         return out
 
-    def normal_pieces(self, block: int, size: int) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
-        """The numbers of ``normal(block, size)`` and where they belong, in memory that the next piece overwrites.
+    def normal_pieces(self, block: int, size: int, memory: Floats | None = None) -> Iterator[tuple[slice, Floats]]:
+        """The numbers of ``normal(block, size)`` and where they belong, a piece at a time.
 
-        For vectors as long as a network's, which would otherwise be written out only to be read once.
+        They are written to ``memory``. Without it the next piece overwrites the last one: for vectors as long as a
+        network's, which would otherwise be written out only to be read once.
         """
-        return self._normals(block, np.empty(min(_CHUNK, size)), size)
-
-    def _normals(
-        self, block: int, memory: npt.NDArray[np.float64], size: int
-    ) -> Iterator[tuple[slice, npt.NDArray[np.float64]]]:
-        """A piece at a time, one after the other in ``memory``, or each at its beginning if there is no more."""
-        invert = _inversion(size)
         words = np.empty(min(_CHUNK, size), "<u8")
         sign = np.empty(words.size, np.uint64)
+        piece = np.empty(words.size) if memory is None else memory
         stream = self._open(block)
         for start in range(0, size, _CHUNK):
             where = slice(start, min(start + _CHUNK, size))
-            x = memory[where] if memory.size == size else memory[: where.stop - start]
+            x = piece[: where.stop - start] if memory is None else memory[where]
             u, s = words[: x.size], sign[: x.size]
             stream.update_into(ZEROS[: 8 * x.size], u.view(np.uint8).data)
             np.left_shift(u, 63, out=s)
@@ -99,12 +96,17 @@ class NoiseStream(SecureStream):
                 more = self.at(block, coarse.astype(np.uint64) + np.uint64(_UPPER + start))
                 x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
             x *= 2.0**-64
-            invert(x)
+            if size < _CHUNK:
+                ndtri(x, out=x)
+            else:  # the same bits; importing numba does not pay for a few numbers
+                from quietgrad.privacy.compiled import lower_quantiles
+
+                lower_quantiles(x)
             bits = x.view(np.uint64)
             bits ^= s
             yield where, x
 
-    def exponential(self, block: int, size: int) -> npt.NDArray[np.float64]:
+    def exponential(self, block: int, size: int) -> Floats:
         """Return independent Exp(1) numbers, both tails to full relative precision.
 
         One bit chooses the half, 63 bits give p in (0, ½): −ln p in the upper half, −ln(1 − p) in the lower.
@@ -113,17 +115,6 @@ class NoiseStream(SecureStream):
         p = ((u >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64
         upper = (u & np.uint64(1)).astype(bool)
         return np.where(upper, -np.log(p), -np.log1p(-p))
-
-
-def _inversion(size: int) -> Callable[[npt.NDArray[np.float64]], object]:
-    """Φ⁻¹ in place. Both have the same bits; to load the compiled one is not worth it for a few numbers."""
-    if size < _CHUNK:
-        from scipy.special import ndtri
-
-        return lambda p: ndtri(p, out=p)
-    from quietgrad.privacy.normal_quantile import lower_quantiles
-
-    return lower_quantiles
 
 
 def grid_step(sigma: float) -> float:
@@ -143,6 +134,7 @@ def grid_bound(bound: float, dim: int, step: float) -> float:
     return bound + math.sqrt(dim) * step
 
 
+@lru_cache(maxsize=256)  # a slot mostly asks for the same again
 def sigma_for(noise_multiplier: float, bound: float, dim: int) -> tuple[float, float]:
     """Return (sigma, step): the noise that makes a release worth ``noise_multiplier``, rounding included.
 
@@ -159,7 +151,9 @@ def sigma_for(noise_multiplier: float, bound: float, dim: int) -> tuple[float, f
     return noise_multiplier * grid_bound(bound, dim, step), step
 
 
-def add_discretized_gaussian(total: Any, unit: npt.NDArray[np.float64], sigma: float, step: float) -> None:
+def add_discretized_gaussian(
+    total: Floats | npt.NDArray[np.float32] | Tensor, unit: Floats, sigma: float, step: float
+) -> None:
     """Replace the sum ``total`` by what may be published: (rint(total/step) + rint(unit·σ/step))·step.
 
     Sums beyond ±2⁵² units are clamped coordinate by coordinate. Clamping is a projection, so it brings
@@ -213,9 +207,7 @@ def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float,
     return grid_bound(sensitivity, dim, step) / epsilon, step
 
 
-def l2_laplace(
-    dim: int, scale: float, stream: NoiseStream, block: int, step: float | None = None
-) -> npt.NDArray[np.float64]:
+def l2_laplace(dim: int, scale: float, stream: NoiseStream, block: int, step: float | None = None) -> Floats:
     """Return noise of density ∝ exp(−‖x‖/scale) on ℝ^dim, rounded to the grid of ``step`` (``grid_step(scale)``).
 
     Noise for a sum needs the step that the sum is rounded to: on a coarser grid it would leave the sum's last bit
@@ -232,7 +224,7 @@ def l2_laplace(
     return np.rint(noise) * step
 
 
-def release_l2_laplace(total: Any, scale: float, step: float, stream: NoiseStream, block: int) -> None:
+def release_l2_laplace(total: Floats | Tensor, scale: float, step: float, stream: NoiseStream, block: int) -> None:
     """Replace the vector ``total`` by its ε-DP release on the grid, in place; see :func:`l2_laplace_for`."""
     noise = l2_laplace(math.prod(total.shape), scale, stream, block, step)
     add_discretized_gaussian(total, noise.reshape(tuple(total.shape)), 1.0, step)
@@ -266,7 +258,7 @@ def add_gaussian(total: Tensor, unit: Tensor, sigma: float, step: float) -> None
 
 
 @cache
-def usable(where: Any) -> bool:
+def usable(where: device) -> bool:
     """Whether a device gives the CPU's numbers on a public trial: the cipher exactly, Φ⁻¹ within 10⁻¹⁵(|x| + ⅕)."""
     import torch
 

@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numba
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from quietgrad.privacy.compiled import convolve
 from quietgrad.privacy.loss_distribution import LARGEST_LOSS, Array, DiscretizedPLD, DominatingPair, GaussianPair
 
 LEAST_MU, LARGEST_MU = 1e-4, 5.0
@@ -152,9 +151,9 @@ def _sum(one: SumLaw, other: SumLaw, accuracy: float, cut: float) -> SumLaw:
     points = np.concatenate(([0.0], _snapped(_grid(at[order], mass[order], terms, accuracy, cut)[1:])))
     spread, number, laws = np.zeros(points.size), np.zeros(points.size), (one.points, one.mass)
     inverse = 1.0 / np.diff(points)
-    lost = _convolve(*laws, other.points, other.mass, points, inverse, spread, number, one is other)
+    lost = convolve(*laws, other.points, other.mass, points, inverse, spread, number, one is other)
     error = one.error + other.error + _UNIT * (2.0 * float(number.max()) + 32.0)
-    return SumLaw(terms, points, spread, one.lost + other.lost + float(lost), error)
+    return SumLaw(terms, points, spread, one.lost + other.lost + lost, error)
 
 
 def _sketch(law: SumLaw) -> tuple[Array, Array]:
@@ -212,34 +211,3 @@ def _snapped(points: Array) -> Array:
     """The points rounded to so few bits that their differences are exact; equal ones once."""
     mantissa, exponent = np.frexp(points)
     return np.unique(np.ldexp(np.round(np.ldexp(mantissa, _BITS)), exponent - _BITS))
-
-
-@numba.njit(nogil=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
-def _convolve(
-    x: Array, p: Array, y: Array, q: Array, points: Array, inverse: Array, mass: Array, number: Array, same: bool
-) -> Any:
-    """Spread the sums x_i + y_j on ``points``, counting each cell's terms; return the mean above the last."""
-    last = points.size - 1
-    lost = 0.0
-    start = 0
-    for i in range(x.size):
-        k = start
-        for j in range(i if same else 0, y.size):
-            weight = p[i] * q[j]
-            if same and j > i:
-                weight *= 2.0
-            a, b = x[i], y[j]
-            if a < b:
-                a, b = b, a
-            while k < last and (a - points[k + 1]) + b >= 0.0:
-                k += 1
-            if j == 0 or (same and j == i):
-                start = k
-            number[k] += 1.0
-            if k == last:
-                mass[k] += weight
-                lost += weight * ((a - points[k]) + b)
-            else:
-                mass[k] += weight * ((points[k + 1] - a) - b) * inverse[k]
-                mass[k + 1] += weight * ((a - points[k]) + b) * inverse[k]
-    return lost

@@ -13,17 +13,15 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from quietgrad.sampling.participation import CyclicCohorts, CyclicPoisson, SinglePass
 from quietgrad.sampling.samplers import Sampler
 from quietgrad.sampling.schemes import (
     KINDS,
-    CyclicCohorts,
-    CyclicPoisson,
     FixedSize,
     FullBatch,
     Poisson,
     RandomAllocation,
     Sampling,
-    SinglePass,
     from_json,
 )
 

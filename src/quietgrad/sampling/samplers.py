@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -46,26 +45,14 @@ class Everyone:
         return None
 
 
-@dataclass(frozen=True)
-class BatchSizeDistribution:
-    """The law of a batch's size: ``lowest`` plus the place of a uniform word among ``thresholds``."""
+def binomial_table(n: int, rate: float) -> tuple[int, npt.NDArray[np.uint64]]:
+    """Return the law of Binomial(n, rate): its lowest value and the thresholds of :func:`inversion_table`.
 
-    lowest: int
-    thresholds: npt.NDArray[np.uint64]
+    By exact integer recurrence from the mode. Sizes rarer than 2⁻⁷² of the mode's are left out and each probability
+    is right to 2⁻⁶⁴: for n = 10⁶ and rate 0.01 the total variation is below 10⁻¹⁵.
 
-    def draw(self, words: npt.NDArray[np.uint64]) -> Indices:
-        """Return one size per word."""
-        return self.lowest + np.searchsorted(self.thresholds, words, side="right")
-
-
-def binomial_table(n: int, rate: float) -> BatchSizeDistribution:
-    """Return the law of Binomial(n, rate) by exact integer recurrence from its mode.
-
-    Sizes rarer than 2⁻⁷² of the mode's are left out and each probability is right to 2⁻⁶⁴: for n = 10⁶ and
-    rate 0.01 the total variation is below 10⁻¹⁵.
-
-    >>> table = binomial_table(2, 0.5)
-    >>> table.lowest, (table.thresholds / 2.0**64).tolist()
+    >>> lowest, thresholds = binomial_table(2, 0.5)
+    >>> lowest, (thresholds / 2.0**64).tolist()
     (0, [0.25, 0.75])
     """
     _check_records(n)
@@ -82,7 +69,7 @@ def binomial_table(n: int, rate: float) -> BatchSizeDistribution:
         below.append(below[-1] * k * miss // ((n - k + 1) * hit))
         if not below[-1] >> cut:
             break
-    return BatchSizeDistribution(mode - len(below) + 1, inversion_table(below[:0:-1] + above))
+    return mode - len(below) + 1, inversion_table(below[:0:-1] + above)
 
 
 class SubsetSampler:
@@ -97,9 +84,13 @@ class SubsetSampler:
     """
 
     def __init__(
-        self, n_records: int, expected: float, stream: SecureStream, sizes: BatchSizeDistribution | None = None
+        self,
+        n_records: int,
+        expected: float,
+        stream: SecureStream,
+        sizes: tuple[int, npt.NDArray[np.uint64]] | None = None,
     ) -> None:
-        from quietgrad.sampling.fisher_yates import draw_subsets
+        from quietgrad.privacy.compiled import draw_subsets
 
         _check_records(n_records)
         self._draw_subsets = draw_subsets
@@ -125,7 +116,9 @@ class SubsetSampler:
         if self._sizes is None:
             starts[1:] = int(self._expected)
         else:
-            starts[1:] = self._sizes.draw(self._stream.uint64(2 * block, self._ahead))
+            lowest, thresholds = self._sizes
+            drawn = self._stream.uint64(2 * block, self._ahead)
+            starts[1:] = lowest + np.searchsorted(thresholds, drawn, side="right")
         np.cumsum(starts, out=starts)
         words = self._stream.uint64(2 * block + 1, int(starts[-1]))
         records = np.empty(words.size, np.int64)  # new memory: batches handed out earlier stay as they are
@@ -136,49 +129,16 @@ class SubsetSampler:
         return [records[first:last] for first, last in pairwise(starts.tolist())]
 
 
-class KeyedPoissonSampler:
-    """Poisson batches decided record by record: id r is in batch i if a keyed function of (i, r) says so.
-
-    Curators that share the stream's key and hold different records draw together what one curator of all the
-    records would draw. Ids are whole numbers, each held by one record.
-    """
-
-    def __init__(self, record_ids: npt.ArrayLike, rate: float, stream: SecureStream) -> None:
-        ids = np.asarray(record_ids)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise ValueError(f"record_ids of shape {ids.shape} and type {ids.dtype}: must be a list of integers.")
-        if ids.size and ids.min() < 0:
-            raise ValueError(f"record_ids: {ids.min()} is negative; ids must be ≥ 0.")
-        if np.unique(ids).size != ids.size:
-            raise ValueError("record_ids: two records have the same id; they would always be drawn together.")
-        self._ids = ids.astype(np.uint64)
-        self._threshold = int(rate * 2.0**64)  # exact; P(word < threshold) is the rate rounded down to 2⁻⁶⁴
-        self._stream = stream
-
-    def batch(self, i: int) -> Indices:
-        """Return the positions, in increasing order, of the records in release ``i``."""
-        if self._threshold == 2**64:
-            return np.arange(self._ids.size, dtype=np.int64)
-        return np.flatnonzero(self._stream.at(i, self._ids) < np.uint64(self._threshold))
-
-
 def permuted_slots(n: int, stream: SecureStream) -> Indices:
     """Return a secret permutation of n slots: the slot of each record.
 
-    Random words are sorted that carry their place in the lowest bits, which is quicker than to sort places; if two
-    agree in all other bits, whole words decide. Every order is then as likely as any other. For records that keep
-    their places parallel composition would hold for any assignment; people are numbered by their first records, so
-    that somebody else's records move them, and only a law that does not know numbers is the same for both tables.
+    Random words are sorted, so every order is as likely as any other. For records that keep their places parallel
+    composition would hold for any assignment. But people are numbered by their first records, so that other
+    people's records move them, and only a law that does not know numbers is the same for both tables.
     """
     _check_records(n)
-    low = np.uint64((1 << max(n - 1, 1).bit_length()) - 1)
-    drawn = stream.uint64(0, n)
-    words = (drawn & ~low) | np.arange(n, dtype=np.uint64)
-    words.sort()
-    high = words & ~low
-    order = (words & low).astype(np.int64) if (high[1:] != high[:-1]).all() else np.argsort(drawn, kind="stable")
     slots = np.empty(n, np.int64)
-    slots[order] = np.arange(n)
+    slots[np.argsort(stream.uint64(0, n), kind="stable")] = np.arange(n)
     return slots
 
 
@@ -199,7 +159,7 @@ def _scaled(word: npt.NDArray[np.uint64], n: int) -> Indices:
 
 
 class CohortSampler:
-    """Cohorts in turn: batch i is everybody of cohort i mod b.
+    """Cohorts in turn: batch i is all of cohort i mod b.
 
     >>> sampler = CohortSampler(np.array([1, 0, 1]), 2)
     >>> sampler.batch(0).tolist(), sampler.batch(3).tolist()
@@ -217,7 +177,7 @@ class CohortSampler:
 
 
 class AllocationSampler:
-    """Epochs of random allocation: batch i is everybody who drew step i mod T in epoch ⌊i/T⌋.
+    """Epochs of random allocation: batch i is all records that drew step i mod T in epoch ⌊i/T⌋.
 
     Epoch e has block e of the stream, one word for each record, whatever its content. Removing a record leaves the
     law of all others' draws as it was.
@@ -244,8 +204,14 @@ class AllocationSampler:
         return self._turns.batch(i)
 
 
+def drawn(words: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[np.bool_]:
+    """Return which uniform words draw their record: each with probability ``rate``, rounded down to 2⁻⁶⁴."""
+    threshold = int(rate * 2.0**64)  # exact
+    return words < np.uint64(threshold) if threshold < 2**64 else np.ones(words.shape, bool)
+
+
 class BernoulliSubsampler:
-    """Of the batches of another sampler, the records whose coins say so: record r in release i by a keyed function.
+    """Of the batches of another sampler, the records that a coin draws: record r in release i by a keyed function.
 
     Cohorts are read from block 0 of the stream; release i has block i + 1.
 
@@ -257,16 +223,13 @@ class BernoulliSubsampler:
     """
 
     def __init__(self, turns: Sampler, rate: float, stream: SecureStream) -> None:
-        self._turns, self._stream = turns, stream
-        self._threshold = int(rate * 2.0**64)  # exact; P(word < threshold) is the rate rounded down to 2⁻⁶⁴
+        self._turns, self._rate, self._stream = turns, rate, stream
 
     def batch(self, i: int) -> Indices:
         """Return the records of release ``i`` (possibly none)."""
         members = self._turns.batch(i)
         assert members is not None, "cohorts are lists of records"
-        if self._threshold == 2**64:
-            return members
-        return members[self._stream.at(i + 1, members) < np.uint64(self._threshold)]
+        return members[drawn(self._stream.at(i + 1, members), self._rate)]
 
 
 class SlotSampler:
@@ -330,7 +293,7 @@ def _check_records(n: int) -> None:
 
 
 class RowScan:
-    """Batches of rows that are not listed: row r is in release i if ``drawn(i, [r])``, a keyed function, says so.
+    """Batches of rows that are not listed: row r is in release i if the keyed function ``holds(i, [r])`` is true.
 
     >>> from quietgrad.privacy.rng import seed_key
     >>> stream = SecureStream(seed_key(0), "batches")
@@ -339,23 +302,23 @@ class RowScan:
     True
     """
 
-    def __init__(self, n_records: int, drawn: Callable[[int, Indices], npt.NDArray[np.bool_]]) -> None:
-        self._n, self._drawn = n_records, drawn
+    def __init__(self, n_records: int, holds: Callable[[int, Indices], npt.NDArray[np.bool_]]) -> None:
+        self._n, self._holds = n_records, holds
 
     def batch(self, i: int) -> Indices:
         """Return the rows of release ``i``, in increasing order (possibly none)."""
         found = [np.zeros(0, np.int64)]
         for start in range(0, self._n, _STRETCH):
             rows = np.arange(start, min(start + _STRETCH, self._n), dtype=np.int64)
-            found.append(rows[self._drawn(i, rows)])
+            found.append(rows[self._holds(i, rows)])
         return np.concatenate(found)
 
 
-class SlotScan(SlotSampler):
+class SinglePassScan(SlotSampler):
     """Slots of rows that are not listed: a row's slot is a keyed hash of its number.
 
     >>> from quietgrad.privacy.rng import seed_key
-    >>> sampler = SlotScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
+    >>> sampler = SinglePassScan(100, 100, 50, SecureStream(seed_key(0), "fresh"))
     >>> sorted([*sampler.take(50), *sampler.take(50)]) == list(range(100)), sampler.left
     (True, 0)
     """
@@ -365,8 +328,8 @@ class SlotScan(SlotSampler):
         self._n, self._stream = n_records, stream
 
     def _between(self, first: int, last: int) -> Indices:
-        def drawn(_: int, rows: Indices) -> npt.NDArray[np.bool_]:
+        def between(_: int, rows: Indices) -> npt.NDArray[np.bool_]:
             slots = hashed_slots(rows, self._n_slots, self._stream)
             return (slots >= first) & (slots < last)
 
-        return RowScan(self._n, drawn).batch(0)
+        return RowScan(self._n, between).batch(0)
