@@ -205,7 +205,7 @@ def test_bad_input_is_refused(call: Callable[[], object], message: str) -> None:
 
 def test_a_list_is_not_a_sum() -> None:
     with pytest.raises(TypeError, match="total is a list"):
-        add_discretized_gaussian([0.0], np.zeros(1), 1.0, grid_step(1.0))
+        add_discretized_gaussian([0.0], np.zeros(1), 1.0, grid_step(1.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dim", [1, 3, 200])

@@ -17,9 +17,9 @@ from scipy import special
 from quietgrad.errors import BudgetError
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
+from quietgrad.privacy.compiled import draw_subsets
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, from_json
-from quietgrad.privacy.compiled import draw_subsets
 from quietgrad.sampling.samplers import binomial_table, hashed_slots, permuted_slots
 
 FALSE_ALARM = 1e-6

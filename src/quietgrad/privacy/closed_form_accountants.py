@@ -120,7 +120,7 @@ def _curve(event: Event, relation: Relation, factor: float) -> Array:
             case Pure(epsilon=e, relation=proved):
                 check_relation(part, proved, relation)
                 # randomised response: log[(e^{αε} + e^{(1−α)ε})/(1 + e^ε)]/(α − 1)
-                return (np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1)
+                return np.asarray((np.logaddexp(a * e, (1 - a) * e) - np.logaddexp(0.0, e)) / (a - 1))
             case PoissonSampled() | FixedSizeSampled():
                 return _sampled_curve(part, relation, factor)
             case RandomNumberOfReleases(inner=inner, law=law):

@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from quietgrad.privacy.budget import Json, Relation
 
@@ -78,13 +78,15 @@ _LARGEST_COUNT = 10**15
 _LARGEST_EPOCH = 10**9
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
 def _number(low: float, high: float, words: str, *, whole: bool = False) -> Callable[[str, object], float]:
     """A check that a number is within a range, or a whole number of it."""
 
     def check(name: str, value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
-            raise ValueError(f"{name}={value!r}: must be {words}.")
-        if whole and int(value) != value:
+        if not _is_number(value) or not low <= value <= high or (whole and int(value) != value):
             raise ValueError(f"{name}={value!r}: must be {words}.")
         return int(value) if whole else float(value)
 
