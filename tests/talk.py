@@ -8,10 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from quietgrad.federation import Party, deal
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.exchange import ASK, Envelope, Exchange, agreement_of, body
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan
-from quietgrad.federation.transport import Away, Bytes
+from quietgrad.federation.transport import Away, Bytes, Handler
+from quietgrad.federation.wire import Message, decode, encode, pack
+from quietgrad.objectives.base import Query
 
 
 def toml_plan(
@@ -33,13 +39,33 @@ def approval(text: str, keys: Path, out: Path, **settings: Any) -> Approved:
     return Approved(text, parse_plan(text).digest, str(keys), str(out), **settings)
 
 
-class Talk:
-    """A coordinator that says what it likes.
+def people(m: int = 4) -> list[Party]:
+    """The parties of a small table."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(200, 3))
+    return deal(X, (X[:, 0] > 0.0) * 1.0, m)
 
-    Args:
-        transport: how frames travel.
-        agreement: the plan that it claims to go by.
-    """
+
+def say(handle: Handler, kind: str, arrays: Mapping[str, Any] | None = None, **fields: Any) -> Message:
+    """What a member answers to one message."""
+    return decode(bytes(handle(encode(Message(kind, fields, arrays or {})))))
+
+
+def ask(handle: Handler, query: Query, /, **fields: Any) -> Message:
+    """What a party answers to one question, the first of the run unless ``fields`` say otherwise."""
+    packed, arrays = pack(query)
+    words = {"run": "r", "round": 0, "slot": "gradient", "draw": 0, "query": packed}
+    return say(handle, "ask", arrays, **{**words, **fields})
+
+
+def opened(party: PartyCurator, run: str = "r") -> PartyCurator:
+    """A party that is ready for a run."""
+    assert say(party.handle, "open", run=run, plan=party.plan.digest).kind == "ready"
+    return party
+
+
+class Talk:
+    """A coordinator that says what it likes, and claims to go by the plan ``agreement``."""
 
     def __init__(self, transport: Any, agreement: str = "plan") -> None:
         self._transport, self._agreement = transport, agreement

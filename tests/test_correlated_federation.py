@@ -17,7 +17,7 @@ from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble
-from quietgrad.federation.wire import Message, decode, encode, pack
+from quietgrad.federation.wire import Message
 from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy import events
@@ -26,6 +26,7 @@ from quietgrad.privacy.rng import fresh_key
 from quietgrad.secure.channel import NoiseShare
 from quietgrad.secure.identity import DropoutError
 from quietgrad.secure.terms import SecureSumConfig
+from tests import talk
 from tests.faults import Fault, faulty
 from tests.test_correlated import matrix, white
 
@@ -189,16 +190,11 @@ def made_plan(names: int = 2, algorithm: Any = TURNS, **settings: Any) -> Federa
 
 def opened(plan: FederatedPlan) -> PartyCurator:
     rng = np.random.default_rng(0)
-    someone = PartyCurator("p0", Logistic(), (rng.normal(size=(40, 3)), np.arange(40) % 2), plan)
-    reply = decode(someone.handle(encode(Message("open", {"run": "run1", "plan": plan.digest}))))
-    assert reply.kind == "ready"
-    return someone
+    return talk.opened(PartyCurator("p0", Logistic(), (rng.normal(size=(40, 3)), np.arange(40) % 2), plan))
 
 
 def ask(someone: PartyCurator, t: int, draw: int) -> Message:
-    packed, arrays = pack(GradientQuery(np.zeros(3), 1.0))
-    words = {"run": "run1", "round": t, "slot": "gradient", "draw": draw, "query": packed}
-    return decode(bytes(someone.handle(encode(Message("ask", words, arrays)))))
+    return talk.ask(someone.handle, GradientQuery(np.zeros(3), 1.0), round=t, draw=draw)
 
 
 def test_a_coordinator_cannot_ask_one_cohort_out_of_turn() -> None:
@@ -229,15 +225,9 @@ def test_altered_plans_are_not_the_one_that_was_approved() -> None:
 
 
 def test_a_party_that_restarts_keeps_its_cohorts_and_draws_new_noise(tmp_path: Path) -> None:
-    plan, federation = assemble(
+    _, federation = assemble(
         TURNS, Logistic(), people(), budget=BUDGET, trust="secure", secure="masks", folder=tmp_path
     )
-
-    def opened_again(handler: Any) -> PartyCurator:
-        curator: PartyCurator = handler.__self__
-        reply = decode(handler(encode(Message("open", {"run": "run1", "plan": plan.digest}))))
-        assert reply.kind == "ready"
-        return curator
 
     def share_of(curator: PartyCurator) -> NoiseShare:
         assert curator._member is not None
@@ -245,11 +235,11 @@ def test_a_party_that_restarts_keeps_its_cohorts_and_draws_new_noise(tmp_path: P
         assert share is not None
         return share
 
-    first = opened_again(federation.handlers["party-1"])
+    first = talk.opened(federation.handlers["party-1"].__self__)  # type: ignore[attr-defined]
     kept, cohort = share_of(first).draw(9), first._samplers["gradient"](9)
     assert cohort is not None
     first._journal.close()  # the process goes away
-    again = opened_again(federation.again("party-1"))
+    again = talk.opened(federation.again("party-1").__self__)  # type: ignore[attr-defined]
     assert np.array_equal(np.asarray(again._samplers["gradient"](9)), cohort)
     assert not np.array_equal(share_of(again).draw(9), kept)
 
@@ -259,8 +249,7 @@ def test_a_server_keeps_its_recursion_over_new_keys_of_one_run() -> None:
     server: SumMember = federation.handlers["server-1"].__self__  # type: ignore[attr-defined]
 
     def hello(run: str) -> NoiseShare:
-        words = {"run": run, "dim": 3, "epoch": "00" * 16}
-        assert decode(bytes(server.handle(encode(Message("hello", words))))).kind == "hello"
+        assert talk.say(server.handle, "hello", run=run, dim=3, epoch="00" * 16).kind == "hello"
         return server._roles[3]._noise_share
 
     first = hello("one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -182,33 +181,9 @@ def test_strangers_and_impostors_are_refused(members: Members, tmp_path: Path) -
     fake.close()
 
 
-def test_caller_without_a_certificate_gets_nowhere(members: Members) -> None:
-    with socket.create_connection(("127.0.0.1", members.server.port)) as sock:
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        sock.settimeout(20.0)
-        with contextlib.suppress(ConnectionResetError):
-            assert b"HTTP" not in sock.recv(1000)
-    members.join("a")
-    assert bytes(members.talk.exchange({"a": b"12"}, timeout=20.0)[0]["a"]) == b"21"
-
-
 def test_second_process_with_the_same_keys_takes_the_seat(members: Members) -> None:
     members.join("a", lambda data: b"first", label="first")
     assert bytes(members.talk.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"first"
     members.join("a", lambda data: b"second", label="second")
     assert "another process with the same keys" in str(members.end("first"))
     assert bytes(members.talk.exchange({"a": b"?"}, timeout=20.0)[0]["a"]) == b"second"
-
-
-def test_coordinator_that_restarts_is_found_again(keys: dict[str, Credentials]) -> None:
-    members = Members(keys)
-    members.join("a")
-    members.talk.exchange({"a": b"1"}, timeout=20.0)
-    port = members.server.port
-    members.server.close()  # without a farewell: as if it had been killed
-    again = TlsServer(keys["coordinator"], ("127.0.0.1", port), ["a"], agreement="plan", most=MOST)
-    talk = Talk(again)
-    replies, _ = talk.exchange({"a": b"12"}, timeout=20.0)
-    assert bytes(replies["a"]) == b"21"
-    talk.finish("over")
-    assert members.end("a") == "over"

@@ -22,11 +22,12 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.provisioning import provision
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
-from quietgrad.federation.wire import Message, decode, encode, pack
+from quietgrad.federation.wire import Message
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import ProtocolError
+from tests import talk
 from tests.talk import approval
 from tests.test_federate_network import TWO
 
@@ -66,13 +67,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def say(party: PartyCurator, kind: str, run: str = "r1", **fields: Any) -> Message:
-    return decode(bytes(party.handle(encode(Message(kind, {"run": run, "plan": party.plan.digest, **fields})))))
+    return talk.say(party.handle, kind, run=run, plan=party.plan.digest, **fields)
 
 
-def ask(party: PartyCurator, t: int, run: str = "r1", **fields: Any) -> Message:
-    packed, arrays = pack(GradientQuery(np.zeros(D), 1.0))
-    words = {"run": run, "round": t, "slot": "gradient", "draw": t, "query": packed, **fields}
-    return decode(bytes(party.handle(encode(Message("ask", words, arrays)))))
+def ask(party: PartyCurator, t: int, run: str = "r1") -> Message:
+    return talk.ask(party.handle, GradientQuery(np.zeros(D), 1.0), run=run, round=t, draw=t)
 
 
 def charged(folder: Path) -> list[Any]:
@@ -212,15 +211,6 @@ def test_fresh_records_stay_used_when_the_keys_folder_is_lost(
     assert len(used) == len(set(used))
 
 
-def test_party_does_not_believe_that_a_stop_was_data_independent(make: Make, tmp_path: Path) -> None:
-    party = make()
-    say(party, "open")
-    for t in range(3):
-        ask(party, t)
-    assert say(party, "close", reason="steps", data_dependent=False).kind == "closed"
-    assert charged(tmp_path) == [PLAN.party_event(0, None)]
-
-
 @pytest.mark.parametrize("end", ["close", "withdraw", "restart and withdraw"])
 def test_run_that_asked_nothing_costs_nothing(make: Make, tmp_path: Path, end: str) -> None:
     party = make()
@@ -245,23 +235,6 @@ def test_refusal_of_one_party_costs_the_others_nothing(tmp_path: Path) -> None:
         simulate(qg.DPGD(steps=2), OBJECTIVE, [poor, other], budget=BUDGET, folder=tmp_path / "run")
     assert charged(tmp_path) == []
     assert not (tmp_path / "run" / "aggregates.bin").exists()
-
-
-def test_killed_between_ledger_and_journal_answers_nothing_more(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    party = make()
-    say(party, "open")
-    ask(party, 0)
-    with monkeypatch.context() as window:
-        window.setattr(Journal, "end", lambda self: None)
-        say(party, "close")
-    party.close()
-    party = make()
-    assert say(party, "open").kind == "closed"
-    assert ask(party, 1).kind == "refused"
-    assert say(party, "close").kind == "closed"
-    assert charged(tmp_path) == [PLAN.party_event(0, None)]
 
 
 def test_full_disk_gives_nothing_and_spoils_nothing(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

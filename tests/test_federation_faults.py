@@ -12,7 +12,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.errors import DataError
-from quietgrad.federation import Party, deal
+from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Envelope, Exchange, body
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
@@ -23,6 +23,7 @@ from quietgrad.privacy import events
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.secure.identity import DropoutError, ProtocolError
 from tests.faults import Fault, Faulty, faulty
+from tests.talk import people
 
 Floats = npt.NDArray[np.float64]
 STEPS = 5
@@ -45,12 +46,6 @@ def asked(settings: dict[str, Any], t: int) -> int:
 
 def label(settings: dict[str, Any]) -> str:
     return str(settings.get("secure") or settings["trust"])
-
-
-def people(m: int = 4) -> list[Party]:
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(200, 3))
-    return deal(X, (X[:, 0] > 0.0) * 1.0, m)
 
 
 def outcome(**settings: Any) -> qg.Result:
@@ -103,16 +98,15 @@ def test_a_lost_frame_is_sent_again_and_costs_nothing(settings: dict[str, Any], 
         assert (result.privacy.releases["gradient"], result.details["lost_rounds"]) == (SHORT.steps, 0)
 
 
-@pytest.mark.parametrize("seconds", [1.0, 3600.0])
 @pytest.mark.parametrize("mode", MATRIX)
-def test_an_outage_at_any_point_costs_nothing_but_time(mode: str, seconds: float) -> None:
-    """Of a party, and of a server where there is one; no spare rounds, everybody needed."""
+def test_an_outage_at_any_point_costs_nothing_but_time(mode: str) -> None:
+    """An hour, of a party, and of a server where there is one; no spare rounds, everybody needed."""
     settings = MATRIX[mode]
     calm = outcome(**settings)
     who = ["party-2", *(["server-1"] if settings.get("secure") in ("servers", "mpc") else [])]
     for name in who:
         for first in range(frames(settings, name)):
-            result = outcome(**settings, transport=faulty([Fault(name, "outage", first=first, seconds=seconds)]))
+            result = outcome(**settings, transport=faulty([Fault(name, "outage", first=first, seconds=3600.0)]))
             np.testing.assert_allclose(result.params, calm.params, atol=1e-9)
             assert (result.privacy.releases, result.details["lost_rounds"]) == (calm.privacy.releases, 0)
 
@@ -268,13 +262,6 @@ def test_aborted_run_keeps_the_whole_plan_charged(tmp_path: Path) -> None:
     for name in ("c", "0", "1", "2"):
         counted = Ledger(tmp_path / f"{name}.jsonl").book().counted("default")
         assert counted == [events.gaussian(9.0, STEPS)]
-
-
-def test_cap_of_one_party_stops_the_run_before_anything_is_released(tmp_path: Path) -> None:
-    first, *others = people(3)
-    careful = Party(first.X, first.y, ledger=tmp_path / "l.jsonl", cap=qg.Budget(0.01, 1e-5))
-    with pytest.raises(ProtocolError, match=r"party-1.*cap"):
-        simulate(ALGORITHM, Logistic(), [careful, *others], budget=BUDGET, noise_multiplier=9.0)
 
 
 class Killed(BaseException):

@@ -16,13 +16,14 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode, pack
+from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode
 from quietgrad.objectives.base import GradientDifferenceQuery, GradientQuery, Query, RecursiveMomentumQuery
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Logistic
+from tests import talk
 
-D, N, RUN = 3, 40, "run1"
+D, N = 3, 40
 OBJECTIVE = Logistic(row_bound=1.0, rows="clip", regularizer=L2(0.1))
 BUDGET = qg.Budget(1.0, 1e-5)
 
@@ -40,17 +41,8 @@ def party(plan: FederatedPlan) -> PartyCurator:
     return PartyCurator("a", OBJECTIVE, (rng.normal(size=(N, D)), rng.integers(0, 2, N)), plan, seed=0)
 
 
-def opened(plan: FederatedPlan) -> PartyCurator:
-    someone = party(plan)
-    reply = decode(someone.handle(encode(Message("open", {"run": RUN, "plan": plan.digest}))))
-    assert reply.kind == "ready"
-    return someone
-
-
 def ask(someone: PartyCurator, query: Query, **fields: Any) -> Message:
-    packed, arrays = pack(query)
-    words = {"run": RUN, "round": 0, "slot": "first", "draw": 0, "query": packed, **fields}
-    return decode(bytes(someone.handle(encode(Message("ask", words, arrays)))))
+    return talk.ask(someone.handle, query, **{"slot": "first", **fields})
 
 
 FIRST = GradientQuery(np.zeros(D), 0.5)
@@ -72,7 +64,7 @@ OFF_PLAN: dict[str, tuple[Query, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OFF_PLAN)
 def test_off_plan_queries_are_refused(name: str) -> None:
     query, fields, reason = OFF_PLAN[name]
-    someone = opened(made())
+    someone = talk.opened(party(made()))
     reply = ask(someone, query, **fields)
     assert reply.kind == "refused"
     assert reply.fields["code"] == "plan"
@@ -81,7 +73,7 @@ def test_off_plan_queries_are_refused(name: str) -> None:
 
 
 def test_stale_rounds_and_repeated_draws_are_refused() -> None:
-    someone = opened(made())
+    someone = talk.opened(party(made()))
     assert ask(someone, NEXT, slot="next", round=3, draw=1).kind == "sum"
     for fields, reason in (
         ({"round": 3, "draw": 2}, "stale"),
@@ -102,24 +94,24 @@ def test_other_plans_and_other_runs_are_refused() -> None:
     someone = party(plan)
     softer = made(noise_multiplier=1.9)
     assert softer.digest != plan.digest
-    reply = decode(someone.handle(encode(Message("open", {"run": RUN, "plan": softer.digest}))))
+    reply = talk.say(someone.handle, "open", run="r", plan=softer.digest)
     assert reply.fields["code"] == "plan"
     assert "not the one that was approved" in reply.fields["reason"]
     assert ask(someone, FIRST).fields["code"] == "stranger"
-    someone = opened(plan)
+    someone = talk.opened(party(plan))
     assert ask(someone, FIRST, run="other").fields["code"] == "stranger"
-    assert decode(someone.handle(encode(Message("reveal", {"run": RUN})))).kind == "refused"
+    assert talk.say(someone.handle, "reveal", run="r").kind == "refused"
 
 
 def test_sensitivity_of_a_fit_is_proved_by_the_party() -> None:
     plan = made(qg.WeightedAverage(steps=20), budget=qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE))
     fit = local_fit(OBJECTIVE, 2 * N, 20, qg.WeightedAverage().step_size(OBJECTIVE), start=np.zeros(D))
     lie = replace(fit, sensitivity=fit.sensitivity / 10)
-    assert ask(opened(plan), fit, slot="model").kind == "sum"
-    assert "sensitivity" in ask(opened(plan), lie, slot="model").fields["reason"]
+    assert ask(talk.opened(party(plan)), fit, slot="model").kind == "sum"
+    assert "sensitivity" in ask(talk.opened(party(plan)), lie, slot="model").fields["reason"]
     # Even a plan that was approved with the lie in it does not make the party give in.
     plan.templates["model"][0]["query.sensitivity"] = lie.sensitivity
-    reply = ask(opened(plan), lie, slot="model")
+    reply = ask(talk.opened(party(plan)), lie, slot="model")
     assert reply.fields["code"] == "plan"
     assert "it is" in reply.fields["reason"]
 
@@ -133,7 +125,7 @@ def test_data_of_another_shape_is_refused() -> None:
 
 def test_failures_say_nothing_about_records() -> None:
     plan = made()
-    someone = opened(plan)
+    someone = talk.opened(party(plan))
 
     def explode(*args: Any) -> None:
         raise RuntimeError("record 17 has value 3.14")
@@ -173,7 +165,7 @@ def test_plan_that_does_not_prove_its_budget_is_found_out() -> None:
 
 
 MESSAGE = encode(
-    Message("ask", {"run": RUN, "x": [1, None, "é"]}, {"v": np.arange(5.0), "b": np.arange(3, dtype="u1")})
+    Message("ask", {"run": "r", "x": [1, None, "é"]}, {"v": np.arange(5.0), "b": np.arange(3, dtype="u1")})
 )
 
 

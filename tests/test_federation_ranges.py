@@ -14,19 +14,14 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import (
-    LARGEST_CLIP,
-    SMALLEST_CLIP,
-    ClippingRule,
-    following_clip,
-)
+from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
 from quietgrad.objectives.queries.local_fit import local_fit
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import FeatureMean, SecondMomentMatrix, WhitenedGradient, Whitening
 from tests.questions import Interrogation, pairs
-from tests.test_federation_faults import people
+from tests.talk import ask, opened, people, say
 
 D, N = 63, 40
 SUBNORMAL = 2e-323  # four of the smallest steps: each of 63 coordinates would be rounded up to one
@@ -45,17 +40,6 @@ def test_no_query_has_a_clip_that_rounding_would_stretch(make: Any, clip: float)
     assert following_clip(SUBNORMAL) == 0.0
 
 
-def opened(plan: FederatedPlan, objective: Any, X: Any, y: Any) -> PartyCurator:
-    party = PartyCurator("a", objective, (X, y), plan, seed=0)
-    assert decode(party.handle(encode(Message("open", {"run": "r", "plan": plan.digest})))).kind == "ready"
-    return party
-
-
-def asked(handle: Any, slot: str, fields: Any, arrays: Any) -> Message:
-    words = {"run": "r", "round": 0, "slot": slot, "draw": 0, "query": fields}
-    return decode(bytes(handle(encode(Message("ask", words, arrays)))))
-
-
 def made(algorithm: Any, objective: Any, d: int = D, **settings: Any) -> FederatedPlan:
     settings = {"budget": qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE), **settings}
     return federate(algorithm, objective, names=["a", "b"], sizes=[N, N], shape=Shape(d, d), **settings)
@@ -64,11 +48,11 @@ def made(algorithm: Any, objective: Any, d: int = D, **settings: Any) -> Federat
 def test_a_subnormal_clip_is_refused_by_the_party() -> None:
     """ε 1.0 in the ledger and 4.1 true: the coordinator chose a clip of four subnormal steps."""
     plan = made(qg.WhitenedGD(steps=2, row_bound=1.0), Logistic(), trust="local")
-    party = opened(plan, Logistic(), np.ones((N, D)) / 8.0, np.arange(N) % 2)
-    fields, arrays = pack(whitened(0.5))
-    reply = asked(party.handle, "gradient", {**fields, "clip": SUBNORMAL}, arrays)
+    party = opened(PartyCurator("a", Logistic(), (np.ones((N, D)) / 8.0, np.arange(N) % 2), plan, seed=0))
+    query = {**pack(whitened(0.5))[0], "clip": SUBNORMAL}
+    reply = ask(party.handle, whitened(0.5), query=query)
     assert (reply.kind, reply.fields["code"]) == ("refused", "plan")
-    assert asked(party.handle, "gradient", fields, arrays).kind == "sum"
+    assert ask(party.handle, whitened(0.5)).kind == "sum"
 
 
 @pytest.mark.parametrize("secure", [{"trust": "curator"}, {"trust": "secure", "secure": "masks"}])
@@ -115,13 +99,14 @@ def test_the_start_of_a_fit_is_pinned_by_value(trust: dict[str, Any]) -> None:
         budget = qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
         plan, federation = assemble(qg.WeightedAverage(steps=20), FIT, parties, budget=budget, **trust)
         party = federation.again("party-1")
-        party(encode(Message("open", {"run": "r", "plan": plan.digest})))
+        say(party, "open", run="r", plan=plan.digest)
         for start in starts:
             fields, arrays = pack(fit)
-            reply = asked(party, "model", fields, dict.fromkeys(arrays, start))
+            words = {"run": "r", "round": 0, "slot": "model", "draw": 0, "query": fields}
+            reply = say(party, "ask", dict.fromkeys(arrays, start), **words)
             assert (reply.kind, reply.fields["code"]) == ("refused", "plan")
             said.append(reply.fields["reason"])
-        reply = asked(party, "model", *pack(fit))
+        reply = ask(party, fit, slot="model")
         assert reply.kind == "sum" or reply.fields["code"] != "plan"  # a masked sum has more to ask for first
     assert said[:4] == said[4:]
 
@@ -149,8 +134,8 @@ def test_a_malformed_message_ends_nobody(secure: Any) -> None:
     rng = np.random.default_rng(0)
     hello = {"run": "r", "dim": 3, "epoch": "00" * 16}
     for name, handle in federation.handlers.items():
-        handle(encode(Message("open", {"run": "r", "plan": plan.digest})))
-        handle(encode(Message("hello", hello)))
+        say(handle, "open", run="r", plan=plan.digest)
+        say(handle, "hello", **hello)
         for kind in KINDS:
             for _ in range(30):
                 fields = {

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import ssl
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +11,7 @@ from quietgrad.cli import main
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation import approved
 from quietgrad.federation.plan_file import parse_plan
-from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision
-from quietgrad.secure.identity import DropoutError
+from quietgrad.federation.provisioning import check_none_revoked, provision
 from tests.hostile import PLAN
 
 TEXT = PLAN.decode()
@@ -57,39 +52,3 @@ def test_digests_can_be_read_out_and_typed_in(
     wrong = ("1" if groups[0] == "0" else "0") + groups[1:]
     with pytest.raises(BudgetError, match="nothing was given"):
         approval(plan, keys["a"], plan.parent, pin=wrong)
-
-
-def test_a_party_drops_a_silent_coordinator(keys: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that welcomes and then says nothing is called anew, without alarm, and given up when it is gone."""
-    from quietgrad.federation.exchange import Responder
-    from quietgrad.federation.transport import tls
-    from quietgrad.federation.transport.tls import TlsParty
-    from quietgrad.federation.transport.tls_connection import WELCOME, context_for, receive, send
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    held: list[ssl.SSLSocket] = []
-
-    def silent() -> None:
-        context = context_for(Credentials.read(keys["coordinator"]))
-        with listener:
-            for _ in range(2):
-                line = context.wrap_socket(listener.accept()[0], server_side=True)
-                held.append(line)
-                receive(line, most=1 << 16, deadline=time.monotonic() + 30.0)
-                welcome = json.dumps({"session": "s", "plan": "plan"}).encode()
-                send(line, WELCOME, welcome, deadline=time.monotonic() + 30.0)
-
-    thread = threading.Thread(target=silent, daemon=True)
-    thread.start()
-    said: list[str] = []
-    party = TlsParty(
-        Credentials.read(keys["a"]), listener.getsockname(), Responder(lambda message: b""), agreement="plan",
-        most=1 << 16, timeout=1.0, patience=0.4, tell=said.append,
-    )  # fmt: skip
-    monkeypatch.setattr(tls, "_SILENCE", 0.4)
-    with pytest.raises(DropoutError, match="coordinator: cannot be reached"):
-        party.run()
-    assert not [words for words in said if words.startswith("lost the coordinator")]
-    for line in held:
-        line.close()
-    thread.join(timeout=30.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.federation import Party, ProtocolError, SecureSession, SecureSumConfig, deal
+from quietgrad.federation import ProtocolError, SecureSession, SecureSumConfig
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.party import MaskingMember, SharingMember
 from quietgrad.federation.rounds import proved_faults
@@ -27,6 +27,7 @@ from quietgrad.secure.identity import DropoutError, SumOutOfBoundsError, Survivo
 from quietgrad.secure.masking import MaskingParty, MaskingServer
 from quietgrad.secure.secret_sharing import DealtShares
 from tests.faults import Fault, Faulty
+from tests.talk import people, say
 from tests.test_secure_faults import Masked
 
 FALSE = b"\1" + bytes(32)
@@ -171,12 +172,6 @@ ALGORITHM = qg.DPGD(steps=3, learning_rate=1.0)
 BUDGET = qg.Budget(1.0, 1e-5)
 
 
-def people(m: int = 5) -> list[Party]:
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(200, 3))
-    return deal(X, (X[:, 0] > 0.0) * 1.0, m)
-
-
 Change = Callable[[Message, Message], Message]
 
 
@@ -185,7 +180,7 @@ def federation(
 ) -> tuple[Any, FederatedCurator]:
     """A federation in which some parties' answers are changed on the way out."""
     settings = {"budget": BUDGET, "trust": "secure", "secure": "masks", **settings}
-    plan, made = assemble(ALGORITHM, Logistic(), people(), **settings)
+    plan, made = assemble(ALGORITHM, Logistic(), people(5), **settings)
 
     def wrapped(name: str) -> Callable[[Bytes], Bytes]:
         handle, alter = made.handlers[name], change[name]
@@ -268,11 +263,10 @@ def test_a_false_share_is_noted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPa
 
 def test_a_coordinator_cannot_ask_for_new_neighbours_until_it_likes_them() -> None:
     """Each set-up draws neighbours; δ pays for eight drawings per release, and a party makes no more."""
-    plan, made = assemble(ALGORITHM, Logistic(), people(), budget=BUDGET, trust="secure", secure="masks")
+    plan, made = assemble(ALGORITHM, Logistic(), people(5), budget=BUDGET, trust="secure", secure="masks")
     party, most = made.handlers["party-1"], GRAPHS_PER_RELEASE * ALGORITHM.steps
-    party(encode(Message("open", {"run": "r", "plan": plan.digest})))
-    hellos = (Message("hello", {"run": "r", "dim": 3, "epoch": f"{t:032x}"}) for t in range(most + 1))
-    kinds = [decode(bytes(party(encode(each)))).kind for each in hellos]
+    say(party, "open", run="r", plan=plan.digest)
+    kinds = [say(party, "hello", run="r", dim=3, epoch=f"{t:032x}").kind for t in range(most + 1)]
     assert kinds == ["hello"] * most + ["refused"]
 
 

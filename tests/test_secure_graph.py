@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from itertools import combinations, product
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from quietgrad.federation import (
     DropoutError,
-    Identity,
     MaskingParty,
     MaskingServer,
     ProtocolError,
-    Roster,
     SecureSession,
     SecureSumConfig,
 )
@@ -31,52 +28,14 @@ from quietgrad.secure.graph import (
     masking_neighbours,
 )
 from quietgrad.secure.identity import SurvivorAttestation, pack_members, write_hello
+from tests.test_secure_faults import Masked
 
-D = 3
 M = 80
 
 
-class Large:
+def large(dropouts: int = 8) -> Masked:
     """Eighty parties with drawn neighbours, driven message by message."""
-
-    def __init__(self, dropouts: int = 8, sigma: float = 0.0, absent: tuple[int, ...] = ()) -> None:
-        self.terms = SecureSumConfig(
-            "masks", M, D, bound=10.0, sigma=sigma, honest=M - 1 - dropouts, neighbours=None
-        )
-        people = [Identity(f"phone-{i}") for i in range(M)] + [Identity("server")]
-        roster, run = Roster.of(people), os.urandom(16)
-        self.parties = {
-            i: MaskingParty(p, roster, self.terms, run) for i, p in enumerate(people[:-1]) if i not in absent
-        }
-        self.server = MaskingServer(people[-1], roster, self.terms, run)
-        self.server.meet([p.hello for p in self.parties.values()])
-        for i, hellos in self.server.introductions().items():
-            self.parties[i].meet(hellos)
-        self.vectors = np.random.default_rng(0).normal(size=(M, D))
-
-    def prepare(self, t: int, away: tuple[int, ...] = ()) -> None:
-        here = [p for i, p in self.parties.items() if i not in away]
-        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in here})
-        for p in here:
-            p.deliver(t, delivery[p.me])
-
-    def submit(self, t: int, away: tuple[int, ...] = ()) -> dict[int, bytes]:
-        here = [p for i, p in self.parties.items() if i not in away]
-        return {p.me: p.submit(t, self.vectors[p.me]) for p in here}
-
-    def question(self, to: int, t: int, survivors: tuple[int, ...]) -> bytes:
-        packed = pack_members(survivors, M)
-        signature = SurvivorAttestation.sign(self.server._identity, self.server.context, t, packed)
-        return self.server._seal(to, FrameType.SURVIVORS, t, packed + signature)
-
-    def run(
-        self, t: int, prepare: tuple[int, ...] = (), submit: tuple[int, ...] = (), reveal: tuple[int, ...] = ()
-    ) -> npt.NDArray[np.float64]:
-        self.prepare(t, prepare)
-        asks = self.server.survivors(t, self.submit(t, (*prepare, *submit)))
-        total = self.server.finish(t, {i: self.parties[i].reveal(t, q) for i, q in asks.items() if i not in reveal})
-        np.testing.assert_allclose(total, self.vectors[list(asks)].sum(0), atol=1e-9)
-        return total
+    return Masked(honest=M - 1 - dropouts, parties=M)
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------
@@ -176,10 +135,10 @@ def test_a_lying_server_is_withstood_where_the_documentation_says_so() -> None:
 
 
 def test_sums_are_exact_whoever_drops() -> None:
-    world = Large()
+    world = large()
     assert not world.terms.graph.complete
     world.run(0)
-    world.run(1, prepare=(3, 4), submit=(10, 11, 12), reveal=(20, 21))
+    world.run(1, {3, 4}, {10, 11, 12}, {20, 21})
     world.run(2)
 
 
@@ -198,76 +157,67 @@ def test_noise_of_a_sum_with_dropouts_is_what_the_terms_say() -> None:
 
 def test_nobody_else_chooses_a_partys_neighbours() -> None:
     """Picks are signed: a relay that changes one breaks the hello, and impossible ones are refused by name."""
-    world = Large()
+    world = large()
     party, server = world.parties[0], world.server
     altered = bytearray(party.hello)
     altered[-65] ^= 1
     fresh = MaskingServer(server._identity, server.roster, world.terms, b"r")
     with pytest.raises(ProtocolError):
         fresh.meet([bytes(altered)])
-    few = write_hello(party._identity, server.roster, fresh.context, os.urandom(32), party.picks[:-1])
-    with pytest.raises(ProtocolError, match="phone-0: hello names impossible neighbours"):
-        fresh.meet([few])
-    herself = (0, *party.picks[1:])
-    with pytest.raises(ProtocolError, match="phone-0: hello names impossible neighbours"):
-        fresh.meet([write_hello(party._identity, server.roster, fresh.context, os.urandom(32), herself)])
+    for picks in (party.picks[:-1], (0, *party.picks[1:])):  # too few, and herself
+        hello = write_hello(party._identity, server.roster, fresh.context, os.urandom(32), picks)
+        with pytest.raises(ProtocolError, match="clinic-0: hello names impossible neighbours"):
+            fresh.meet([hello])
 
 
 def test_a_server_that_withholds_a_neighbours_hello_is_refused() -> None:
     """Else it could leave a party with partners of its own choice."""
-    world = Large()
+    world = large()
     victim = world.parties[0]
     again = MaskingParty(victim._identity, victim.roster, world.terms, b"run")
     server = MaskingServer(world.server._identity, victim.roster, world.terms, b"run")
-    others = [MaskingParty(p._identity, victim.roster, world.terms, b"run") for p in world.parties.values() if p.me]
+    others = [MaskingParty(p._identity, victim.roster, world.terms, b"run") for p in world.parties if p.me]
     server.meet([again.hello, *(p.hello for p in others)])
     hidden = again.picks[0]
     near = server.introductions()[0]
     again.meet([hello for hello in near if hello != server._hellos[hidden]])
-    for p in others:
-        p.meet(server.introductions()[p.me])
-    frames = {p.me: p.prepare(0) for p in others}
     again.prepare(0)
     head = pack_members(tuple(range(M)), M)
     with pytest.raises(ProtocolError, match="server: names a neighbour as a member and did not pass her hello on"):
         again.deliver(0, server._seal(0, FrameType.DELIVER, 0, head))
-    assert len(frames) == M - 1
 
 
 def test_two_lists_of_survivors_convict_the_server_in_the_next_round() -> None:
     """What a lying server gains here is in the threat model; any two honest neighbours find it out."""
-    world = Large()
-    world.prepare(0)
-    world.server.survivors(0, world.submit(0))
+    world = large()
+    world.server.survivors(0, world.submitted(0))
     everybody, fewer = tuple(range(M)), tuple(range(M - 8))
-    for i, party in world.parties.items():
+    for i, party in enumerate(world.parties):
         party.reveal(0, world.question(i, 0, fewer if i < M // 2 else everybody))
     with pytest.raises(ProtocolError, match=r"server: signed two lists of survivors of round 0, one for us"):
-        world.prepare(1)
+        world.submitted(1)
 
 
 def test_a_neighbour_who_invents_a_second_list_convicts_herself() -> None:
-    world = Large()
+    world = large()
     world.run(0)
     liar = world.parties[7]
     liar.witness = SurvivorAttestation.of(liar.context, 0, pack_members(tuple(range(9)), M), bytes(64))
-    frames = {i: party.prepare(1) for i, party in world.parties.items()}
-    delivery = world.server.relay(1, frames)
-    near = [i for i, party in world.parties.items() if 7 in party._near.source]
+    delivery = world.server.relay(1, {party.me: party.prepare(1) for party in world.parties})
+    near = [i for i, party in enumerate(world.parties) if 7 in party._near.source]
     assert near
-    for i, party in world.parties.items():
+    for i, party in enumerate(world.parties):
         if i in near:
-            with pytest.raises(ProtocolError, match="phone-7: shows survivors of round 0 that the server never"):
+            with pytest.raises(ProtocolError, match="clinic-7: shows survivors of round 0 that the server never"):
                 party.deliver(1, delivery[i])
         elif party is not liar:  # what her own client says is nobody's finding
             party.deliver(1, delivery[i])
 
 
 def test_both_secrets_of_one_party_are_never_opened() -> None:
-    """The server tells one half that phone-0 dropped and the other half that she did not: neither opens."""
-    world = Large()
-    world.prepare(0)
-    world.server.survivors(0, world.submit(0))
+    """The server tells one half that clinic-0 dropped and the other half that she did not: neither opens."""
+    world = large()
+    world.server.survivors(0, world.submitted(0))
     holders = sorted(world.parties[0].picks)
     everybody = tuple(range(M))
     without = tuple(i for i in everybody if i != 0)

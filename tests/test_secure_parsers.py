@@ -6,7 +6,6 @@ Two kinds of fuzzing: raw bytes (an outsider), and arbitrary payloads in authent
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import struct
 import tracemalloc
@@ -23,16 +22,14 @@ from quietgrad.federation import (
     NoiseServer,
     ProtocolError,
     Roster,
-    SecureSumConfig,
-    SharingParty,
     SumServer,
 )
 from quietgrad.federation.transport.tls_connection import receive
-from quietgrad.secure.channel import Channel, Endpoint, FrameType
+from quietgrad.secure.channel import Channel, FrameType
 from quietgrad.secure.identity import WITNESS_BYTES, pack_members, read_hello
 from quietgrad.secure.secret_sharing import SHARE_BYTES, ShareCommitments
+from tests.test_secure_faults import D, Masked, Shared
 
-D = 4
 PAYLOADS = st.one_of(
     st.binary(max_size=600),
     st.integers(0, 600).map(bytes),
@@ -43,20 +40,9 @@ PAYLOADS = st.one_of(
 FUZZ = settings(max_examples=60, deadline=None)
 
 
-def acquainted(*roles: Endpoint) -> None:
-    hellos = [role.hello for role in roles]
-    for role in roles:
-        role.meet(hellos)
-
-
-def masked(honest: int = 1) -> tuple[list[MaskingParty], MaskingServer]:
-    terms = SecureSumConfig("masks", parties=3, dimension=D, bound=1.0, sigma=0.0, honest=honest)
-    people = [Identity(f"clinic-{i}") for i in range(3)] + [Identity("server")]
-    roster, run = Roster.of(people), os.urandom(16)
-    parties = [MaskingParty(p, roster, terms, run) for p in people[:3]]
-    server = MaskingServer(people[3], roster, terms, run)
-    acquainted(*parties, server)
-    return parties, server
+def masked() -> tuple[list[MaskingParty], MaskingServer]:
+    world = Masked(honest=1, parties=3)
+    return world.parties, world.server
 
 
 @FUZZ
@@ -162,22 +148,11 @@ def test_a_round_key_of_low_order_is_refused_by_the_name_of_its_author(monkeypat
         parties[0].deliver(0, delivery[0])
 
 
-def shared(kind: type[SumServer]) -> tuple[list[SharingParty], list[SumServer]]:
-    mode = "mpc" if kind is NoiseServer else "servers"
-    terms = SecureSumConfig(mode, parties=2, dimension=D, bound=1.0, sigma=1.0)  # type: ignore[arg-type]
-    names = ["clinic-0", "clinic-1", *(f"server-{k}" for k in range(terms.server_count))]
-    people = [Identity(name) for name in names]
-    roster, run = Roster.of(people), os.urandom(16)
-    parties = [SharingParty(p, roster, terms, run) for p in people[:2]]
-    servers = [kind(p, roster, terms, run) for p in people[2:]]
-    acquainted(*parties, *servers)
-    return parties, servers
-
-
 @FUZZ
 @given(PAYLOADS)
 def test_malicious_shares_lists_and_partials_cannot_crash_a_server(payload: bytes) -> None:
-    parties, (first, last) = shared(SumServer)
+    world = Shared(SumServer)
+    parties, (first, last) = world.parties, world.servers
 
     def receive(t: int) -> None:
         shares = [p.share(t, np.zeros(D)) for p in parties]
@@ -188,11 +163,11 @@ def test_malicious_shares_lists_and_partials_cannot_crash_a_server(payload: byte
             with pytest.raises(ProtocolError, match="clinic-1"):
                 server.receive(0, {1: parties[1]._seal(server.me, FrameType.SHARE, 0, payload)})
     receive(1)
-    if payload != bytes([1, 1]):
+    if payload != bytes([1, 1, 1]):
         with pytest.raises(ProtocolError):
             first.partial(1, {last.me: last._seal(first.me, FrameType.PRESENT, 1, payload)})
     receive(2)
-    first.partial(2, {last.me: last._seal(first.me, FrameType.PRESENT, 2, bytes([1, 1]))})
+    first.partial(2, {last.me: last._seal(first.me, FrameType.PRESENT, 2, bytes([1, 1, 1]))})
     if len(payload) != 8 * D:
         with pytest.raises(ProtocolError, match="server-1"):
             first.finish(2, {last.me: last._seal(first.me, FrameType.PARTIAL, 2, payload)})
@@ -201,8 +176,7 @@ def test_malicious_shares_lists_and_partials_cannot_crash_a_server(payload: byte
 @FUZZ
 @given(PAYLOADS)
 def test_a_malicious_neighbour_cannot_crash_the_noise_computation(payload: bytes) -> None:
-    _, servers = shared(NoiseServer)
-    first, second = servers[0], servers[1]
+    first, second, _ = Shared(NoiseServer).servers
     assert isinstance(first, NoiseServer)
     computation = first.prepare(0)
     next(computation)
