@@ -7,20 +7,43 @@ A reader returns something valid or raises one of quietgrad's own errors: anythi
 from __future__ import annotations
 
 import bz2
+import dataclasses
 import gzip
 import io
 import json
 import random
+import shutil
+import struct
+import tempfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
+import safetensors.numpy
 
+import quietgrad as qg
+from quietgrad.certificates import check, issue
 from quietgrad.certificates.document import PrivacyCertificate, canonical, parse
+from quietgrad.cli.run_spec import RunSpec
+from quietgrad.data import load, scan
 from quietgrad.errors import QuietgradError
-from quietgrad.federation.wire import WireError
+from quietgrad.federation.plan_file import read_plan
+from quietgrad.federation.provisioning import asker, provision, request
+from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.objectives import Squared
+from quietgrad.objectives.base import Batch, ClippingRule
+from quietgrad.plans.schedule import Slot
+from quietgrad.privacy import chain
+from quietgrad.privacy.events import gaussian
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.report.page import render
+from quietgrad.sampling import FullBatch
+from quietgrad.training import checkpoint, result
 from tests.talk import toml_plan
 
 ALLOWED = (QuietgradError, WireError)
@@ -92,8 +115,6 @@ def spoiled(seed: bytes, rng: random.Random) -> bytes:
 
 def _table(suffix: str, **settings: Any) -> Callable[[bytes, Path], object]:
     def read(content: bytes, folder: Path) -> object:
-        from quietgrad.data import load
-
         path = folder / f"rows{suffix}"
         path.write_bytes(content)
         data = load(path, **settings)
@@ -118,9 +139,6 @@ def _npz_seeds() -> list[bytes]:
 
 
 def _parquet_seeds() -> list[bytes]:
-    import pyarrow
-    import pyarrow.parquet
-
     out = []
     for compression in ("none", "snappy", "zstd"):
         table = pyarrow.table({"a": [1.0, 2.0, 0.5], "b": [1, 2, 3], "y": [0, 1, 0]})
@@ -131,93 +149,64 @@ def _parquet_seeds() -> list[bytes]:
 
 
 def _result() -> tuple[dict[str, Any], bytes]:
-    from safetensors.numpy import save
-
-    from quietgrad.plans.schedule import Slot
-    from quietgrad.privacy.budget import Relation
-    from quietgrad.privacy.events import gaussian
-    from quietgrad.sampling import FullBatch
-    from quietgrad.training.result import Privacy, Result
-
-    privacy = Privacy(
-        2.6, 1e-5, Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10), {"gradient": 10}, "all", "anyone",
-        "default", True,
+    privacy = result.Privacy(
+        2.6, 1e-5, qg.Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10), {"gradient": 10}, "all",
+        "anyone", "default", True,
     )  # fmt: skip
     slots = [Slot("gradient", FullBatch(), 10).to_json()]
     details = {"slots": slots, "epsilon_curve": [[5, 1.0], [10, 2.5], [11, 2.5]]}
     history = [{"step": k, "estimate_norm": 1.0 / k} for k in range(1, 4)]
-    result = Result(np.zeros(3), privacy, "dp-gd", {"steps": 10}, 100, history, details=details)
-    return result.to_json(), save({"params": np.zeros(3)})
+    made = result.Result(np.zeros(3), privacy, "dp-gd", {"steps": 10}, 100, history, details=details)
+    return made.to_json(), safetensors.numpy.save({"params": np.zeros(3)})
 
 
 def _read_result(content: bytes, folder: Path) -> object:
-    from quietgrad.report.page import render
-
     (folder / "model.safetensors").write_bytes(_result()[1])
     (folder / "result.json").write_bytes(content)
     return render([folder])
 
 
 def _read_model(content: bytes, folder: Path) -> object:
-    from quietgrad.training.result import load
-
     (folder / "result.json").write_text(json.dumps(_result()[0]))
     (folder / "model.safetensors").write_bytes(content)
-    return load(folder)
+    return result.load(folder)
 
 
 def _read_checkpoint(content: bytes, folder: Path) -> object:
-    from quietgrad.training.checkpoint import load
-
     (folder / "checkpoint.safetensors").write_bytes(content)
-    return load(folder / "checkpoint.safetensors", lambda run: bytes(32))
+    return checkpoint.load(folder / "checkpoint.safetensors", lambda run: bytes(32))
 
 
 def _checkpoint() -> bytes:
-    import tempfile
-
-    from quietgrad.algorithms.dp_sgd import DPGD
-    from quietgrad.training.checkpoint import save
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.safetensors"
-        save(path, "a", {"state": DPGD(steps=2).init(np.zeros(3)), "used": {"gradient": 1}}, bytes(32))
+        checkpoint.save(
+            path, "a", {"state": qg.DPGD(steps=2).init(np.zeros(3)), "used": {"gradient": 1}}, bytes(32)
+        )
         return path.read_bytes()
 
 
 def _read_schema(content: bytes, folder: Path) -> object:
-    from quietgrad.data import load
-
     (folder / "schema.json").write_bytes(content)
     (folder / "rows.csv").write_bytes(CSV)
     return load(folder / "rows.csv", schema=folder / "schema.json")
 
 
 def _read_options(content: bytes, folder: Path) -> object:
-    from quietgrad.cli.run_spec import RunSpec
-
     (folder / "run.json").write_bytes(content)
     return RunSpec.load(folder)
 
 
 def _options() -> bytes:
-    import dataclasses
-
-    from quietgrad.cli.run_spec import RunSpec
-
     return json.dumps(dataclasses.asdict(RunSpec(data="a9a", epsilon=1.0))).encode()
 
 
 def _read_plan(content: bytes, folder: Path) -> object:
-    from quietgrad.federation.plan_file import read_plan
-
     (folder / "plan.toml").write_bytes(content)
     return read_plan(folder / "plan.toml").digest
 
 
 def _read_wire(content: bytes, folder: Path) -> object:
-    from quietgrad.federation.wire import decode
-
     return decode(bytearray(content), most=1 << 20)
 
 
@@ -226,26 +215,17 @@ _HEADER = json.dumps({"kind": "ask", "fields": {"round": 1}, "arrays": [["x", "<
 
 def _read_header(content: bytes, folder: Path) -> object:
     """A header whose sums are right, whatever it says."""
-    import struct
-    import zlib
-
-    from quietgrad.federation.wire import decode
-
     text = content + b" " * (-(24 + len(content)) % 8)
     head = struct.pack("<3sBIIQ4x", b"QGM", 1, len(text), zlib.crc32(text), 0)
     return decode(bytearray(head + text + bytes(32)), most=1 << 21)
 
 
 def _wire_seeds() -> list[bytes]:
-    from quietgrad.federation.wire import Message, encode
-
     arrays = {"x": np.arange(4.0), "b": np.frombuffer(b"bytes", np.uint8)}
     return [bytes(encode(Message("ask", {"round": 1, "deep": [[1]]}, arrays))), bytes(encode(Message("open", {})))]
 
 
 def _read_ledger(content: bytes, folder: Path) -> object:
-    from quietgrad.privacy.ledger import Ledger
-
     path = folder / "ledger.jsonl"
     path.write_bytes(content)
     _head(path, content.rstrip(b"\n").rpartition(b"\n")[2], content.count(b"\n"))
@@ -265,8 +245,6 @@ def _head(path: Path, last: bytes, lines: int) -> None:
 
 def _read_forged_ledger(content: bytes, folder: Path) -> object:
     """Bodies that somebody wrote and chained again: every hash fits, and nothing else need."""
-    from quietgrad.privacy.chain import ChainEntry, canonical
-
     lines: list[bytes] = []
     before = "0" * 64
     for number, text in enumerate(content.split(b"\n"), start=1):
@@ -274,9 +252,9 @@ def _read_forged_ledger(content: bytes, folder: Path) -> object:
             kind, body = json.loads(text)
         except (ValueError, TypeError, RecursionError):
             continue
-        entry = ChainEntry(len(lines) + 1, f"2026-01-01T00:00:0{number % 10}Z", kind, body, before)
+        entry = chain.ChainEntry(len(lines) + 1, f"2026-01-01T00:00:0{number % 10}Z", kind, body, before)
         before = entry.digest()
-        lines.append(canonical({**vars(entry), "hash": before}))
+        lines.append(chain.canonical({**vars(entry), "hash": before}))
     return _read_ledger(b"\n".join([*lines, b""]), folder)
 
 
@@ -286,11 +264,6 @@ def _bodies() -> bytes:
 
 
 def _ledger() -> bytes:
-    import tempfile
-
-    from quietgrad.privacy.events import gaussian
-    from quietgrad.privacy.ledger import Ledger
-
     with tempfile.TemporaryDirectory() as folder:
         ledger = Ledger(Path(folder) / "ledger.jsonl")
         paid = ledger.reserve("a", gaussian(5.0, 2), delta=1e-5, relation="add-remove", run="r")
@@ -299,10 +272,6 @@ def _ledger() -> bytes:
 
 
 def _read_request(content: bytes, folder: Path) -> object:
-    import shutil
-
-    from quietgrad.federation.provisioning import asker, provision
-
     path = folder / "a.request.json"
     path.write_bytes(content)
     name = asker(path)
@@ -311,29 +280,18 @@ def _read_request(content: bytes, folder: Path) -> object:
 
 
 def _request() -> bytes:
-    import tempfile
-
-    from quietgrad.federation.provisioning import request
-
     with tempfile.TemporaryDirectory() as folder:
         return request("a", Path(folder) / "a").read_bytes()
 
 
 def _certificate() -> bytes:
-    import tempfile
-
-    import quietgrad as qg
-    from quietgrad.certificates import issue
-
     X = np.linspace(-1.0, 1.0, 50)[:, None]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         budget, ledger = qg.Budget(1.0, 1e-5), run / "ledger.jsonl"
         run.mkdir()
-        result = qg.minimize(
-            qg.objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), qg.DPGD(steps=2), budget=budget, ledger=ledger
-        )
-        result.save(run)
+        data = X, (X[:, 0] > 0) * 1.0
+        qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=2), budget=budget, ledger=ledger).save(run)
         return canonical(issue(run).body)
 
 
@@ -346,17 +304,11 @@ def _certified(body: bytes) -> bytes:
 
 
 def _read_certificate(content: bytes, folder: Path) -> object:
-    from quietgrad.certificates import check
-
     return check(parse(content, "certificate"))
 
 
 def _scanned(suffix: str) -> Callable[[bytes, Path], object]:
     def read(content: bytes, folder: Path) -> object:
-        from quietgrad.data import scan
-        from quietgrad.objectives import Squared
-        from quietgrad.objectives.base import Batch, ClippingRule
-
         path = folder / f"rows{suffix}"
         path.write_bytes(content)
         records = Squared().prepare(scan(path, target="y", columns=["a", "b"], threads=1))

@@ -132,7 +132,7 @@ def test_a_malformed_message_ends_nobody(secure: Any) -> None:
         qg.DPGD(steps=2), Logistic(), people(), budget=qg.Budget(1.0, 1e-5), trust="secure", secure=secure
     )
     rng = np.random.default_rng(0)
-    hello = {"run": "r", "dim": 3, "epoch": "00" * 16}
+    hello: dict[str, Any] = {"run": "r", "dim": 3, "epoch": "00" * 16}
     for name, handle in federation.handlers.items():
         say(handle, "open", run="r", plan=plan.digest)
         say(handle, "hello", **hello)

@@ -25,7 +25,6 @@ from quietgrad.secure.channel import FrameType
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE
 from quietgrad.secure.identity import DropoutError, SumOutOfBoundsError, SurvivorAttestation, pack_members
 from quietgrad.secure.masking import MaskingParty, MaskingServer
-from quietgrad.secure.secret_sharing import DealtShares
 from tests.faults import Fault, Faulty
 from tests.talk import people, say
 from tests.test_secure_faults import Masked
@@ -44,13 +43,13 @@ def opened(world: Masked, t: int = 0, **silent: set[int]) -> Any:
 # --- holders ------------------------------------------------------------------------------------------------------
 
 
-def falsify(party: MaskingParty, dealer: int, monkeypatch: pytest.MonkeyPatch, kind: str = "self_shares") -> None:
+def falsify(party: MaskingParty, dealer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``party`` return something else than the share that ``dealer`` dealt her."""
     deliver = party.deliver
 
     def lying(t: int, frame: bytes) -> None:
         deliver(t, frame)
-        getattr(party._rounds[t], kind)[dealer] = FALSE
+        party._rounds[t].shares[dealer] = (FALSE, FALSE)
 
     monkeypatch.setattr(party, "deliver", lying)
 
@@ -83,13 +82,13 @@ def test_a_dealer_whose_shares_are_not_her_hashes_is_caught_before_there_are_dat
 ) -> None:
     world = Masked(honest=2)
     prepared = {p.me: p.prepare(0) for p in world.parties if p.me != 1}
-    honest = DealtShares.of
+    honest = secret_sharing.deal
 
-    def bad(*args: Any, **sizes: Any) -> DealtShares:
-        made = honest(*args, **sizes)
-        return DealtShares(made.key_shares, (FALSE,) * 5, made.statement)
+    def bad(*args: Any, **sizes: Any) -> Any:
+        shares, commitments = honest(*args, **sizes)
+        return [(key, FALSE) for key, _ in shares], commitments
 
-    monkeypatch.setattr(DealtShares, "of", bad)
+    monkeypatch.setattr(secret_sharing, "deal", bad)
     prepared[1] = world.parties[1].prepare(0)
     delivery = world.server.relay(0, prepared)
     for i in (0, 2, 3, 4):
@@ -252,7 +251,7 @@ def test_a_false_share_is_noted_and_the_run_goes_on(monkeypatch: pytest.MonkeyPa
 
     def lying(self: MaskingParty, t: int, frame: bytes) -> bytes:
         if self.name == "party-3":
-            self._rounds[t].self_shares[0] = FALSE
+            self._rounds[t].shares[0] = (FALSE, FALSE)
         return reveal(self, t, frame)
 
     monkeypatch.setattr(MaskingParty, "reveal", lying)

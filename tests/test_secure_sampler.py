@@ -30,13 +30,7 @@ from quietgrad.secure.discrete_gaussian import (
     smoothing_error,
 )
 from quietgrad.secure.servers import Computation, ReplicatedSharing, sample
-from quietgrad.secure.terms import (
-    COARSE_SIGMA,
-    COARSE_TOP,
-    COARSE_WORD_BITS,
-    Mode,
-    coarse_error,
-)
+from quietgrad.secure.terms import COARSE_SIGMA, COARSE_TOP, COARSE_WORD_BITS, Mode, coarse_error
 
 FALSE_ALARM = 1e-6
 

@@ -89,7 +89,7 @@ class RunStatus:
             write_atomically(self._folder / PROGRESS, (json.dumps(facts) + "\n").encode())
 
 
-def line(facts: dict[str, Any]) -> str:
+def line(facts: Mapping[str, object]) -> str:
     lost = f" ({facts['lost']} lost)" if facts["lost"] else ""
     return f"round {facts['rounds']} of {facts['of']}{lost}; {facts['spent']}"
 
@@ -214,7 +214,7 @@ class Approved:
             (table.X, table.y) if table.person is None else RecordsWithIds((table.X, table.y), table.person)
         )
 
-    def party(self, data: Any) -> PartyCurator:
+    def party(self, data: object) -> PartyCurator:
         """Approve one run of the plan for these records, or continue the one that the folder has begun.
 
         Without a cap, here or in the ledger, the account may spend what the plan costs and no more.
@@ -232,7 +232,7 @@ class Approved:
             identity=keys.identity, roster=self.roster, folder=self.folder,
         )  # fmt: skip
         try:
-            member.check_cap()  # now, and not when the others have paid already
+            member.approval.check_cap()  # now, and not when the others have paid already
         except BaseException:
             member.close()
             raise

@@ -308,8 +308,7 @@ class FederatedSession:
     def _admitted(self, name: str, reply: Message) -> None:
         """A member is back: it needs keys, and its journal if records are used once."""
         self._rounds.reset()
-        fresh = any(slot.sampling.participation(1) is not None for slot in self._plan.schedule.slots)
-        if fresh and name in self._answered and reply.fields["round"] < 0:
+        if self._plan.uses_records_in_turn and name in self._answered and reply.fields["round"] < 0:
             raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
 
     def _check_fresh(self, slot: str) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -306,7 +306,7 @@ class PartyCurator(Member):
         self,
         name: str,
         objective: Objective,
-        data: Any,
+        data: object,
         plan: FederatedPlan,
         *,
         ledger: Ledger | str | Path | None = None,
@@ -323,7 +323,9 @@ class PartyCurator(Member):
             what = "leave out" if isinstance(data, RecordsWithIds) else "say"
             raise DataError(f"{name}: the plan counts a {plan.unit} as one; {what} whose each record is.")
         self.records = self.objective.prepare(data)
-        self._place = plan.index(name)
+        if name not in plan.numbers:
+            raise ValueError(f"{name!r} is not a party of this plan: {', '.join(plan.names)}.")
+        self._place = plan.numbers[name]
         self._check_records()
         # What is kept goes on after a restart, and without a ledger nothing does.
         people = Account(account, ledger, cap)
@@ -351,7 +353,7 @@ class PartyCurator(Member):
         self._sources: dict[str, NoiseSource] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
         self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply")
-        self._approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
+        self.approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
         try:
             self._keep_places()
         except BaseException:
@@ -359,8 +361,7 @@ class PartyCurator(Member):
             raise
 
     def _keep_places(self) -> None:
-        turns = any(slot.sampling.participation(1) is not None for slot in self.plan.schedule.slots)
-        if turns and self._seed is None:
+        if self.plan.uses_records_in_turn and self._seed is None:
             self._journal.keep_places(self.records.contents)
 
     def _check_records(self) -> None:
@@ -377,10 +378,6 @@ class PartyCurator(Member):
                 f"{self.name}: the data has not the {size} records of the plan: under replace-one, or with fixed "
                 "batches, it must be exact."
             )
-
-    def check_cap(self) -> None:
-        """Raise ``BudgetError`` if a new run of this plan would exceed the account's cap; writes nothing."""
-        self._approval.check_cap()
 
     @property
     def run(self) -> str | None:
@@ -401,13 +398,13 @@ class PartyCurator(Member):
         self._known_run(message)
         if self._journal.ended:
             raise BudgetError("this run is over; nothing was given.")
-        if not self._approval.in_use:
+        if not self.approval.in_use:
             raise UnknownRunError(self.name, "does not know this run")
         return answer(message)
 
     def _close(self, message: Message) -> Message:
         run = self._known_run(message)
-        self._approval.close(run, str(message.fields.get("reason", ""))[:200])
+        self.approval.close(run, str(message.fields.get("reason", ""))[:200])
         self._last.forget()
         return Message("closed", {"run": run})
 
@@ -418,7 +415,7 @@ class PartyCurator(Member):
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
-        if not self._approval.use(run):
+        if not self.approval.use(run):
             return Message("closed", {"run": run})
         if not self._samplers:
             self._keep_places()
@@ -522,12 +519,12 @@ class PartyCurator(Member):
     def withdraw(self) -> bool:
         """The coordinator gave up: if it asked nothing, all is given back and the folder as before; whether so."""
         self._samplers = {}
-        return self._approval.withdraw()
+        return self.approval.withdraw()
 
     def discard(self) -> None:
         """What came out of the run is safe: book it, if the coordinator's word did not arrive, and clear away."""
-        if self._approval.in_use and self._journal.run is not None:
-            self._approval.close(self._journal.run, "the model came")
+        if self.approval.in_use and self._journal.run is not None:
+            self.approval.close(self._journal.run, "the model came")
         self._last.forget()
         self._journal.discard()
 

@@ -142,18 +142,19 @@ class FederatedPlan(Plan):
     def own_noise(self) -> bool:
         return self.trust == "local"
 
+    @property
+    def uses_records_in_turn(self) -> bool:
+        """Whether records take part once, or in turn, so that it matters which were used before."""
+        return any(slot.sampling.participation(1) is not None for slot in self.schedule.slots)
+
     def asks(self, loss: Objective) -> Objective:
         if self.unit is PrivacyUnit.RECORD:
             return loss
         return UserLevelObjective(loss, self.combine, self.records_per_person)
 
-    def index(self, name: str) -> int:
-        if name not in self._numbers:
-            raise ValueError(f"{name!r} is not a party of this plan: {', '.join(self.names)}.")
-        return self._numbers[name]
-
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """By name, a party's place."""
         return {name: j for j, name in enumerate(self.names)}
 
     def limit(self, slot: str) -> int:
@@ -213,17 +214,6 @@ class FederatedPlan(Plan):
             return self.terms(1).variance_factor if self.is_private else 0.0
         return sum(f * f for f in self.factors) / max(self.factors) ** 2 if self.own_noise else 1.0
 
-    def party_schedule(self, party: int) -> Schedule:
-        """What one party's records go through: the schedule with its own fixed batches and the spare rounds."""
-        slots = []
-        for slot in self.schedule.slots:
-            sampling = slot.sampling.at_party(self.sizes, party)
-            if sampling is None:
-                continue
-            law = None if slot.law is None else tuple((r + self.spare, p) for r, p in slot.law)
-            slots.append(replace(slot, sampling=sampling, count=slot.count + self.spare, law=law))
-        return replace(self.schedule, slots=tuple(slots))
-
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
         parts = self._party_events(counts)
@@ -234,12 +224,17 @@ class FederatedPlan(Plan):
 
     def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
         """What the records of one party gave away; ``None`` if they were never asked."""
-        schedule = self.party_schedule(party)
+        slots = []  # the schedule with the party's own fixed batches and the spare rounds
+        for slot in self.schedule.slots:
+            sampling = slot.sampling.at_party(self.sizes, party)
+            if sampling is not None:
+                law = None if slot.law is None else tuple((r + self.spare, p) for r, p in slot.law)
+                slots.append(replace(slot, sampling=sampling, count=slot.count + self.spare, law=law))
+        if not slots or (counts is not None and not any(counts.get(slot.name, 0) for slot in slots)):
+            return None
+        schedule = replace(self.schedule, slots=tuple(slots))
         if not self.own_noise:
             schedule = of_several_parties(schedule, self.parties_per_person)
-        named = {slot.name for slot in schedule.slots}
-        if not named or (counts is not None and not any(counts.get(name, 0) for name in named)):
-            return None
         run = schedule.event(self.noise_multiplier, self._relation, counts)
         slack = [events.TotalVariationSlack(self.slack)] if self.slack else []
         if self.own_noise and self.parties_per_person > 1:  # so many parties' noisy sums are about one person
@@ -281,7 +276,7 @@ class FederatedPlan(Plan):
         return "\n".join((explain(self), *(f"theorem: {bound}" for bound in bounds)))
 
     def to_json(self) -> dict[str, Any]:
-        own = {_KEYS.get(name, name): getattr(self, name) for name in _OWN}
+        own = {_KEYS.get(name, name): vars(self)[name] for name in _OWN}
         own["shape"] = self.shape._asdict()
         own |= {name: list(each) for name, each in own.items() if isinstance(each, tuple)}
         own["queries"] = {slot: list(templates) for slot, templates in self.templates.items()}

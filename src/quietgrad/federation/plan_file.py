@@ -29,13 +29,13 @@ from quietgrad.objectives.registry import loss_entry, make_objective
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 
 
-def needed(section: Mapping[str, Any], key: str, where: str) -> Any:
+def needed(section: Mapping[str, object], key: str, where: str) -> Any:
     if key not in section:
         raise ValueError(f"{where} needs {key!r}.")
     return section[key]
 
 
-def objective_of(settings: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def objective_of(settings: Mapping[str, object], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The objective of ``[objective]``, and the public facts that a saved model needs to score records."""
     name, settings = _named(settings, "[objective]")
     task = loss_entry(name)[0].task
@@ -45,7 +45,7 @@ def objective_of(settings: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[
     return objective, {**facts, "features": data.get("features"), "class_names": labels}
 
 
-def _named(settings: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+def _named(settings: Mapping[str, object], where: str) -> tuple[str, dict[str, Any]]:
     name = needed(settings, "name", where)
     if not isinstance(name, str):
         raise ValueError(f"{where} name={name!r}: must be a text.")

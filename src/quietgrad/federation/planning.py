@@ -181,6 +181,11 @@ def federate(
         raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
     schedule = algorithm.schedule(n)
     schedule = replace(schedule, slots=tuple(slot.lengthened(spare) for slot in schedule.slots))
+    count = {None: 0, "masks": 0, "servers": 2, "mpc": 3}.get(secure, 0)
+    if servers is not None:
+        if not count:
+            raise ValueError(f"servers={servers}: only secure='servers' and 'mpc' use servers.")
+        count = servers
     if any(slot.mechanism.one_curator for slot in schedule.slots):
         raise ValueError(f"{algorithm.name}: its noisy search needs one curator of all records; use minimize.")
     if budget is not None:
@@ -198,7 +203,7 @@ def federate(
         factors=factors(weights, sizes),
         quorum=len(names) if quorum is None else quorum,
         colluders=colluders if secure == "masks" else 1,
-        servers=_server_names(secure, servers),
+        servers=tuple(f"server-{k + 1}" for k in range(count)),
         unit=privacy_unit,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
         trust=trust, secure=secure, spare=spare, shape=shape, records_public=records_public,
@@ -243,15 +248,6 @@ def declared(
         what = f"does not declare what it asks in slot {missing[0]!r}"
         raise ValueError(f"{algorithm.name}: {what}; with these settings it is for one curator.")
     return templates, dims
-
-
-def _server_names(secure: Mode | None, servers: int | None) -> tuple[str, ...]:
-    if secure in (None, "masks"):
-        if servers is not None:
-            raise ValueError(f"servers={servers}: only secure='servers' and 'mpc' use servers.")
-        return ()
-    count = servers if servers is not None else 3 if secure == "mpc" else 2
-    return tuple(f"server-{k + 1}" for k in range(count))
 
 
 def explain(plan: FederatedPlan) -> str:

@@ -101,7 +101,7 @@ class PlainRounds:
         length = math.sqrt(float(np.einsum("i,i->", total, total)))
         if math.isnan(length) or (math.isinf(length) and not np.isfinite(total).all()):
             return "vector has a NaN or an infinity"
-        noise, bound = 0.0, ask.bound * self._plan.factors[self._plan.index(name)]
+        noise, bound = 0.0, ask.bound * self._plan.factors[self._plan.numbers[name]]
         if self._plan.own_noise and ask.multiplier > 0.0 and bound < math.inf:
             noise = ask.multiplier * bound * self._plan.schedule[ask.slot].mechanism.reach(ask.dim) * 2.0
         if length > (longest(self._plan, (name,), ask.bound) + noise) * _ROUNDING:
@@ -208,9 +208,9 @@ class SecureRounds:
         shares = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
         if len(shares) < self._plan.quorum:
             raise FailedRoundError(ask.faults)  # the servers would refuse, and seem to be at fault
-        numbers, place = self._numbers, self._plan.index
+        numbers, places = self._numbers, self._plan.numbers
         received = self._relay("receive", ask, {
-            server: {str(place(name)): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
+            server: {str(places[name]): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
             for server, k in numbers.items()
         })  # fmt: skip
         partials = self._relay("partial", ask, {
@@ -273,7 +273,7 @@ def largest_reply(plan: FederatedPlan) -> int:
 
 def longest(plan: FederatedPlan, names: Iterable[str], bound: float) -> float:
     """The most that the records of these parties can add up to, if each contributes at most ``bound``."""
-    places = [plan.index(name) for name in names]
+    places = [plan.numbers[name] for name in names]
     # Under add-remove the true number of records is not public; honest sizes stay within twice the declared.
     return bound * math.fsum(plan.factors[j] * (2 * plan.sizes[j] + 64) for j in places)
 
@@ -307,12 +307,12 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
     return out
 
 
-def named(faults: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
+def named(faults: Mapping[str, str]) -> str:
     """Faults as one line; of many the first few.
 
     >>> named({str(i): "did not answer" for i in range(9)})
     '0 did not answer; 1 did not answer; 2 did not answer; 3 did not answer; 4 did not answer; and 4 more'
     """
-    words = [f"{name} {reason}" for name, reason in dict(faults).items()]
+    words = [f"{name} {reason}" for name, reason in faults.items()]
     more = [f"and {len(words) - _NAMED} more"] if len(words) > _NAMED else []
     return "; ".join([*words[:_NAMED], *more])

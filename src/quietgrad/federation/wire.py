@@ -209,7 +209,8 @@ def _pack(value: object, arrays: dict[str, Array]) -> Any:
     if not isinstance(value, np.ndarray):
         if type(value).__module__.partition(".")[0] != "torch":
             raise WireError(f"{type(value).__name__} cannot be part of a query that is sent")
-        value = value.detach().cpu().numpy()  # type: ignore[attr-defined]
+        tensor: Any = value
+        value = tensor.detach().cpu().numpy()
     name = f"q{len(arrays)}"
     arrays[name] = np.asarray(value)
     return {"array": name}
@@ -293,7 +294,7 @@ def template_mismatch(templates: Sequence[Template], fields: object, arrays: Map
     return reason
 
 
-def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
+def _difference(allowed: Template, given: Mapping[str, object]) -> str | None:
     if set(allowed) != set(given):
         kinds = allowed.get("query.kind"), given.get("query.kind")
         return f"query {kinds[1]!r} has other fields than the plan's {kinds[0]!r}"
@@ -313,7 +314,7 @@ def _difference(allowed: Template, given: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _other_array(planned: list[Any], value: object) -> str | None:
+def _other_array(planned: list[object], value: object) -> str | None:
     pinned = planned[-1]["sha256"] if isinstance(planned[-1], dict) else None
     shape = tuple(planned[1:] if pinned is None else planned[1:-1])
     if not isinstance(value, np.ndarray) or value.shape != shape or value.dtype.kind != "f":

@@ -31,11 +31,7 @@ class SecureSession:
     """
 
     def __init__(
-        self,
-        terms: SecureSumConfig,
-        *,
-        seed: int | None = None,
-        view: TranscriptRecorder | None = None,
+        self, terms: SecureSumConfig, *, seed: int | None = None, view: TranscriptRecorder | None = None
     ) -> None:
         parties = [f"party-{i + 1}" for i in range(terms.parties)]
         servers = ["server"] if terms.masked else [f"server-{k + 1}" for k in range(terms.server_count)]

@@ -41,12 +41,11 @@ from quietgrad.secure.identity import (
     unpack_members,
 )
 from quietgrad.secure.identity import SurvivorAttestation as Attestation
-from quietgrad.secure.secret_sharing import KEY_BYTES, PAIR_BYTES, SHARE_BYTES, ShareCommitments
+from quietgrad.secure.secret_sharing import KEY_BYTES, PAIR_BYTES, SHARE_BYTES, ShareCommitments, Shares
 
 _SHARES = 2 * SHARE_BYTES
 _ENVELOPE = KEY_BYTES + _SHARES + WITNESS_BYTES
 SEALED_BYTES = _ENVELOPE + FRAME_OVERHEAD
-_NOTHING = bytes(_SHARES)
 
 
 @dataclass
@@ -55,8 +54,7 @@ class _PartyRound:
 
     key: X25519PrivateKey
     self_mask: bytes
-    key_shares: dict[int, bytes]
-    self_shares: dict[int, bytes]
+    shares: dict[int, Shares]
     members: tuple[int, ...] = ()
     mask: Words | None = None
     submitted: bool = False
@@ -103,20 +101,16 @@ class MaskingParty(Endpoint):
         self._rounds = dict(list(self._rounds.items())[-1:])
         key, self_mask = X25519PrivateKey.generate(), os.urandom(KEY_BYTES)
         public = key.public_key().public_bytes_raw()
-        deal = secret_sharing.DealtShares.of(
+        shares, commitments = secret_sharing.deal(
             key.private_bytes_raw(), public, self_mask, threshold=graph.threshold, holders=graph.neighbours + 1
         )
-        self._rounds[t] = _PartyRound(key, self_mask, {self.me: deal.key_shares[0]}, {self.me: deal.self_shares[0]})
+        self._rounds[t] = _PartyRound(key, self_mask, {self.me: shares[0]})
         witness, holders = Attestation.pack(self.witness), set(near.holders)
-        sealed = []
+        sealed = [commitments.signed(self._identity, self.context, t)]
         for j in near.to:
-            shares = _NOTHING
-            if j in holders:
-                rank = graph.rank(self.me, j, self.picks)
-                shares = deal.key_shares[rank] + deal.self_shares[rank]
-            sealed.append(self._seal(j, FrameType.ENVELOPE, t, public + shares + witness))
-        statement = deal.statement.signed(self._identity, self.context, t)
-        return self._seal(self._server, FrameType.PREPARE, t, b"".join([statement, *sealed]))
+            given = b"".join(shares[graph.rank(self.me, j, self.picks)]) if j in holders else bytes(_SHARES)
+            sealed.append(self._seal(j, FrameType.ENVELOPE, t, public + given + witness))
+        return self._seal(self._server, FrameType.PREPARE, t, b"".join(sealed))
 
     def deliver(self, t: int, frame: bytes) -> None:
         """Open the envelopes of the round's members and compute the round's mask, before there are data."""
@@ -158,7 +152,7 @@ class MaskingParty(Endpoint):
                 raise ProtocolError(
                     name, f"dealt shares that are not those committed to, or {self._server_name} altered the hashes"
                 )
-            state.key_shares[j], state.self_shares[j] = key_share, self_share
+            state.shares[j] = key_share, self_share
         theirs = Attestation.unpack(envelope[KEY_BYTES + _SHARES :])
         if theirs is not None and theirs.contradicts(self.witness):
             if theirs.is_from(self.roster.keys[self._server]):
@@ -191,8 +185,8 @@ class MaskingParty(Endpoint):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
         self.witness, here = told, set(survivors)
-        shares = [state.self_shares[j] if j in here else state.key_shares[j] for j in sorted(state.self_shares)]
-        return self._seal(self._server, FrameType.REVEAL, t, b"".join(shares))
+        given = [shares[j in here] for j, shares in sorted(state.shares.items())]
+        return self._seal(self._server, FrameType.REVEAL, t, b"".join(given))
 
     def _round(self, t: int) -> _PartyRound:
         if t not in self._rounds:
@@ -342,13 +336,14 @@ class MaskingServer(Endpoint):
         shares = self._verified(state, t, frames)
         total, survivors = state.total.copy(), set(state.survivors)
         for j in state.members:
-            secret = self._opened(state, j, shares[j], set(frames))
+            secret = self._opened(j, shares[j], set(frames))
+            if secret is None or not state.statements[j].opens(secret, self_mask=j in survivors):
+                name = self.roster.names[j]
+                raise ProtocolError(name, "dealt false shares: they have her hashes and do not open her secret")
             if j in survivors:
-                if secret is None or secret_sharing.share_hash(b"mask", secret) != state.statements[j].self_hash:
-                    raise self._false_dealer(j)
                 total -= self_mask_words(secret, t, self.terms.dimension)
             else:
-                total -= self._lost_masks(state, t, j, secret, survivors)
+                total -= self._lost_masks(state, t, j, X25519PrivateKey.from_private_bytes(secret))
         released = self.terms.released(total)
         del self._rounds[t]
         return released
@@ -375,7 +370,7 @@ class MaskingServer(Endpoint):
                     self.proved[self.roster.names[i]] = f"returned a false share of {whose} secret"
         return found
 
-    def _opened(self, state: _ServerRound, j: int, shares: Mapping[int, bytes], here: set[int]) -> bytes | None:
+    def _opened(self, j: int, shares: Mapping[int, bytes], here: set[int]) -> bytes | None:
         if len(shares) >= self.terms.threshold:
             return secret_sharing.reconstruct(shares, self.terms.threshold)
         name, why = self.roster.names[j], f"{len(shares)} true shares of {self.terms.threshold} needed"
@@ -384,24 +379,12 @@ class MaskingServer(Endpoint):
         away = [self.roster.names[i] for i in self._near[j].holders if i not in here]
         raise DropoutError(away, f"missing; of {name}'s secret there are {why}")
 
-    def _false_dealer(self, j: int) -> ProtocolError:
-        return ProtocolError(
-            self.roster.names[j], "dealt false shares: they have her hashes and do not open her secret"
-        )
-
-    def _lost_masks(
-        self, state: _ServerRound, t: int, dropped: int, secret: bytes | None, survivors: set[int]
-    ) -> Words:
+    def _lost_masks(self, state: _ServerRound, t: int, dropped: int, key: X25519PrivateKey) -> Words:
         """What the pair masks with a dropped party added to the survivors' vectors."""
-        key = X25519PrivateKey.from_private_bytes(secret) if secret is not None else None
-        if key is None or key.public_key().public_bytes_raw() != state.statements[dropped].public:
-            raise self._false_dealer(dropped)
         lost, packed = np.zeros(self.terms.dimension, np.uint64), pack_members(state.members, self.terms.parties)
-        for i in self._near[dropped].partners:
-            if i in survivors:
-                public = state.statements[i].public
-                words = pair_mask_words(self, self.roster.names[i], key, public, packed, t)
-                lost = lost + words if dropped > i else lost - words
+        for i in set(self._near[dropped].partners) & set(state.survivors):
+            words = pair_mask_words(self, self.roster.names[i], key, state.statements[i].public, packed, t)
+            lost = lost + words if dropped > i else lost - words
         return lost
 
     def _round(self, t: int) -> _ServerRound:

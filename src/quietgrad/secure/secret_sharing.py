@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from quietgrad.secure.identity import Identity, in_round, is_signed
 
 PRIME = (1 << 257) - 93
@@ -32,12 +34,9 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     >>> reconstruct({0: shares[0], 2: shares[2]}, threshold=2) == b"s" * 32
     True
     """
-    if len(secret) != SECRET_BYTES:
-        raise ValueError(f"secret of {len(secret)} bytes: must have {SECRET_BYTES}.")
-    if not 1 <= threshold <= holders:
-        raise ValueError(f"threshold={threshold}: must be between 1 and the {holders} holders.")
-    coefficients = [int.from_bytes(secret, "big")]
-    coefficients += [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
+    if len(secret) != SECRET_BYTES or not 1 <= threshold <= holders:
+        raise ValueError(f"{len(secret)} bytes, threshold={threshold}: must be 32, and between 1 and {holders}.")
+    coefficients = [int.from_bytes(secret, "big"), *(secrets.randbelow(PRIME) for _ in range(threshold - 1))]
     shares = []
     for point in range(1, holders + 1):
         value = 0
@@ -128,18 +127,21 @@ class ShareCommitments:
         pair = self.pairs[rank]
         return share_hash(kind, share) == (pair[:HASH_BYTES] if kind == b"key" else pair[HASH_BYTES:])
 
+    def opens(self, secret: bytes, *, self_mask: bool) -> bool:
+        """Whether ``secret`` is the self-mask, or else the round key, that was committed to."""
+        if self_mask:
+            return share_hash(b"mask", secret) == self.self_hash
+        return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw() == self.public
 
-@dataclass(frozen=True)
-class DealtShares:
-    """Both secrets of a round, split among k + 1 holders."""
 
-    key_shares: tuple[bytes, ...]
-    self_shares: tuple[bytes, ...]
-    statement: ShareCommitments
+Shares = tuple[bytes, bytes]
+"""One holder's shares of the round key and of the self-mask."""
 
-    @classmethod
-    def of(cls, key: bytes, public: bytes, self_mask: bytes, *, threshold: int, holders: int) -> DealtShares:
-        key_shares = tuple(split(key, threshold, holders))
-        self_shares = tuple(split(self_mask, threshold, holders))
-        pairs = tuple(pair_hash(a, b) for a, b in zip(key_shares, self_shares, strict=True))
-        return cls(key_shares, self_shares, ShareCommitments(public, share_hash(b"mask", self_mask), pairs))
+
+def deal(
+    key: bytes, public: bytes, self_mask: bytes, *, threshold: int, holders: int
+) -> tuple[list[Shares], ShareCommitments]:
+    """Split both secrets of a round among k + 1 holders."""
+    shares = list(zip(split(key, threshold, holders), split(self_mask, threshold, holders), strict=True))
+    pairs = tuple(pair_hash(*pair) for pair in shares)
+    return shares, ShareCommitments(public, share_hash(b"mask", self_mask), pairs)

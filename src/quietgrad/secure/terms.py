@@ -99,10 +99,10 @@ class SecureSumConfig:
             raise ValueError("correlated noise: 'mpc' draws integers and cannot make it; use 'servers' or 'masks'.")
         # Plain numbers only: the digest must be the same for a numpy integer as for its value.
         for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum", "neighbours"):
-            given = getattr(self, name)
+            given = vars(self)[name]
             self._set(name, None if given is None else operator.index(given))
         for name in ("bound", "sigma"):
-            self._set(name, float(getattr(self, name)))
+            self._set(name, float(vars(self)[name]))
         if not 1 <= self.dimension <= 1 << 25:  # the longest message has 72d bytes and a 32-bit length
             raise ValueError(f"dimension={self.dimension!r}: must be between 1 and 2^25.")
         if not (0.0 < self.bound < math.inf and 0.0 <= self.sigma < math.inf):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.executor import Executor
@@ -36,9 +35,9 @@ def approval_here(fl_ctx: FLContext) -> Approved:
 class FlareTransport(Calls):
     """Frames as FLARE's auxiliary messages; a request is given up after ``timeout`` seconds."""
 
-    def __init__(self, engine: Any, fl_ctx: FLContext, names: tuple[str, ...], timeout: float) -> None:
+    def __init__(self, fl_ctx: FLContext, names: tuple[str, ...], timeout: float) -> None:
         super().__init__(names, self._ask)
-        self._engine, self._context, self._timeout = engine, fl_ctx, timeout
+        self._engine, self._context, self._timeout = fl_ctx.get_engine(), fl_ctx, timeout
 
     def _ask(self, name: str, frame: Bytes) -> Bytes:
         # Not multicast_aux_requests, which in 2.9 reaches no client.
@@ -67,7 +66,7 @@ class QuietgradController(Controller):  # type: ignore[misc]
         try:
             mine = approval_here(fl_ctx)
             others = tuple(name for name in mine.file.members if name != COORDINATOR)
-            transport = FlareTransport(fl_ctx.get_engine(), fl_ctx, others, mine.file.timeout)
+            transport = FlareTransport(fl_ctx, others, mine.file.timeout)
             try:
                 mine.coordinate(transport, lambda words: self.log_info(fl_ctx, words))
             finally:
@@ -90,17 +89,14 @@ class QuietgradExecutor(Executor):  # type: ignore[misc]
         if event_type == EventType.START_RUN:
             fl_ctx.get_engine().register_aux_message_handler(TOPIC, self._reply)
             with self._lock:
-                self._start(fl_ctx)
+                try:
+                    mine = approval_here(fl_ctx)
+                    self._member = member = mine.member()  # says nothing of the data: the server may read this log
+                    self._site = mine.site(member, lambda words: self.log_info(fl_ctx, words))
+                except (QuietgradError, ValueError, OSError) as error:
+                    self._site = refusing(str(error))
         elif event_type == EventType.END_RUN and self._member is not None:
             self._member.close()
-
-    def _start(self, fl_ctx: FLContext) -> None:
-        try:
-            mine = approval_here(fl_ctx)
-            self._member = member = mine.member()  # says nothing of the data: the server may read this log
-            self._site = mine.site(member, lambda words: self.log_info(fl_ctx, words))
-        except (QuietgradError, ValueError, OSError) as error:
-            self._site = refusing(str(error))
 
     def _reply(self, topic: str, request: Shareable, fl_ctx: FLContext) -> Shareable:
         reply, frame = make_reply(ReturnCode.OK), request.get("frame")
