@@ -124,7 +124,7 @@ class PublicCount:
         return {"noise_multiplier": self.multiplier, "gaussian": self.gaussian}
 
     @classmethod
-    def from_json(cls, n: int, data: Any) -> PublicCount:
+    def from_json(cls, n: int, data: object) -> PublicCount:
         """Rebuild a count from the number and :meth:`to_json`.
 
         >>> PublicCount.from_json(90, PublicCount(90, 100.0, gaussian=False).to_json())

@@ -38,9 +38,9 @@ def explain(plan: Plan) -> str:
 
 
 def _records(plan: Plan) -> str:
-    whom = "" if plan.unit is PrivacyUnit.RECORD else "; one is a person with everything that is recorded of them"
+    unit = "" if plan.unit is PrivacyUnit.RECORD else "; one is a person with everything that is recorded of them"
     known = "a public number" if plan.counted is None else "counted privately"
-    head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{whom})"
+    head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{unit})"
     if plan.budget is None:
         return f"{head}\nNOT PRIVATE: no noise is added, and no ε can be stated."
     relation = plan.budget.relation
@@ -49,7 +49,14 @@ def _records(plan: Plan) -> str:
         f"guarantee: {_NEIGHBOURS[relation]} ({relation}) changes an output's odds by at most e^ε, but for δ",
         *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
     ]
-    lines.append(f"composition: {_composition(plan)}")
+    composition = {
+        "sequential": "adaptive, all releases on the same people",
+        "parallel": "each record is used in one release only, so the worst release counts",
+        "filter": "adaptive noise levels under a hard zCDP filter",
+        "select": "a secret random number of rounds, of which only the best leaves",
+    }[plan.schedule.composition]
+    together = [slot.mechanism.together for slot in plan.schedule.slots if slot.mechanism.together]
+    lines.append(f"composition: {[*together, composition][0]}")
     proof = plan.proof
     lines.append(
         f"cost: ε = {proof.epsilon:.4g} at δ = {proof.delta:g} ({relation}), "
@@ -65,18 +72,6 @@ def _slot(plan: Plan, slot: Slot, relation: Relation) -> str:
         return text + "noise chosen per release within one zCDP filter"
     text += slot.mechanism.describe(slot.multiplier(plan.noise_multiplier))
     return text + ("; the number of releases is drawn before the run" if slot.law else "")
-
-
-def _composition(plan: Plan) -> str:
-    for slot in plan.schedule.slots:
-        if slot.mechanism.together:
-            return slot.mechanism.together
-    return {
-        "sequential": "adaptive, all releases on the same people",
-        "parallel": "each record is used in one release only, so the worst release counts",
-        "filter": "adaptive noise levels under a hard zCDP filter",
-        "select": "a secret random number of rounds, of which only the best leaves",
-    }[plan.schedule.composition]
 
 
 BYTES_PER_VALUE = 4  # float32, as tables this large are written

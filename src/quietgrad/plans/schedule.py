@@ -1,8 +1,6 @@
-"""What a run will release, decided before any data is read: slots, their composition, and the calibrated plan.
+"""Plans: a schedule, a budget and the noise that meets it, decided before any data is read.
 
-A *slot* is a kind of release: its name, its sampling, how often it may happen and how loud its noise is relative
-to the plan's. A *schedule* is all slots of an algorithm and how they compose. A *plan* adds the budget and the
-noise that meets it; a curator opens a session for a plan and refuses whatever the plan does not hold.
+A curator opens a session for a plan and refuses whatever the plan does not hold.
 
 :func:`calibrate_plan` finds the noise with which the releases meet a budget. Nothing else in quietgrad calibrates a
 plan. It proves the plan's own events before it returns the plan, so no search can exceed the budget.
@@ -15,201 +13,24 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quietgrad.charts import in_a_notebook
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.explain import explain
+from quietgrad.plans.slots import Composition, Law, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account, calibrate_event, delta_of, prove, sensitivity_factor
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition
-from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.privacy.mechanisms import from_json as mechanism_from
-from quietgrad.sampling import Sampling
-from quietgrad.sampling import from_json as sampling_from
+from quietgrad.privacy.accounting import account, calibrate_event, delta_of, prove
+from quietgrad.privacy.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 
 if TYPE_CHECKING:
     from quietgrad.algorithms.base import HasSchedule
     from quietgrad.privacy.accounting import ProvedGuarantee
 
-
-Law = tuple[tuple[int, float], ...]
-Composition = Literal["sequential", "parallel", "filter", "select"]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One kind of release.
-
-    ``count`` releases at most, each by ``mechanism`` on a sample; the noise multiplier is the plan's times
-    ``noise``, or ``fixed`` whatever the plan's is (a look that has its own share of the budget). With a ``law`` the
-    number of releases is a random round drawn before the run (see
-    :class:`~quietgrad.privacy.events.RandomNumberOfReleases`).
-    """
-
-    name: str
-    sampling: Sampling
-    count: int = 1
-    noise: float = 1.0
-    law: Law | None = None
-    mechanism: Mechanism = field(default_factory=GaussianNoise)
-    fixed: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(
-                f"slot {self.name!r}: count={self.count}: must be ≥ 1; a run of no steps releases nothing."
-            )
-        if not 0.0 < self.noise < math.inf:
-            raise ValueError(f"slot {self.name!r}: noise={self.noise}: must be a finite number > 0.")
-        if self.fixed is not None and not 0.0 < self.fixed < math.inf:
-            raise ValueError(f"slot {self.name!r}: fixed={self.fixed}: must be a finite number > 0, or None.")
-        if self.law is not None and self.mechanism.together:
-            raise ValueError(
-                f"slot {self.name!r}: the ε of a random number of releases is not known under correlated noise; "
-                "return the last iterate or an average."
-            )
-        self.mechanism.check(self.count, self.sampling.participation(self.count), self.sampling.describe())
-
-    def lengthened(self, more: int) -> Slot:
-        """The slot with a mechanism that serves ``more`` releases beyond its count (rounds that may be lost)."""
-        count = self.count + more
-        participation = self.sampling.participation(count)
-        if not more or participation is None:
-            return self
-        return replace(self, mechanism=self.mechanism.over(count, *participation))
-
-    def multiplier(self, noise_multiplier: float) -> float:
-        """The slot's own noise multiplier at the plan's; 0 in a run without noise."""
-        if self.fixed is not None:
-            return self.fixed if noise_multiplier else 0.0
-        return noise_multiplier * self.noise
-
-    def event(self, noise_multiplier: float, relation: Relation, count: int | None = None) -> events.Event:
-        """The event of ``count`` releases (default: all) at the plan's noise multiplier."""
-        z = self.multiplier(noise_multiplier)
-        if count is None and self.law is not None:
-            law: dict[int, float] = {}
-            for rounds, chance in self.law:
-                times = self.sampling.times(rounds)
-                law[times] = law.get(times, 0.0) + chance
-            return events.RandomNumberOfReleases(
-                self.mechanism.event(self.sampling.event, z, relation, 1), tuple(law.items())
-            )
-        count = count or self.count
-        held = None if self.mechanism.whole_run else self.sampling.participation(count)
-        # Where a record is certainly not in every release, it pays for those that it is in.
-        times = self.sampling.times(count) if held is None else held[0]
-        return self.mechanism.event(self.sampling.event, z, relation, times)
-
-    def to_json(self) -> dict[str, Any]:
-        """The slot as plain JSON values."""
-        return {
-            "name": self.name,
-            "sampling": self.sampling.to_json(),
-            "count": self.count,
-            "noise": self.noise,
-            "fixed": self.fixed,
-            "mechanism": self.mechanism.to_json(),
-            "law": None if self.law is None else [list(pair) for pair in self.law],
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Slot:
-        """Rebuild a slot from :meth:`to_json`."""
-        law = data["law"]
-        return cls(
-            data["name"],
-            sampling_from(data["sampling"]),
-            data["count"],
-            data["noise"],
-            None if law is None else tuple((int(r), float(p)) for r, p in law),
-            mechanism_from(data["mechanism"]),
-            data["fixed"],
-        )
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """All slots of a run and how they compose.
-
-    ``sequential``: all on the same people. ``parallel``: on disjoint records, so the worst release counts.
-    ``filter``: every release names its own ρ and a hard zCDP filter stops at the total (DP-AGD).
-    ``select``: a secret random number of rounds of which only the best leaves (private search); the one slot is a
-    round, and ``rounds`` are the mean and the shape of their number's law.
-    ``adaptive``: which slot is used when follows from what was released, so the counts of a run depend on data
-    and unused releases are never given back.
-    """
-
-    slots: tuple[Slot, ...]
-    composition: Composition = "sequential"
-    adaptive: bool = False
-    rounds: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
-            raise ValueError("select: a private search has one slot, its round, and the law of their number.")
-        if any(slot.mechanism.together for slot in self.slots):
-            # A look before the run has its own part of the budget. Releases of other slots in between would
-            # need a theorem on concurrent composition, and none of our methods does.
-            run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
-            if self.composition != "sequential" or len(run) > 1:
-                raise ValueError(
-                    "correlated noise: its releases are one slot of a run, without filters, searches or other "
-                    "noise in between; use independent noise with this method."
-                )
-        if self.composition == "parallel":
-            passes = {slot.sampling.pass_size for slot in self.slots}
-            if 0 in passes or len(passes) > 1:
-                raise ValueError("parallel composition: every slot must be a SinglePass over the same n records.")
-
-    @classmethod
-    def of(cls, slots: tuple[Slot, ...], *, adaptive: bool = False) -> Schedule:
-        """Slots in parallel if all their records are fresh and each release has its own noise, else in sequence."""
-        apart = all(slot.sampling.fresh and not slot.mechanism.together for slot in slots)
-        return cls(slots, "parallel" if apart else "sequential", adaptive)
-
-    def under(self, relation: Relation) -> Schedule:
-        """The schedule with every sampling as it must be for neighbours of ``relation``."""
-        return replace(self, slots=tuple(replace(s, sampling=s.sampling.under(relation)) for s in self.slots))
-
-    def __getitem__(self, name: str) -> Slot:
-        for slot in self.slots:
-            if slot.name == name:
-                return slot
-        known = ", ".join(repr(slot.name) for slot in self.slots)
-        raise BudgetError(f"release {name!r} is not in the plan (it holds {known}); plan again with it.")
-
-    @property
-    def releases(self) -> int:
-        """The most releases a run can make."""
-        return sum(slot.count for slot in self.slots)
-
-    def event(
-        self, noise_multiplier: float, relation: Relation, counts: Mapping[str, int] | None = None
-    ) -> events.Event:
-        """The event of the whole run, or of ``counts`` releases of each slot.
-
-        In a filter ``noise_multiplier`` is that of one Gaussian release that would spend the whole ρ.
-        """
-        if self.composition == "filter":
-            return events.ZCDP((sensitivity_factor(relation) / noise_multiplier) ** 2 / 2.0, relation)
-        if self.rounds is not None:
-            # Whatever was tried and did not leave is priced by the law, however many rounds there were.
-            return events.RepeatAndSelect(self.slots[0].event(noise_multiplier, relation, 1), *self.rounds)
-        parts = [
-            slot.event(noise_multiplier, relation, None if counts is None else counts.get(slot.name, 0))
-            for slot in self.slots
-            if counts is None or counts.get(slot.name, 0) > 0
-        ]
-        if self.composition == "parallel":
-            # Disjoint records: a record takes part in one release of one slot, however many there are.
-            once = tuple(slot.event(noise_multiplier, relation, 1) for slot in self.slots)
-            return once[0] if len(once) == 1 else events.Parallel(once)
-        return events.composed(parts)
+__all__ = ["Composition", "Law", "Plan", "Schedule", "Slot", "calibrate_plan", "check_records_public", "plan"]
 
 
 @dataclass(frozen=True)
@@ -357,16 +178,12 @@ class Plan:
 
     def epsilon_after(self, counts: Mapping[str, int]) -> float:
         """The ε of the first ``counts`` releases of each slot, at the budget's δ; never above the plan's."""
-        relation = self._relation
-        assert self.budget is not None
-        if not any(counts.values()) and self.counted is None:
-            return 0.0
         if not any(counts.values()):
-            return self.epsilon()  # the count was made
+            return 0.0 if self.counted is None else self.epsilon()  # the count was made
         if any(slot.law is not None for slot in self.schedule.slots):
             return self.epsilon()  # δ is averaged over the rounds: a short run has no smaller ε of its own
-        spent = account(self.with_count(self.event_of(counts)), delta=self.budget.delta, relation=relation)
-        return min(spent, self.epsilon())
+        released = self.with_count(self.event_of(counts))
+        return min(account(released, delta=self.proof.delta, relation=self._relation), self.epsilon())
 
     @cached_property
     def epsilon_curve(self) -> list[tuple[int, float]]:
@@ -424,7 +241,7 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+    def from_json(cls, data: Json) -> Plan:
         """Rebuild a plan from :meth:`to_json`; its event follows from its slots and must be the one written."""
         rounds = data.get("rounds")
         schedule = Schedule(
@@ -472,7 +289,7 @@ class Plan:
         return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
 
     def explain(self, bounds: Iterable[object] = ()) -> str:
-        """Say for people what will be released, what each release reveals, and which proof prices it.
+        """Return in words what will be released, what each release reveals, and which proof gives its cost.
 
         ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.algorithms.theorems`).
         """
@@ -499,10 +316,10 @@ def _spaced(count: int) -> str:
     return f"{count:,}".replace(",", " ")
 
 
-AnyPlan = TypeVar("AnyPlan", bound=Plan)
+_Plan = TypeVar("_Plan", bound=Plan)
 
 
-def calibrate_plan(make: Callable[[float], AnyPlan], budget: Budget) -> AnyPlan:
+def calibrate_plan(make: Callable[[float], _Plan], budget: Budget) -> _Plan:
     """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
     made = make(calibrate_event(lambda z: make(z).total, budget=budget))
     if not made.proof.within(budget):
@@ -524,8 +341,8 @@ def plan(
 
     Args:
         n: the number of records, or of people if they are the ``unit``; a public constant, or what
-            a curator counted, whose price is then part of the plan's.
-        budget: the promise, or ``None`` for a run without noise that is not private.
+            a curator counted, whose cost is then part of the plan's.
+        budget: the guarantee, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
         looks: releases made before the algorithm starts, such as labels or ranges found privately; they share
             the budget and the session.

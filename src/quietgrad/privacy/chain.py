@@ -5,12 +5,12 @@ the hash of the line before, ``hash`` the SHA-256 of the other five. An append r
 then a small head file ``<path>.head`` that names it, are on the disk. So
 
 - an edited, deleted, inserted or moved line breaks the chain, and a cut at the end disagrees with the head;
-- bytes after the last line end are an append that never returned. Nobody acted on it: the next writer
+- bytes after the last line end are an append that never returned, so nothing was released for it: the next writer
   moves the bytes into a ``quarantine`` line and goes on;
 - a write that fails is taken back, and if that fails too, what stays is either such a tail or a whole line.
 
 Writers exclude each other with ``flock`` on the file itself, which the kernel lets go when a process dies.
-The chain is not keyed: it catches accidents and plain edits, not somebody who recomputes it and the head, nor a
+The chain is not keyed: it catches accidents and plain edits, not an attacker who recomputes it and the head, nor a
 backup of both. An :func:`anchor` kept elsewhere does: every later state of the same chain has it as its beginning.
 """
 
@@ -33,6 +33,7 @@ from typing import Any
 
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.files import check_regular, os_error_text, read_json, sync_folder, write_atomically
+from quietgrad.privacy.budget import Json
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
@@ -41,7 +42,7 @@ _FIRST_BYTES = b'{"body":{"format":"' + FORMAT.encode() + b'"'
 _MAX_PROBLEMS = 20
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """Return the one JSON spelling of ``value`` that is hashed."""
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode("ascii")
 
@@ -227,8 +228,8 @@ class Writer:
             if reading.torn:
                 os.ftruncate(fd, os.fstat(fd).st_size - len(reading.torn))
             if len(self.entries) == 1:
-                # Whoever opened the ledger may have died before its head, and its name, were on the disk. Without a
-                # head a second line is refused.
+                # The process that opened the ledger may have died before its head, and its name, were on the disk.
+                # Without a head a second line is refused.
                 self._write_head(self.entries[0])
                 sync_folder(chain.path.parent)
         except OSError as error:
@@ -239,15 +240,17 @@ class Writer:
             kept = base64.b64encode(reading.torn).decode("ascii")
             self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
 
-    def append(self, kind: str, body: dict[str, Any]) -> ChainEntry:
+    def append(self, kind: str, body: Json) -> ChainEntry:
         """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace."""
         previous = self.entries[-1].hash if self.entries else _BEFORE_FIRST
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        entry = ChainEntry(len(self.entries) + 1, now, kind, body, previous)
+        entry = ChainEntry(len(self.entries) + 1, now, kind, dict(body), previous)
         entry = replace(entry, hash=entry.digest())
         size = os.fstat(self._fd).st_size
         try:
-            _write_all(self._fd, canonical(vars(entry)) + b"\n")
+            line = canonical(vars(entry)) + b"\n"
+            while line:
+                line = line[os.write(self._fd, line) :]
             os.fsync(self._fd)
             self._write_head(entry)
             if entry.seq == 1:
@@ -287,7 +290,7 @@ def _check_lines(data: bytes, *, acknowledged: int) -> ChainContents:
             entry = ChainEntry.parse(line)
         except ValueError as error:
             if 0 < acknowledged < number == len(lines) and not problems:
-                # A power cut can keep the end of a line and lose its middle; nobody was told that it is there.
+                # A power cut can keep the end of a line and lose its middle; no caller relies on it.
                 torn = line + b"\n" + torn
                 break
             problems.append(f"line {number} {error}; restore the file from a copy.")
@@ -307,11 +310,6 @@ def _check_lines(data: bytes, *, acknowledged: int) -> ChainContents:
 
 
 def _signature(fd: int) -> tuple[int, ...]:
-    """Changes whenever somebody else wrote: then everything is read and checked anew."""
+    """Changes whenever another process wrote: then everything is read and checked anew."""
     stat = os.fstat(fd)
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]

@@ -1,7 +1,7 @@
 """Key files: where a run's secret key waits until the run is closed, so that it can be resumed.
 
 The key is kept apart from results and checkpoints, readable by its owner only, and destroyed when the run is
-closed: whoever holds it can subtract the noise from everything the run published. A key whose run was abandoned,
+closed: its holder can subtract the noise from everything the run published. A key whose run was abandoned,
 its folder deleted or its federation gone, outlives its purpose: ``quietgrad keys`` lists and destroys such keys.
 While a process holds a key it leaves no core dump.
 """
@@ -47,7 +47,7 @@ class PendingKey:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the run's folder is gone, so that nobody can resume it."""
+        """Whether the run's folder is gone, so that it cannot be resumed."""
         return self.folder is not None and not Path(self.folder).is_dir()
 
 
@@ -63,8 +63,14 @@ class KeyFile:
     def waiting(cls) -> list[PendingKey]:
         """All keys that wait for their runs to be resumed or closed, oldest first."""
         folder = cls.directory()
-        found = [path for path in (folder.glob("*.key") if folder.is_dir() else ()) if is_path_name(path.stem)]
-        keys = [PendingKey(path.stem, path.lstat().st_mtime, _place_of(path)) for path in found]
+        keys = []
+        for path in folder.glob("*.key") if folder.is_dir() else ():
+            if is_path_name(path.stem):
+                try:
+                    place = str(read_json(path.with_suffix(".where"), most=1 << 16)["folder"])
+                except (OSError, ValueError, KeyError, TypeError):
+                    place = None
+                keys.append(PendingKey(path.stem, path.lstat().st_mtime, place))
         return sorted(keys, key=lambda key: key.since)
 
     @classmethod
@@ -144,7 +150,7 @@ class KeyFile:
         try:
             path.with_suffix(".where").unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "r+b") as file:
-                path.unlink()  # first: whoever dies in between must not leave a key that is another
+                path.unlink()  # first: a process that dies in between must not leave another key
                 size = max(KEY_BYTES, os.fstat(file.fileno()).st_size)
                 file.write(os.urandom(size))
                 file.flush()
@@ -166,13 +172,6 @@ def _check_private(path: Path, remedy: str) -> None:
     mode = path.stat().st_mode
     if mode & 0o077:
         raise KeyFileError(f"{path} is open to other users (mode {mode & 0o777:o}): {remedy} it first.")
-
-
-def _place_of(path: Path) -> str | None:
-    try:
-        return str(read_json(path.with_suffix(".where"), most=1 << 16)["folder"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def forbid_core_dumps() -> None:

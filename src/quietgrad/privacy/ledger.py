@@ -2,7 +2,7 @@
 
 *Reserve → release → close.* The whole cost of a plan is durably written before its first number leaves;
 closing gives back only what a stop that did not look at the data left unreleased; a run that crashed counts in
-full. All entries of one account compose: an account is a group of people by the user's word, so a renamed or
+full. All entries of one account compose: an account is a group of people that the user names, so a renamed or
 re-split copy of a table belongs to the same account. Caps bound an account's total and are entries themselves.
 
 Where no ledger is named, the project's pays, so that every run has one. A project is the folder with a file
@@ -98,8 +98,8 @@ class Ledger:
         one account, kept as first spelled.
         ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
         fold of a cross-validation) is expected to differ from others of its account.
-        ``unit`` is whom the promise is about; an account has one, and an entry of another is refused: what it costs
-        a person with k records is not known.
+        ``unit`` is the privacy unit of the guarantee; an account has one, and an entry of another is refused: its
+        cost to a person with k records is not known.
         ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
         """
         account, unit = check_account_name(account), PrivacyUnit.parse(unit)
@@ -140,7 +140,7 @@ class Ledger:
         cap: Budget | None = None,
         unit: str | PrivacyUnit = "record",
     ) -> None:
-        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and reserves nothing."""
         asked = Relation.parse(relation)
         _check_charge(self.book(), check_account_name(account), event, asked, cap, PrivacyUnit.parse(unit))
 
@@ -249,7 +249,7 @@ class Ledger:
     def spent(self, account: str, *, delta: float, relation: str | Relation) -> ProvedGuarantee:
         """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
 
-        Runs planned under replace-one are not priced under add-remove (``UnprovableError``): they publish n, and
+        Runs planned under replace-one have no cost under add-remove (``UnprovableError``): they publish n, and
         some of their bounds are about two records, not one.
         """
         book, asked = self.book(), Relation.parse(relation)
@@ -323,7 +323,7 @@ class Ledger:
             raise LedgerError(f"{self.path}: {error}") from None
 
 
-def _check_relation(planned: Sequence[Relation], asked: Relation) -> None:
+def _check_relation(planned: set[Relation], asked: Relation) -> None:
     if asked is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned:
         raise UnprovableError(
             "a run was planned under replace-one, which proves nothing under add-remove; ask under replace-one."
@@ -349,7 +349,7 @@ def _check_charge(
             f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
             f"not add up. Run it by {other} too, or name another account; nothing was reserved."
         )
-    counted, planned = book.counted(account), (*book.relations(account), relation)
+    counted, planned = book.counted(account), book.relations(account) | {relation}
     for bound in dict.fromkeys([*book.caps_of(account), cap]):
         if bound is None:
             continue

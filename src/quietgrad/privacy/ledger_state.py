@@ -26,16 +26,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from quietgrad.errors import LedgerError
 from quietgrad.files import write_atomically
 from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.privacy.budget import Budget, Json, PrivacyUnit, Relation, check_condition, check_delta
 from quietgrad.privacy.chain import ChainEntry
 
-DEFAULT = "default"  # the account of whoever names none
-NAMELESS = (DEFAULT, "held-out")  # accounts that nobody named: what front ends say if they are not told
+DEFAULT = "default"  # the account of a run that names none
+NAMELESS = (DEFAULT, "held-out")  # what front ends charge if the caller names no account
 _UNNAMED = re.compile(r"[a-z ]+ [0-9a-f]{16}")
 LONGEST = 120  # characters; a name is a label in tables and messages
 
@@ -69,7 +68,7 @@ def check_account_name(name: object) -> str:
 
 
 def unnamed(what: str, mark: str) -> str:
-    """The account of a table, a stream or a federation in a project's ledger, where nobody named the people."""
+    """The account of a table, a stream or a federation in a project's ledger, if the caller names none."""
     return f"{what} {mark[:16]}"
 
 
@@ -99,7 +98,7 @@ def run_of(line: str) -> str:
 
 @dataclass(frozen=True)
 class Reservation:
-    """A cost that is durably written down: what may now be released, for whom, under which promise."""
+    """A cost that is durably written down: what may now be released, of which account, under which guarantee."""
 
     id: str
     account: str
@@ -118,7 +117,7 @@ class Reservation:
         return account(self.event, delta=self.delta, relation=self.relation)
 
     @classmethod
-    def from_body(cls, body: dict[str, Any]) -> Reservation:
+    def from_body(cls, body: Json) -> Reservation:
         """Rebuild a reservation from the body of its entry."""
         return cls(
             id=str(body["id"]),
@@ -166,7 +165,7 @@ class LedgerState:
             self.last = entry
         return self
 
-    def _apply(self, kind: str, body: dict[str, Any], time: str) -> None:
+    def _apply(self, kind: str, body: Json, time: str) -> None:
         if kind == "reserve":
             new = Reservation.from_body(body)
             if new.id in self.held:
@@ -183,8 +182,7 @@ class LedgerState:
             else:
                 back = body["gives_back_all_but"]
                 counts, state = old.reservation.event if back is None else events.from_json(back), "closed"
-            changed = replace(old, counts=counts, state=state, reason=str(body["reason"]))
-            self.held[old.reservation.id] = changed
+            self.held[old.reservation.id] = replace(old, counts=counts, state=state, reason=str(body["reason"]))
         elif kind == "condition":
             old = self.held[str(body["id"])]
             rests = replace(old.reservation, condition=check_condition(body["condition"]))
@@ -242,22 +240,25 @@ class LedgerState:
         """The events that count for one account."""
         return [held.counts for held in self.of(account) if held.counts is not None]
 
+    def charged(self, account: str) -> list[Reservation]:
+        """The reservations that count for one account."""
+        return [held.reservation for held in self.of(account) if held.counts is not None]
+
     def runs(self, account: str) -> int:
         """How many runs count for one account; one may have several entries (a count, epochs)."""
-        return len({run_of(held.reservation.run) for held in self.of(account) if held.counts is not None})
+        return len({run_of(one.run) for one in self.charged(account)})
 
-    def relations(self, account: str) -> tuple[Relation, ...]:
+    def relations(self, account: str) -> set[Relation]:
         """The relations that what counts for one account was planned under."""
-        return tuple(dict.fromkeys(h.reservation.relation for h in self.of(account) if h.counts is not None))
+        return {one.relation for one in self.charged(account)}
 
     def units(self, account: str) -> tuple[PrivacyUnit, ...]:
-        """What was counted as one in what counts for one account."""
-        return tuple(dict.fromkeys(h.reservation.unit for h in self.of(account) if h.counts is not None))
+        """The privacy units of what counts for one account."""
+        return tuple(dict.fromkeys(one.unit for one in self.charged(account)))
 
     def conditions(self, account: str) -> tuple[str, ...]:
         """The conditions that the ε of one account rests on."""
-        said = (h.reservation.condition for h in self.of(account) if h.counts is not None)
-        return tuple(dict.fromkeys(condition for condition in said if condition is not None))
+        return tuple(dict.fromkeys(one.condition for one in self.charged(account) if one.condition is not None))
 
     def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
         """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
@@ -364,7 +365,7 @@ def state_folder() -> Path:
 
 
 def salted(mark: str) -> str:
-    """A fingerprint as a line of a ledger holds it: who does not know the mark cannot tell two lines of one table.
+    """A fingerprint as a line of a ledger holds it: without the mark two lines of one table cannot be linked.
 
     Ledgers and certificates are shown to others. That two runs saw the same table, to the last record, is a fact
     about its records that nothing paid for.

@@ -242,10 +242,15 @@ def compose_tilted(
     window = bounds.window(tilt)
     step = next(iter(grids.values())).step
     first = math.floor(window[0] / step)
-    size = _fast_length(math.ceil(window[1] / step) - first + 2)
+    least = math.ceil(window[1] / step) - first + 2
+    scale = 1 << max(0, (least - 1).bit_length() - 3)
+    size = next(m * scale for m in (4, 5, 6, 8) if m * scale >= least)  # lengths that the transform is quick at
     tilted = {leaf: grid.tilted(tilt) for leaf, grid in grids.items()}
     moments = {leaf: moment for leaf, (_, moment) in tilted.items()}
-    spectra = {leaf: np.fft.rfft(_wrapped(tilted[leaf][0], grid.first, size)) for leaf, grid in grids.items()}
+    spectra = {}
+    for leaf, (weights, _) in tilted.items():
+        places = np.arange(grids[leaf].first, grids[leaf].first + weights.size) % size
+        spectra[leaf] = np.fft.rfft(np.bincount(places, weights=weights, minlength=size))
     composed = np.fft.irfft(_evaluate(releases, spectra, moments), size)
     mass = np.maximum(np.roll(composed, -first % size if first >= 0 else -first), 0.0)
     infinite = _infinite(releases, grids) + tail
@@ -296,11 +301,6 @@ def _composed_error(
     return 2.0 / size * float(np.dot(_evaluate(releases, sizes, moments), relative))
 
 
-def _wrapped(weights: Array, first: int, size: int) -> Array:
-    places = np.arange(first, first + weights.size) % size
-    return np.bincount(places, weights=weights, minlength=size).astype(np.float64, copy=False)
-
-
 def _evaluate(releases: Releases, values: Mapping[Event, _Numbers], moments: Mapping[Event, float]) -> _Numbers:
     """The polynomial that composes spectra, or their magnitudes; a random round's law is tilted by its moments."""
     total = np.ones_like(next(iter(values.values())))
@@ -333,12 +333,6 @@ def _power(base: _Numbers, exponent: int) -> _Numbers:
         if exponent:
             base = base * base
     return result
-
-
-def _fast_length(least: int) -> int:
-    """The smallest m·2^k ≥ ``least`` with m in {4, 5, 6, 8}: lengths the transform is quick at."""
-    scale = 1 << max(0, (least - 1).bit_length() - 3)
-    return next(m * scale for m in (4, 5, 6, 8) if m * scale >= least)
 
 
 def extend_log_over_composition(releases: Releases, values: Mapping[Event, float]) -> float:
