@@ -19,13 +19,9 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.algorithms.dp_disk import KalmanGradient
-from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.noise_checks import probe_mechanism
-from quietgrad.certificates import check, issue
-from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import delta_of
@@ -37,17 +33,15 @@ from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, SinglePass
 from quietgrad.sampling.samplers import BernoulliSubsampler
 from tests.common import interrupted, objective, problem, resumed, spent_after
+from tests.test_correlated import heard, state, transcript, white
+
+__all__ = ["state"]  # a fixture of every test
 
 Floats = npt.NDArray[np.float64]
 ADD, REPLACE = qg.Relation.ADD_REMOVE, qg.Relation.REPLACE_ONE
 BUDGET = qg.Budget(1.0, 1e-5)
 KEY = seed_key(5)
 BANDS: dict[str, Any] = {"sampling": "poisson-turns", "cohorts": 4, "noise": "correlated"}
-
-
-@pytest.fixture(autouse=True)
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
 
 
 def matrix(column: tuple[float, ...], T: int) -> Floats:
@@ -190,21 +184,6 @@ def test_a_scan_draws_the_same_records_and_a_coin_is_not_that_of_the_cohort() ->
 # --- the law of the noise -------------------------------------------------------------------------------------
 
 
-def heard(mechanism: BandedToeplitzNoise, dim: int = 6000) -> Floats:
-    source = mechanism.source(KEY, "law", mechanism.releases)
-    out = np.zeros((mechanism.releases, dim))
-    for k in range(mechanism.releases):
-        source.add(out[k], k, 2.0, 0.5)
-    return out
-
-
-def white(z: Floats) -> bool:
-    """Within 6 deviations: the variance of N squares has deviation √(2/N), a product's mean 1/√N."""
-    covariance = z @ z.T / z.shape[1]
-    off = np.abs(covariance - np.eye(len(z)))
-    return bool(off.max() < 6 * math.sqrt(2.0 / z.shape[1]))
-
-
 @pytest.mark.parametrize("bands", [2, 3, 5, 12])
 def test_the_innovations_are_white_and_the_releases_are_not(bands: int) -> None:
     mechanism = BandedToeplitzNoise.made(12, bands)
@@ -218,20 +197,9 @@ def test_the_innovations_are_white_and_the_releases_are_not(bands: int) -> None:
     assert mechanism.loudness == pytest.approx(mechanism.factor * float(np.linalg.norm(inverse[-1])))
 
 
-@pytest.mark.parametrize("k", [0, 1, 5, 37, 63])
-def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
-    mechanism = BandedToeplitzNoise.made(64, 6)
-    on = mechanism.rows(KEY, "r")
-    kept = [on.row(i, 5) for i in range(64)]
-    again = mechanism.rows(KEY, "r")
-    assert all(np.array_equal(again.row(i, 5), kept[i]) for i in range(k, 64))
-    assert np.array_equal(on.row(k, 5), kept[k])  # and back
-    assert not np.array_equal(mechanism.rows(seed_key(12), "r").row(k, 5), kept[k])
-
-
 def test_sums_of_releases_lose_noise() -> None:
     one, banded = (
-        np.cumsum(heard(m, 500), axis=0)
+        np.cumsum(heard(m, dim=500), axis=0)
         for m in (BandedToeplitzNoise(256, (1.0, 1e-9)), BandedToeplitzNoise.made(256, 16))
     )
     gain = float(np.sqrt(np.mean(one**2) / np.mean(banded**2)))
@@ -257,12 +225,6 @@ def test_an_audit_hears_noise_that_is_too_small(monkeypatch: pytest.MonkeyPatch)
 def band_plan(relation: str = "add-remove", n: int = 300, steps: int = 32) -> Plan:
     algorithm = qg.DPSGD(steps=steps, batch_size=15, **BANDS)
     return qg.plan(algorithm, n=n, budget=qg.Budget(1.0, 1e-5, qg.Relation.parse(relation)))
-
-
-def transcript(plan: Plan, X: Any, y: Any) -> Floats:
-    session = CentralCurator(Logistic(), (X, y), key=KEY).open(plan)
-    theta = np.zeros(X.shape[1])
-    return np.stack([session.release("gradient", GradientQuery(theta, 1.0)) for _ in range(plan.schedule.releases)])
 
 
 @pytest.mark.parametrize(("relation", "times"), [("add-remove", 1.0), ("replace-one", 2.0)])
@@ -294,16 +256,6 @@ def test_a_run_that_stops_early_pays_for_the_rounds_it_began(tmp_path: Path) -> 
         assert spent == pytest.approx(qg.account(expected, delta=1e-5, relation=ADD), rel=1e-9)
 
 
-def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
-    data, algorithm = problem(300), qg.DPSGD(steps=32, batch_size=15, **BANDS)
-    seen = interrupted(data, algorithm, tmp_path, BUDGET, after=13)
-    result, again = resumed(data, algorithm, tmp_path)
-    assert all(np.array_equal(a, b) for a, b in zip(seen, again, strict=False))
-    assert len(again) == 32
-    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon <= 1.0
-    assert result.privacy.epsilon == pytest.approx(1.0, abs=0.01)
-
-
 def other_noise(kind: str) -> Any:
     """A method that states little of itself, by its noise alone."""
     oracle = KalmanGradient(15, 1.0, 0.7, 0.4, "poisson-turns", None, 4, kind)  # type: ignore[arg-type]
@@ -320,17 +272,6 @@ def test_a_run_goes_on_with_the_noise_it_began_with(tmp_path: Path) -> None:
         resumed(data, other_noise("independent"), tmp_path)
     resumed(data, other_noise("correlated"), tmp_path)
     assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon < 1.1
-
-
-def test_a_mechanism_made_by_hand_is_certified(tmp_path: Path) -> None:
-    noise = BandedToeplitzNoise.made(32, 3)
-    X, y = problem(300)
-    method = qg.DPSGD(**{"steps": 32, "batch_size": 15, **BANDS, "noise": noise})
-    qg.minimize(objective(), (X, y), method, budget=BUDGET, n_public=300).save(tmp_path)
-    found = check(issue(tmp_path))
-    assert [finding.what for finding in found.findings if finding.ok is False] == []
-    with pytest.raises(ValueError, match="made for it"):
-        ALGORITHMS["dp-sgd"].make({"noise": "pink"})
 
 
 def test_people_are_the_unit_of_coins_and_cohorts() -> None:
@@ -355,27 +296,6 @@ def test_a_network_takes_it() -> None:
     assert result.privacy.events == qg.plan(
         qg.DPSGD(steps=16, batch_size=15, **BANDS), n=300, budget=BUDGET
     ).event  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        qg.DPSGD(steps=32, batch_size=15, momentum=0.5, **BANDS),
-        qg.DPSGD(steps=32, batch_size=15, **{**BANDS, "noise": "independent"}),
-        qg.DPSRM(steps=32, batch_size=15, **BANDS),
-        qg.DPAdam(steps=32, batch_size=15, subtract_noise=True, **BANDS),
-        qg.StagewiseDPSGD(stages=2, first_steps=5, batch_size=15, **BANDS),
-    ],
-)
-def test_every_first_order_method_takes_it(algorithm: Any) -> None:
-    X, y = problem(300)
-    result = qg.minimize(objective(), (X, y), algorithm, budget=BUDGET, n_public=300)
-    assert result.privacy.epsilon is not None
-    assert 0.9 <= result.privacy.epsilon <= 1.0
-    assert np.isfinite(result.params).all()
-    rounds = -(-sum(result.privacy.releases.values()) // 4)
-    z = result.privacy.noise_multiplier
-    assert result.privacy.events == events.repeated(events.PoissonSampled(0.2, events.Gaussian(z)), rounds)
 
 
 # --- words and refusals ---------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.certificates import check, issue
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import BudgetError
@@ -26,7 +27,13 @@ from quietgrad.objectives import Logistic
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy import events
-from quietgrad.privacy.correlated import BufferedToeplitzNoise, BufferedToeplitzRecurrence
+from quietgrad.privacy.correlated import (
+    BandedToeplitzNoise,
+    BufferedToeplitzNoise,
+    BufferedToeplitzRecurrence,
+    CorrelatedNoise,
+    NoiseRecurrence,
+)
 from quietgrad.privacy.ledger import Ledger
 from quietgrad.privacy.mechanisms import ExponentialMechanism, GaussianNoise, StandardNormals, from_json
 from quietgrad.privacy.noise import sigma_for
@@ -39,6 +46,8 @@ Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
 KEY = seed_key(11)
 ADD, REPLACE = qg.Relation.ADD_REMOVE, qg.Relation.REPLACE_ONE
+TURNS_OF_8: dict[str, Any] = {"sampling": "turns", "cohorts": 8, "noise": "correlated"}
+BANDS: dict[str, Any] = {"sampling": "poisson-turns", "cohorts": 4, "noise": "correlated", "batch_size": 15}
 
 
 @pytest.fixture(autouse=True)
@@ -243,14 +252,15 @@ class ResetPerBlock(BufferedToeplitzRecurrence):
 
 
 def heard(
-    mechanism: BufferedToeplitzNoise,
-    rows: type[BufferedToeplitzRecurrence] = BufferedToeplitzRecurrence,
+    mechanism: CorrelatedNoise,
+    rows: Callable[..., NoiseRecurrence] | None = None,
     dim: int = WIDTH,
     factor: float = 1.0,
 ) -> Floats:
     """Releases of zeros by the real source, its rows of another kind if given."""
     source: Any = mechanism.source(KEY, "law", mechanism.releases)
-    source._rows = rows(mechanism, KEY, "law")
+    if rows is not None:
+        source._rows = rows(mechanism, KEY, "law")
     out = np.zeros((mechanism.releases, dim))
     for k in range(mechanism.releases):
         source.add(out[k], k, 2.0 * factor, 0.5)
@@ -265,12 +275,10 @@ def innovations(mechanism: BufferedToeplitzNoise, released: Floats) -> Floats:
 
 def white(z: Floats) -> bool:
     """Within 6 deviations: the variance of N squares has deviation √(2/N), a product's mean 1/√N."""
-    covariance = z @ z.T / z.shape[1]
-    off = covariance - np.diag(np.diag(covariance))
-    return bool(
-        np.abs(np.diag(covariance) - 1.0).max() < 6 * math.sqrt(2 / z.shape[1])
-        and np.abs(off).max() < 6 / math.sqrt(z.shape[1])
-    )
+    covariance = z @ z.T / z.shape[1] - np.eye(len(z))
+    variances = np.diag(np.diag(covariance))
+    most = 6 / math.sqrt(z.shape[1])
+    return bool(np.abs(variances).max() < math.sqrt(2) * most and np.abs(covariance - variances).max() < most)
 
 
 @pytest.mark.parametrize(("k", "b"), [(1, 12), (3, 4)])
@@ -306,7 +314,7 @@ def prefix_error(released: Floats) -> float:
     return float(np.sqrt(np.mean(np.cumsum(released, axis=0) ** 2)))
 
 
-def test_sums_of_releases_have_the_promised_gain() -> None:
+def test_sums_of_releases_have_the_stated_gain() -> None:
     mechanism = BufferedToeplitzNoise.made(256)
     independent = prefix_error(heard(replace(mechanism, alpha=(1e-12,) * 4), dim=2000))
     assert independent / prefix_error(heard(mechanism, dim=2000)) == pytest.approx(4.30, rel=0.03)
@@ -350,28 +358,21 @@ def huge(n: int) -> tuple[Floats, Floats]:
     return X, y
 
 
-@pytest.mark.parametrize("make", [turns_plan, pass_plan])
-def test_removing_a_record_moves_the_innovations_by_what_is_claimed(make: Callable[[str], Plan]) -> None:
-    plan, (X, y) = make("add-remove"), huge(300)
-    claimed = 1.0 / plan.noise_multiplier
-    seen = shift(plan, X, y, X[:-1], y[:-1])
-    assert seen <= claimed * (1 + 1e-6)
-    assert seen >= (0.9 if make is turns_plan else 0.6) * claimed  # its turn is not always the first
-    assert plan.event == events.Gaussian(plan.noise_multiplier)
-
-
-@pytest.mark.parametrize("make", [turns_plan, pass_plan])
-def test_replacing_a_record_moves_them_by_twice_as_much(make: Callable[[str], Plan]) -> None:
-    plan, (X, y) = make("replace-one"), huge(300)
+@pytest.mark.parametrize(("relation", "times"), [("add-remove", 1.0), ("replace-one", 2.0)])
+@pytest.mark.parametrize(("make", "least"), [(turns_plan, 0.9), (pass_plan, 0.6)])
+def test_a_record_moves_the_innovations_by_what_is_claimed(
+    make: Callable[[str], Plan], least: float, relation: str, times: float
+) -> None:
+    """Replaced it moves them by twice as much, and the noise is calibrated for that."""
+    plan, (X, y) = make(relation), huge(300)
     other = X.copy()
     other[-1] = -1e6
-    seen = shift(plan, X, y, other, y)
-    claimed = 2.0 / plan.noise_multiplier
+    beside = (X[:-1], y[:-1]) if relation == "add-remove" else (other, y)
+    seen, claimed = shift(plan, X, y, *beside), times / plan.noise_multiplier
     assert seen <= claimed * (1 + 1e-6)
-    assert seen >= 0.6 * claimed
-    # The price is of both: a calibration for one would have half the noise.
-    single = make("add-remove").noise_multiplier
-    assert plan.noise_multiplier == pytest.approx(2.0 * single, rel=1e-3)
+    assert seen >= (least if times == 1.0 else 0.6) * claimed  # its turn is not always the first
+    assert plan.event == events.Gaussian(plan.noise_multiplier)
+    assert plan.noise_multiplier == pytest.approx(times * make("add-remove").noise_multiplier, rel=1e-3)
 
 
 def test_every_release_without_the_record_is_the_same_to_the_bit() -> None:
@@ -438,9 +439,9 @@ def test_independent_noise_in_turns_pays_for_each_turn() -> None:
 # --- resuming -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [0, 1, 37, 63])
-def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
-    mechanism = BufferedToeplitzNoise.made(64, 4, 16)
+@pytest.mark.parametrize("mechanism", [BufferedToeplitzNoise.made(64, 4, 16), BandedToeplitzNoise.made(64, 6)])
+@pytest.mark.parametrize("k", [0, 1, 5, 37, 63])
+def test_a_resumed_source_makes_the_same_noise(mechanism: CorrelatedNoise, k: int) -> None:
     on = mechanism.rows(KEY, "r")
     kept = [on.row(i, 5) for i in range(64)]
     again = mechanism.rows(KEY, "r")
@@ -453,19 +454,21 @@ def test_a_resumed_source_makes_the_same_noise(k: int) -> None:
         assert not np.array_equal(mechanism.rows(KEY, "r").row(k - 1, 5), kept[k])  # one row off
 
 
-def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path) -> None:
-    data, algorithm = problem(300), qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+@pytest.mark.parametrize("settings", [TURNS_OF_8, BANDS])
+def test_an_interrupted_run_continues_to_the_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    data, algorithm = problem(300), qg.DPSGD(steps=32, **settings)
     seen = interrupted(data, algorithm, tmp_path, BUDGET, after=13)
     result, replayed = resumed(data, algorithm, tmp_path)
     assert all(np.array_equal(a, b) for a, b in zip(seen, replayed, strict=False))
     assert len(replayed) == 32
     assert result.privacy.epsilon == pytest.approx(1.0, abs=0.01)
+    assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon <= 1.0
     files = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert b"buffer" not in files
 
 
 def test_a_run_resumed_on_other_data_is_charged_again_and_has_other_noise(tmp_path: Path) -> None:
-    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, **TURNS_OF_8)
     interrupted((X, y), algorithm, tmp_path, BUDGET, after=9)
     result, _ = resumed((-X, y), algorithm, tmp_path)
     assert result.privacy.events is not None
@@ -477,7 +480,7 @@ def test_a_run_resumed_on_other_data_is_charged_again_and_has_other_noise(tmp_pa
 
 def test_a_table_in_another_order_is_another_run(tmp_path: Path) -> None:
     """Cohorts go by place: of a table that was sorted anew, half a round would ask some records twice."""
-    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated")
+    (X, y), algorithm = problem(300), qg.DPSGD(steps=32, **TURNS_OF_8)
     interrupted((X, y), algorithm, tmp_path, BUDGET, after=10)
     resumed((X[::-1].copy(), y[::-1].copy()), algorithm, tmp_path)
     assert Ledger(tmp_path / "ledger.jsonl").spent("default", delta=1e-5, relation=ADD).epsilon > 1.3
@@ -511,11 +514,19 @@ def test_a_mechanism_names_its_kind() -> None:
         type("Quieter", (GaussianNoise,), {})
 
 
-def test_a_mechanism_made_by_hand_is_certified(tmp_path: Path) -> None:
-    noise = BufferedToeplitzNoise.made(32, 8, 4)
-    method = qg.DPSGD(steps=32, sampling="turns", cohorts=4, noise=noise)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**TURNS_OF_8, "cohorts": 4, "noise": BufferedToeplitzNoise.made(32, 8, 4)},
+        {**BANDS, "noise": BandedToeplitzNoise.made(32, 3)},
+    ],
+)
+def test_a_mechanism_made_by_hand_is_certified(tmp_path: Path, settings: dict[str, Any]) -> None:
+    method = qg.DPSGD(steps=32, **settings)
     qg.minimize(objective(), problem(300), method, budget=BUDGET, n_public=300).save(tmp_path)
     assert [finding.what for finding in check(issue(tmp_path)).findings if finding.ok is False] == []
+    with pytest.raises(ValueError, match="made for it"):
+        ALGORITHMS["dp-sgd"].make({"noise": "pink"})
 
 
 def _leaves(event: events.Event) -> list[events.Event]:
@@ -666,13 +677,18 @@ def test_refusals_of_schedules_and_lengths() -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        qg.DPSGD(steps=32, sampling="turns", cohorts=8, noise="correlated", momentum=0.5),
-        qg.DPSRM(steps=32, sampling="turns", cohorts=8, noise="correlated"),
+        qg.DPSGD(steps=32, momentum=0.5, **TURNS_OF_8),
+        qg.DPSRM(steps=32, **TURNS_OF_8),
         qg.DPSRM(steps=20, batch_size=15, sampling="single-pass", noise="correlated"),
         qg.DPSRM(steps=32, sampling="turns", cohorts=8),
-        qg.DPAdam(steps=32, sampling="turns", cohorts=8, noise="correlated", subtract_noise=True),
-        qg.StagewiseDPSGD(stages=2, first_steps=5, sampling="turns", cohorts=8, noise="correlated"),
+        qg.DPAdam(steps=32, subtract_noise=True, **TURNS_OF_8),
+        qg.StagewiseDPSGD(stages=2, first_steps=5, **TURNS_OF_8),
         qg.StagewiseDPSGD(stages=2, first_steps=3, batch_size=15, sampling="single-pass"),
+        qg.DPSGD(steps=32, momentum=0.5, **BANDS),
+        qg.DPSGD(steps=32, **{**BANDS, "noise": "independent"}),
+        qg.DPSRM(steps=32, **BANDS),
+        qg.DPAdam(steps=32, subtract_noise=True, **BANDS),
+        qg.StagewiseDPSGD(stages=2, first_steps=5, **BANDS),
     ],
 )
 def test_every_first_order_method_takes_it(algorithm: Any) -> None:
@@ -683,6 +699,9 @@ def test_every_first_order_method_takes_it(algorithm: Any) -> None:
     assert np.isfinite(result.params).all()
     plan = qg.plan(algorithm, n=300, budget=BUDGET)
     assert sum(result.privacy.releases.values()) == plan.schedule.releases
+    if plan.schedule.slots[0].sampling.kind == "poisson-turns":
+        rounds, z = -(-plan.schedule.releases // 4), result.privacy.noise_multiplier
+        assert result.privacy.events == events.repeated(events.PoissonSampled(0.2, events.Gaussian(z)), rounds)
 
 
 def test_adam_knows_how_loud_one_release_is() -> None:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import ndtri
 
 from quietgrad.privacy.device_stream import DeviceStream
 from quietgrad.privacy.rng import ZEROS, SecureStream
@@ -97,6 +96,8 @@ class NoiseStream(SecureStream):
                 x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
             x *= 2.0**-64
             if size < _CHUNK:
+                from scipy.special import ndtri  # not needed by those who only name a stream
+
                 ndtri(x, out=x)
             else:  # the same bits; importing numba does not pay for a few numbers
                 from quietgrad.privacy.compiled import lower_quantiles

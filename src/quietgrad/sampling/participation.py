@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import BandedToeplitzNoise
 from quietgrad.privacy.rng import SecureStream
 from quietgrad.sampling.samplers import (
     BernoulliSubsampler,
@@ -23,6 +22,9 @@ from quietgrad.sampling.samplers import (
     permuted_slots,
 )
 from quietgrad.sampling.schemes import Poisson, Sampling, batch_of, check_records
+
+if TYPE_CHECKING:
+    from quietgrad.privacy.correlated import BandedToeplitzNoise
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,8 @@ class CyclicPoisson(Sampling, kind="poisson-turns"):
 
     def correlated_noise(self, count: int) -> BandedToeplitzNoise:
         """Return noise in as many bands as there are cohorts."""
+        from quietgrad.privacy.correlated import BandedToeplitzNoise
+
         return BandedToeplitzNoise.made(count, self.cohorts)
 
     @property
