@@ -9,7 +9,7 @@ from typer import Option
 
 from quietgrad.cli.ledger import in_words
 from quietgrad.cli.options import Delta, Explain, Json, RelationName, answer, budget, say_meaning, usage
-from quietgrad.privacy import calibration
+from quietgrad.privacy import accounting
 from quietgrad.privacy.accounting import ProvedGuarantee, prove
 from quietgrad.privacy.budget import DEFAULT_RELATION
 from quietgrad.privacy.events import Event
@@ -45,7 +45,7 @@ def account(
 ) -> None:
     """State the ε of a run of noisy sums, and which accountant proves it."""
     with usage():
-        event = calibration.sampled_gaussian(
+        event = accounting.sampled_gaussian(
             noise_multiplier, steps, sampling=sampling, n=n, batch_size=batch_size, rate=rate
         )
         proof = prove(event, delta=delta, relation=relation, accountant=accountant)
@@ -102,12 +102,12 @@ def calibrate(
     sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
-            given["noise_multiplier"] = calibration.calibrate(**shared, **sample, steps=given["steps"])
+            given["noise_multiplier"] = accounting.calibrate(**shared, **sample, steps=given["steps"])
         else:
-            given["steps"] = calibration.calibrate_steps(
+            given["steps"] = accounting.calibrate_steps(
                 **shared, **sample, noise_multiplier=given["noise_multiplier"]
             )
-        event = calibration.sampled_gaussian(**given, **sample, sampling=sampling)
+        event = accounting.sampled_gaussian(**given, **sample, sampling=sampling)
         proof = prove(event, delta=delta, relation=relation)
     answers = {**given, **sample}
     numbers = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}

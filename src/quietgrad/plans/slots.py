@@ -29,7 +29,7 @@ class Slot:
     """One kind of release.
 
     ``count`` releases at most, each by ``mechanism`` on a sample; the noise multiplier is the plan's times
-    ``noise``, or ``fixed`` whatever the plan's is (an estimate that has its own share of the budget). With a ``law``
+    ``noise``, or ``fixed`` whatever the plan's is (an estimate with its own share of the budget). With a ``law``
     the number of releases is a random round drawn before the run (see
     :class:`~quietgrad.privacy.events.RandomNumberOfReleases`).
     """
