@@ -41,7 +41,7 @@ from quietgrad.plans.schedule import Slot
 from quietgrad.privacy import chain
 from quietgrad.privacy.events import gaussian
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.report.page import render
+from quietgrad.report.page import read_runs, render
 from quietgrad.sampling import FullBatch
 from quietgrad.training import checkpoint, result
 from tests.talk import toml_plan
@@ -163,7 +163,7 @@ def _result() -> tuple[dict[str, Any], bytes]:
 def _read_result(content: bytes, folder: Path) -> object:
     (folder / "model.safetensors").write_bytes(_result()[1])
     (folder / "result.json").write_bytes(content)
-    return render([folder])
+    return render(read_runs([folder]))
 
 
 def _read_model(content: bytes, folder: Path) -> object:

@@ -1,6 +1,6 @@
 """Charts as inline SVG: small, printable, readable by screen readers, and coloured by the page's own style.
 
-A chart is a value: lines, bars or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s6``), so
+A chart is a value: lines, intervals or steps, with words for its axes. Colours are CSS classes (``s0`` … ``s6``), so
 a drawing follows a page into dark mode and onto paper; by itself, in a file or a notebook, it carries its own.
 Everything here is public numbers and text that passes through :func:`quietgrad.sanitize.sanitize`.
 """
@@ -11,39 +11,33 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import pairwise
 
 from quietgrad.sanitize import sanitize
 
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
 _ROW, _NAMES = 26, 150  # of charts with a row per name
-_MOST_NAMED = 12  # categories with room for their names
 _DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3", "1 3")
 _LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66", "#0f7f8f")
 _DARK = ("#8dbbe8", "#eda46b", "#7cc9a0", "#c9a0e0", "#dcc462", "#b3bac4", "#6fd0dd")
 
 
-def _style(scope: str) -> str:
-    """Rules for drawings inside ``scope``, in light and dark."""
-
-    def colours(palette: Sequence[str], ink: str, rule: str) -> str:
-        lines = "".join(
-            f"{scope} .s{k}{{stroke:{c};stroke-dasharray:{_DASHES[k] or 'none'}}}{scope} .f{k}{{fill:{c}}}"
-            for k, c in enumerate(palette)
-        )
-        rules = f"{scope} .grid{{stroke:{rule}}}{scope} text{{fill:{ink}}}{scope} .track{{fill:{rule}}}"
-        return f"{lines}{rules}{scope} .band{{fill:{palette[0]}}}"
-
-    base = (
-        f"{scope} text{{font:12.5px system-ui,-apple-system,'Segoe UI',Arial,sans-serif}}"
-        f"{scope} .line{{fill:none;stroke-width:2;stroke-linejoin:round}}{scope} .band{{fill-opacity:.16}}"
+def _colours(palette: Sequence[str], ink: str, rule: str) -> str:
+    lines = "".join(
+        f"svg.chart .s{k}{{stroke:{c};stroke-dasharray:{_DASHES[k] or 'none'}}}svg.chart .f{k}{{fill:{c}}}"
+        for k, c in enumerate(palette)
     )
-    dark = colours(_DARK, "#a2a9b3", "#343a42")
-    return f"{base}{colours(_LIGHT, '#5b636d', '#ddd9d0')}@media (prefers-color-scheme:dark){{{dark}}}"
+    band = f"svg.chart .band{{fill:{palette[0]}}}"
+    return f"{lines}svg.chart .grid{{stroke:{rule}}}svg.chart text{{fill:{ink}}}{band}"
 
 
-STYLE = _style("svg.chart")
-
+STYLE = (
+    "svg.chart text{font:12.5px system-ui,-apple-system,'Segoe UI',Arial,sans-serif}"
+    "svg.chart .line{fill:none;stroke-width:2;stroke-linejoin:round}svg.chart .band{fill-opacity:.16}"
+    f"{_colours(_LIGHT, '#5b636d', '#ddd9d0')}"
+    f"@media (prefers-color-scheme:dark){{{_colours(_DARK, '#a2a9b3', '#343a42')}}}"
+)
 
 Scale = Callable[[float], float]
 
@@ -114,38 +108,6 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Bars:
-    """A row per name: how much of its bound is used; without a bound, how much there is.
-
-    >>> "spent 1 of 2" in Bars("B", (("people", 1.0, 2.0),), "ε").svg()
-    True
-    """
-
-    title: str
-    rows: Sequence[tuple[str, float, float | None]]
-    label: str
-
-    def svg(self) -> str:
-        """The drawing; empty if there is nothing to draw."""
-        if not self.rows:
-            return ""
-        most = max(max(value, bound or 0.0) for _, value, bound in self.rows) or 1.0
-        wide = _WIDTH - _NAMES - 90
-        parts, told = [], []
-        for k, (name, value, bound) in enumerate(self.rows):
-            y = 8 + k * _ROW
-            says = f"{value:.3g}" if bound is None else f"{value:.3g} of {bound:.3g}"
-            if bound is not None:
-                parts.append(_bar("track", y, wide * bound / most))
-            parts.append(_bar("f1" if bound and value > bound else "f0", y, wide * value / most))
-            parts.append(_text("tick", _NAMES - 8, y + 12, "end", sanitize(name, most=22)))
-            end = _NAMES + wide * max(value, bound or 0.0) / most
-            parts.append(_text("tick", end + 6, y + 12, "start", says))
-            told.append(f"{name}: spent {says}")
-        return _svg(f"{self.title} ({self.label}). {'; '.join(told)}.", 16 + _ROW * len(self.rows), parts)
-
-
-@dataclass(frozen=True)
 class Intervals:
     """A row per name: a value and how far it may be off on either side.
 
@@ -184,78 +146,64 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Steps:
-    """A function that is constant on bins or categories, with a band of two standard errors.
-
-    ``where`` holds the edges of the bins, or the names of the categories.
+    """A function that is constant between ``edges``, with a band of two standard errors.
 
     >>> Steps("age", (0.0, 50.0, 100.0), (-0.5, 0.5), (0.1, 0.1), "effect").svg().count("<rect")
     2
     """
 
     title: str
-    where: Sequence[float] | Sequence[str]
+    edges: Sequence[float]
     values: Sequence[float]
     errors: Sequence[float]
     label: str
 
     def svg(self) -> str:
-        """The drawing; empty if there is nothing to draw."""
-        if not self.values:
-            return ""
-        named = isinstance(self.where[0], str)
-        edges = [float(k) for k in range(len(self.values) + 1)] if named else [float(x) for x in self.where]
+        """Return the drawing."""
         ends = [v + side * 2.0 * e for v, e in zip(self.values, self.errors, strict=True) for side in (-1, 1)]
-        y_ticks = nice_ticks(min(0.0, *ends), max(0.0, *ends))
-        x_at = _scale(edges[0], edges[-1], _LEFT, _WIDTH - _RIGHT)
+        y_ticks, low, high = nice_ticks(min(0.0, *ends), max(0.0, *ends)), self.edges[0], self.edges[-1]
+        x_at = _scale(low, high, _LEFT, _WIDTH - _RIGHT)
         y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
         parts = [_text("axis-label", 0, 13, "start", self.label), *_y_axis(y_ticks, y_at)]
-        for k, (value, error) in enumerate(zip(self.values, self.errors, strict=True)):
-            left, right = x_at(edges[k]), x_at(edges[k + 1])
+        parts += _x_axis([tick for tick in nice_ticks(low, high) if low <= tick <= high], x_at)
+        for (start, end), value, error in zip(pairwise(self.edges), self.values, self.errors, strict=True):
+            left, right, y = x_at(start), x_at(end), y_at(value)
             top, bottom = y_at(value + 2.0 * error), y_at(value - 2.0 * error)
             parts.append(
                 f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
                 f'height="{bottom - top:.1f}"/>'
             )
-            y = y_at(value)
             parts.append(f'<line class="line s0" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            if named and len(self.values) <= _MOST_NAMED:
-                name = sanitize(str(self.where[k]), most=max(3, 60 // len(self.values)))
-                parts.append(_text("tick", (left + right) / 2.0, _HEIGHT - _BOTTOM + 18, "middle", name))
-        if not named:
-            parts += _x_axis([t for t in nice_ticks(edges[0], edges[-1]) if edges[0] <= t <= edges[-1]], x_at)
         span = f"from {min(self.values):.3g} to {max(self.values):.3g}"
         return _svg(f"{self.title}: {self.label} {span}, bands of two standard errors.", _HEIGHT, parts)
 
 
-Chart = Lines | Bars | Intervals | Steps
+Chart = Lines | Intervals | Steps
 
 
-def in_a_file(chart: Chart) -> str:
-    """The drawing with its title, its legend and its own colours: an SVG file by itself."""
-    drawing = chart.svg()
+def to_svg_file(chart: Lines) -> str:
+    """Return the drawing with its title, legend and colours, as an SVG file by itself."""
+    drawing, lines = chart.svg(), chart.drawn
     if not drawing:
         raise ValueError(f"{chart.title}: there is nothing to draw.")
-    lines = chart.drawn if isinstance(chart, Lines) and len(chart.drawn) > 1 else []
-    head = 26 + 20 * len(lines)
-    height = float(drawing.partition('viewBox="0 0 ')[2].partition('"')[0].split()[1])
-    legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{escape(sanitize(chart.title))}</text>']
+    head, title = 26 + 20 * len(lines), escape(sanitize(chart.title))
+    legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{title}</text>']
     for k, line in enumerate(lines):
         y = 36 + 20 * k
         legend.append(f'<line class="line s{k % len(_DASHES)}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
         legend.append(f'<text x="42" y="{y}">{escape(sanitize(line.name))}</text>')
-    inside = drawing[drawing.index(">") + 1 : -len("</svg>")]
-    label = drawing.partition('aria-label="')[2].partition('"')[0]
+    placed = drawing.replace("<svg", f'<svg y="{head}" width="{_WIDTH}" height="{_HEIGHT}"', 1)
     return (
-        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{label}" '
-        f'width="{1.5 * _WIDTH:g}" viewBox="-8 -6 {_WIDTH + 16} {height + head + 12:g}"><style>{STYLE}</style>'
-        f'{"".join(legend)}<g transform="translate(0 {head})">{inside}</g></svg>\n'
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{title}" '
+        f'width="{1.5 * _WIDTH:g}" viewBox="-8 -6 {_WIDTH + 16} {_HEIGHT + head + 12}"><style>{STYLE}</style>'
+        f"{''.join(legend)}{placed}</svg>\n"
     )
 
 
-def in_a_notebook(title: str, rows: Sequence[tuple[str, object]], charts: Sequence[Chart] = ()) -> str:
-    """A table of facts, and drawings under it, as HTML for a notebook.
+def to_notebook_html(title: str, rows: Sequence[tuple[str, object]], charts: Sequence[Chart] = ()) -> str:
+    """Return a table of facts, and drawings under it, as HTML for a notebook.
 
-    >>> in_a_notebook("Budget", [("ε", "1 < 2")]).count("<tr>")
+    >>> to_notebook_html("Budget", [("ε", "1 < 2")]).count("<tr>")
     1
     """
     cells = "".join(
@@ -266,10 +214,6 @@ def in_a_notebook(title: str, rows: Sequence[tuple[str, object]], charts: Sequen
     drawings = "".join(f'<div style="max-width:{_WIDTH}px">{chart.svg()}</div>' for chart in charts if chart.svg())
     style = f"<style>{STYLE}</style>" if drawings else ""
     return f"<div><strong>{escape(sanitize(title))}</strong><table>{cells}</table>{style}{drawings}</div>"
-
-
-def _bar(kind: str, y: float, width: float) -> str:
-    return f'<rect class="{kind}" x="{_NAMES}" y="{y}" width="{width:.1f}" height="14" rx="2"/>'
 
 
 def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:

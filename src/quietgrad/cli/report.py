@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from quietgrad.charts import Lines, Series, in_a_file
+from quietgrad.charts import Lines, Series, to_svg_file
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, budget, say, say_meaning, usage
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
 from quietgrad.cli.scanned_data import ScannedData
@@ -29,7 +29,7 @@ from quietgrad.data.dataset import SPLIT_SEED, Dataset
 from quietgrad.errors import BudgetError, DataError, QuietgradError, UnprovableError
 from quietgrad.files import write_atomically
 from quietgrad.report.card import FILL_IN, write_cards
-from quietgrad.report.page import read_runs, write_report
+from quietgrad.report.page import read_runs, write_page, write_report
 
 app = typer.Typer(add_completion=False)
 
@@ -48,7 +48,7 @@ def report(
     Every ε is proved again and held against the run's options and ledger; exit code 1 if one is refuted.
     """
     runs = read_runs(folders, ledger)
-    target = write_report(folders, output or folders[0] / "report.html", runs)
+    target = write_page(runs, output or folders[0] / "report.html")
     reasons = {str(folder): run.result.privacy.refuted for folder, run in zip(folders, runs, strict=True)}
     refuted = {folder: list(why) for folder, why in reasons.items() if why}
     told = {"report": str(target), "runs": [str(folder) for folder in folders], "refuted": refuted}
@@ -165,7 +165,7 @@ def frontier(
     chart = Lines(f"{table.name}: {score} against ε", lines, label, score, log_x=True)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "frontier.json", (json.dumps(told, indent=1) + "\n").encode())
-    write_atomically(out / "frontier.svg", in_a_file(chart).encode())
+    write_atomically(out / "frontier.svg", to_svg_file(chart).encode())
     say_meaning(explain, max(levels), spec.delta)
     text = [f"{score:<10}{'±':>8}   {label}"]
     text += [f"{row['value']:<10.4f}{row['error']:>8.4f}   {row['epsilon']:g}" for row in found["points"]]

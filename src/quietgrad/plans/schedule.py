@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quietgrad.charts import in_a_notebook
+from quietgrad.charts import to_notebook_html
 from quietgrad.errors import BudgetError, UnprovableError
 from quietgrad.plans.counting import PublicCount, only_gaussian
 from quietgrad.plans.explain import explain
@@ -286,7 +286,7 @@ class Plan:
             rows.append(("proved by", self.proof.accountant))
             if self.condition is not None:
                 rows.append(("condition", self.condition))
-        return in_a_notebook(f"{self.algorithm} on {self.counts}", rows)
+        return to_notebook_html(f"{self.algorithm} on {self.counts}", rows)
 
     def explain(self, bounds: Iterable[object] = ()) -> str:
         """Return in words what will be released, what each release reveals, and which proof gives its cost.

@@ -16,8 +16,7 @@ from quietgrad import __version__
 from quietgrad.errors import DataError
 from quietgrad.files import write_atomically
 from quietgrad.report.certificate import NOT_COVERED, SCORES
-from quietgrad.report.page import ReportedRun, page_environment, read_runs
-from quietgrad.report.tables import Evaluation, table_section
+from quietgrad.report.page import Evaluation, ReportedRun, page_environment, read_runs
 from quietgrad.sanitize import sanitize
 
 MARKDOWN, HTML = "MODEL_CARD.md", "model_card.html"
@@ -69,7 +68,7 @@ class Card:
 
 
 def card_of(folder: Path, ledger: Path | None = None) -> Card:
-    """The card of a finished run; a statement that does not hold is refused."""
+    """Return the card of a finished run; raise ``DataError`` if its statement is refuted."""
     run = read_runs([folder], ledger)[0]
     privacy = run.result.privacy
     if privacy.refuted:
@@ -77,13 +76,12 @@ def card_of(folder: Path, ledger: Path | None = None) -> Card:
             f"{folder}: there is no card for a refuted statement ({'; '.join(privacy.refuted)}). "
             "Restore the files of the run, or train again."
         )
-    scores = table_section(run.result, folder).evaluation
     sections = (
         Section("Intended use", (f"{FILL_IN}who should use this model, for which decisions, and for which not.",)),
         _model(run),
         _data(run),
         _guarantee(run),
-        _scores(run, scores),
+        _scores(run.evaluation),
         Section("Limitations and risks", (
             f"{FILL_IN}groups for which the model was not tested, and known failures.",
             "Noise hurts small groups more than large ones.",
@@ -109,11 +107,10 @@ def write_cards(folder: Path, output: Path | None = None, ledger: Path | None = 
 
 
 def _model(run: ReportedRun) -> Section:
-    said = {"data", "records (public number)", "people (public number)", "seconds", "stopped by"}
-    facts = [("algorithm", run.result.algorithm), *((name, value) for name, value in run.model if name not in said)]
-    return Section(
-        "Model", facts=(*facts, ("written by", f"quietgrad {run.result.versions.get('quietgrad', '?')}"))
-    )
+    elsewhere = {"data", "records (public number)", "people (public number)", "seconds", "stopped by"}
+    facts = [(name, value) for name, value in run.model if name not in elsewhere]
+    written = ("written by", f"quietgrad {run.result.versions.get('quietgrad', '?')}")
+    return Section("Model", facts=(("algorithm", run.result.algorithm), *facts, written))
 
 
 def _data(run: ReportedRun) -> Section:
@@ -140,14 +137,14 @@ def _data(run: ReportedRun) -> Section:
 
 
 def _guarantee(run: ReportedRun) -> Section:
-    privacy, certificate = run.result.privacy, run.certificate
+    privacy, report = run.result.privacy, run.report
     if not privacy.is_private or privacy.epsilon is None:
         why = "; ".join(privacy.notes) or "no noise was added"
         return Section("Privacy guarantee", (f"None: this model is NOT PRIVATE ({why}).",))
     words = [
         f"{privacy}.",
-        f"{certificate.relation_words} An attacker who tries to detect {certificate.whom} and accepts 5 % false "
-        f"alarms succeeds at most {100 * (certificate.best_guess or 1.0):.1f} % of the time.",
+        f"{report.relation_words} An attacker who tries to detect {report.whom} and accepts 5 % false "
+        f"alarms succeeds at most {100 * (report.best_guess or 1.0):.1f} % of the time.",
     ]
     if privacy.condition:
         words.append(f"Condition: the guarantee holds {privacy.condition}.")
@@ -159,7 +156,7 @@ def _guarantee(run: ReportedRun) -> Section:
         ("proved by", str(privacy.accountant)),
         ("adversary", privacy.adversary),
     ]
-    if account := certificate.account:
+    if account := report.account:
         spent = "no common ε" if account.epsilon is None else f"ε = {account.epsilon:.4g} at δ = {privacy.delta:g}"
         cap = f", capped at {account.cap:g}" if account.cap else ""
         runs = f"{account.runs} run{'' if account.runs == 1 else 's'}"
@@ -170,7 +167,7 @@ def _guarantee(run: ReportedRun) -> Section:
     return Section("Privacy guarantee", tuple(words), tuple(rows))
 
 
-def _scores(run: ReportedRun, found: Evaluation | None) -> Section:
+def _scores(found: Evaluation | None) -> Section:
     title = f"Scores on {'held-out' if found is None else found.people} people"
     if found is None or found.refuted or not found.privacy.is_private:
         return Section(title, (
@@ -188,9 +185,9 @@ def _metadata(run: ReportedRun) -> dict[str, Any]:
     meta: dict[str, Any] = {"license": "other", "library_name": "quietgrad", "pipeline_tag": task,
                             "tags": ["quietgrad", task, *private]}  # fmt: skip
     if privacy.is_private:
-        meta["privacy"] = {"epsilon": privacy.epsilon, "delta": privacy.delta, "relation": str(privacy.relation),
-                           "unit": str(privacy.unit), "accountant": privacy.accountant,
-                           "condition": privacy.condition}  # fmt: skip
+        stated = privacy.to_json()
+        keys = ("epsilon", "delta", "relation", "unit", "accountant", "condition")
+        meta["privacy"] = {key: stated[key] for key in keys}
     return meta
 
 

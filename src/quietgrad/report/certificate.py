@@ -1,15 +1,15 @@
-"""The privacy certificate: what was promised, to whom, what was released, what it rests on, what it does not cover.
+"""A run's privacy statement in words: guarantee, releases, assumptions, and what is not covered.
 
-Everything here comes from a saved result and its ledger; nothing is computed from data.
+Everything here comes from a saved result and its ledger. Nothing is computed from data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quietgrad.errors import LedgerError, UnprovableError
 from quietgrad.files import read_json
@@ -43,6 +43,21 @@ _ACCOUNTANTS = {
     "rdp": "Rényi differential privacy",
     "pure": "pure ε-differential privacy, which holds with δ = 0",
 }
+_COMPOSITION = {
+    "sequential": "All releases are about the same people and compose adaptively.",
+    "parallel": "Each record takes part in one release only, so the worst release counts.",
+    "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
+}
+_SAMPLING = {
+    "full": "every record",
+    "poisson": "Poisson, rate {rate:.4g}",
+    "random-allocation": "one of {steps_per_epoch} steps of each epoch, drawn in secret",
+    "fixed-size": "{batch_size} of {n}, without replacement",
+    "single-pass": "{batch_size} fresh records",
+    "turns": "one of {cohorts} cohorts, in turn",
+    "poisson-turns": "one of {cohorts} cohorts, in turn; of it Poisson, rate {rate:.4g}",
+}
+_SECRET = ("poisson", "random-allocation", "fixed-size", "poisson-turns")
 _WHOM = {
     PrivacyUnit.RECORD: (
         "One person is one record. Someone with k records is protected only at the k-fold group level."
@@ -70,8 +85,8 @@ NOT_COVERED = (
 
 
 @dataclass(frozen=True)
-class Release:
-    """One row of the table of what left the curator."""
+class ReleaseRow:
+    """One row of the table of releases."""
 
     name: str
     made: int
@@ -96,23 +111,22 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class AccountTotal:
-    """What the account of a run has spent in its ledger, all runs together."""
+    """The total that all runs of an account have spent in its ledger."""
 
     file: str
     account: str
     runs: int
     epsilon: float | None
-    accountant: str | None
     cap: float | None
     whole: bool
     reserved_at: str | None
 
 
 @dataclass(frozen=True)
-class RunCertificate:
+class PrivacyReport:
     """A result's privacy statement, ready to be printed."""
 
-    releases: tuple[Release, ...]
+    releases: tuple[ReleaseRow, ...]
     composition: str
     account: AccountTotal | None
     whom: str
@@ -145,14 +159,10 @@ def detection(epsilon: float, delta: float, false_alarms: float) -> float:
     return min(1.0, upper, 1.0 - math.exp(-epsilon) * (1.0 - delta - false_alarms))
 
 
-def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
-    """The certificate of a saved result; ``ledger`` is the file its cost was reserved in, if any."""
+def privacy_report(result: Result, ledger: Path | None) -> PrivacyReport:
+    """Describe a saved result; ``ledger`` is the file its cost was reserved in, if any."""
     privacy, unit = result.privacy, result.privacy.unit
-    composition = {
-        "sequential": "All releases are about the same people and compose adaptively.",
-        "parallel": "Each record takes part in one release only, so the worst release counts.",
-        "filter": "Noise levels were chosen during the run under a hard zCDP filter on their total.",
-    }.get(str(result.details.get("composition", "sequential")), "")
+    composition = _COMPOSITION.get(str(result.details.get("composition", "sequential")), "")
     for slot in result.details.get("slots", ()):
         together = mechanism_from(slot.get("mechanism", "gaussian")).together
         composition = f"{together[0].upper()}{together[1:]}." if together else composition
@@ -169,7 +179,7 @@ def certify_run(result: Result, ledger: Path | None) -> RunCertificate:
     if privacy.epsilon is not None and privacy.delta is not None:
         best_guess = detection(privacy.epsilon, privacy.delta, 0.05)
     accountant = privacy.accountant or ""
-    return RunCertificate(
+    return PrivacyReport(
         _releases(result), unit.in_words(composition), _account(result, ledger), whom, relation_words, unit_words,
         _ACCOUNTANTS.get(accountant, accountant), best_guess,
     )  # fmt: skip
@@ -189,7 +199,7 @@ def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
     return audit if same and audit.verdict in ("pass", "violation", "vacuous") else None
 
 
-def _releases(result: Result) -> tuple[Release, ...]:
+def _releases(result: Result) -> tuple[ReleaseRow, ...]:
     privacy = result.privacy
     factor = None if privacy.relation is None else sensitivity_factor(privacy.relation)
     sensitivity = "–" if factor is None else "C" if factor == 1.0 else f"{factor:g} C"
@@ -197,57 +207,35 @@ def _releases(result: Result) -> tuple[Release, ...]:
     rows = []
     for name, made in privacy.releases.items():
         slot = slots.get(name, {})
-        noise, multiplier = "none", "0"
+        sampling, mechanism = slot.get("sampling", {}), mechanism_from(slot.get("mechanism", "gaussian"))
+        noise, multiplier, amplification = "none", "0", "none"
         if privacy.epsilon is not None:
             scale = Slot.from_json(slot).multiplier(privacy.noise_multiplier) if slot else privacy.noise_multiplier
-            mechanism = mechanism_from(slot.get("mechanism", "gaussian"))
             filtered = result.details.get("composition") == "filter"
             noise = "chosen per release" if filtered else mechanism.stated(scale)
             multiplier = "varies" if filtered else f"{scale:.4g}"
-        sampling = slot.get("sampling", {})
         counted = result.details.get("counted")
         if name == "count" and counted is not None:  # made before the plan, with noise of its own
             sampling, scale = {"sampling": "full"}, float(counted["noise_multiplier"])
             noise = f"Gaussian, σ = {scale:.4g} C" if counted["gaussian"] else f"Laplace, scale {scale:.4g} C"
             multiplier = f"{scale:.4g}"
-        how = privacy.unit.in_words(sampling_words(sampling)), privacy.unit.in_words(_amplification(slot))
-        rows.append(Release(name, made, slot.get("count", made), *how, sensitivity, noise, multiplier))
+        if sampling.get("sampling") == "single-pass":
+            amplification = "no record is used twice"
+        elif sampling.get("sampling") in _SECRET and not mechanism.whole_run and sampling.get("rate") != 1.0:
+            amplification = "by secret sampling"
+        how = privacy.unit.in_words(sampling_words(sampling)), privacy.unit.in_words(amplification)
+        rows.append(ReleaseRow(name, made, slot.get("count", made), *how, sensitivity, noise, multiplier))
     return tuple(rows)
 
 
-def sampling_words(sampling: Mapping[str, Any]) -> str:
+def sampling_words(sampling: Mapping[str, object]) -> str:
     """A sampling scheme in a few words.
 
     >>> sampling_words({"sampling": "poisson", "rate": 0.01})
     'Poisson, rate 0.01'
     """
-    match sampling.get("sampling"):
-        case "full":
-            return "every record"
-        case "poisson":
-            return f"Poisson, rate {sampling['rate']:.4g}"
-        case "random-allocation":
-            return f"one of {sampling['steps_per_epoch']} steps of each epoch, drawn in secret"
-        case "fixed-size":
-            return f"{sampling['batch_size']} of {sampling['n']}, without replacement"
-        case "single-pass":
-            return f"{sampling['batch_size']} fresh records"
-        case "turns":
-            return f"one of {sampling['cohorts']} cohorts, in turn"
-        case "poisson-turns":
-            return f"one of {sampling['cohorts']} cohorts, in turn; of it Poisson, rate {sampling['rate']:.4g}"
-    return str(sampling.get("sampling", "as stated above"))
-
-
-def _amplification(slot: Mapping[str, Any]) -> str:
-    sampling = slot.get("sampling", {})
-    kind = sampling.get("sampling")
-    if kind == "single-pass":
-        return "no record is used twice"
-    if mechanism_from(slot.get("mechanism", "gaussian")).whole_run or sampling.get("rate") == 1.0:
-        return "none"
-    secret = kind in ("poisson", "random-allocation", "fixed-size", "poisson-turns")
-    return "by secret sampling" if secret else "none"
+    kind = str(sampling.get("sampling", "as stated above"))
+    return _SAMPLING[kind].format(**sampling) if kind in _SAMPLING else kind
 
 
 def _account(result: Result, file: Path | None) -> AccountTotal | None:
@@ -256,27 +244,15 @@ def _account(result: Result, file: Path | None) -> AccountTotal | None:
         return None
     ledger = Ledger(file)
     try:
-        whole = ledger.verify().ok
-        book = ledger.book()
+        whole, book = ledger.verify().ok, ledger.book()
     except LedgerError:
-        return AccountTotal(file.name, privacy.account, 0, None, None, None, False, None)
+        return AccountTotal(file.name, privacy.account, 0, None, None, False, None)
     mine = book.find(str(result.details.get("run")))
     name = privacy.account if mine is None else mine.reservation.account
-    held = book.of(name)
-    cap = book.cap(name)
-    epsilon, accountant = None, None
-    try:
-        proof = ledger.spent(name, delta=privacy.delta, relation=privacy.relation or "add-remove")
-        epsilon, accountant = proof.epsilon, proof.accountant
-    except UnprovableError:
-        pass  # runs under different relations have no common ε; the page says so
-    return AccountTotal(
-        file=file.name,
-        account=privacy.account,
-        runs=book.runs(name),
-        epsilon=epsilon,
-        accountant=accountant,
-        cap=None if cap is None else cap.epsilon,
-        whole=whole,
-        reserved_at=held[-1].time[:19].replace("T", " ") + " UTC" if held else None,
-    )
+    held, cap, epsilon = book.of(name), book.cap(name), None
+    # Runs under different relations have no common ε; the page says so.
+    with contextlib.suppress(UnprovableError):
+        epsilon = ledger.spent(name, delta=privacy.delta, relation=privacy.relation or "add-remove").epsilon
+    last = f"{held[-1].time[:19].replace('T', ' ')} UTC" if held else None
+    limit = None if cap is None else cap.epsilon
+    return AccountTotal(file.name, privacy.account, book.runs(name), epsilon, limit, whole, last)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -14,20 +14,28 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
-from quietgrad.charts import Bars, Chart, Intervals, Lines, Series
+from quietgrad.charts import Chart, Intervals, Lines, Series, Steps
 from quietgrad.errors import boundary
-from quietgrad.files import write_atomically
+from quietgrad.files import read_json, write_atomically
 from quietgrad.report.certificate import (
     NOT_COVERED,
     AuditResult,
-    RunCertificate,
+    PrivacyReport,
     assumptions,
     audit_of,
-    certify_run,
+    privacy_report,
 )
-from quietgrad.report.tables import Evaluation, table_section
 from quietgrad.sanitize import sanitize
-from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
+from quietgrad.training.result import (
+    Privacy,
+    Result,
+    contradiction,
+    digest_of,
+    ledger_of,
+    load,
+    problems_of,
+    refuted,
+)
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -44,6 +52,27 @@ _MOST_COEFFICIENTS = 20
 _MOST_ITEMS = 8  # of a setting that is a list
 
 _SECOND_ORDER = {"escapes": "saddles left", "samples_used": "fresh records used", "alpha": "second-order level α"}
+EVALUATION = "evaluation.json"
+"""The file beside a run in which ``quietgrad evaluate`` or ``PrivateScore.save`` keeps a private score."""
+_NUMBERS = {
+    "accuracy": "accuracy", "auc": "AUC", "log_loss": "log loss", "r2": "R²", "rmse": "RMSE", "mae": "mean error",
+}  # fmt: skip
+_MOST_SHAPES = 60
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A private score of the model, or why the file beside the run is refuted."""
+
+    refuted: str | None
+    privacy: Privacy
+    numbers: list[tuple[str, str]]
+    calibration: str
+    classes: list[str]
+    confusion: list[tuple[str, list[str]]]
+    notes: list[str]
+    people: str
+    """Whose records were scored: "held-out" ones, or "training" ones."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +82,29 @@ class ReportedRun:
     name: str
     anchor: str
     result: Result
-    certificate: RunCertificate
-    command: str | None = None
-    audit: AuditResult | None = None
-    score: Evaluation | None = None
-    """The private score beside the run, if its own releases prove it."""
+    report: PrivacyReport
+    command: str | None
+    audit: AuditResult | None
+    evaluation: Evaluation | None
+
+    @property
+    def score(self) -> Evaluation | None:
+        """The private score beside the run, if its own releases prove it."""
+        found = self.evaluation
+        return None if found is None or found.refuted or not found.privacy.is_private else found
+
+    @property
+    def shapes(self) -> list[tuple[str, str]]:
+        """The names and drawings of an additive model's functions."""
+        found = self.result.details.get("shapes") or []
+        return [(str(shape["name"]), _shape(shape)) for shape in found[:_MOST_SHAPES]]
 
     @property
     def metrics(self) -> list[tuple[str, str, str]]:
         """(label, value, how it was computed) of each score; a private score is read from its own file alone."""
         scores = self.result.metrics
-        if self.score is not None and scores.get("private") is True:
-            return [(f"{label}, {self.score.people}", value, WITH_NOISE) for label, value in self.score.numbers]
+        if (score := self.score) is not None and scores.get("private") is True:
+            return [(f"{label}, {score.people}", value, WITH_NOISE) for label, value in score.numbers]
         return [
             (label, f"{scores[key]:.4f}", "held out" if key.startswith("test_") else "private records")
             for key, label in _METRICS.items()
@@ -95,38 +135,37 @@ class ReportedRun:
         return rows
 
 
-def write_report(
-    folders: Sequence[Path], target: Path, runs: Sequence[ReportedRun] | None = None, ledger: Path | None = None
-) -> Path:
-    """Write the page about the runs in ``folders`` (read before, or now) to ``target`` and return it.
+def write_report(folders: Sequence[Path], target: Path, *, ledger: Path | None = None) -> Path:
+    """Write the page about the runs in ``folders`` to ``target`` and return it.
 
     ``ledger`` says where they were paid, if neither their options nor their folders do.
     """
+    return write_page(read_runs(folders, ledger), target)
+
+
+def write_page(runs: Sequence[ReportedRun], target: Path) -> Path:
+    """Write the page about ``runs`` to ``target`` and return it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    paths = [Path(folder) for folder in folders]
-    write_atomically(target, render(paths, read_runs(paths, ledger) if runs is None else runs).encode())
+    write_atomically(target, render(runs).encode())
     return target
 
 
 def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[ReportedRun]:
-    """The runs in ``folders``, each statement proved again and held against its options and its ledger."""
-    found = [(folder, load(folder)) for folder in folders]
+    """Read the runs in ``folders``, prove each statement again, and compare it with its options and ledger."""
+    found = [(Path(folder), load(folder)) for folder in folders]
     names = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in found]
     runs = []
     for k, (folder, result) in enumerate(found):
         name = names[k] if names.count(names[k]) == 1 else f"{names[k]} ({folder.name})"
         ledger = ledger_of(folder, paid)
         with boundary(f"{folder}: {_NOT_SHOWN}"):
-            problems = problems_of(result, folder, ledger)
-            if problems:
+            if problems := problems_of(result, folder, ledger):
                 result = replace(result, privacy=refuted(result.privacy, *problems))
-            certificate, audit = certify_run(result, ledger), audit_of(folder, result.privacy)
-            score = table_section(result, Path(folder)).evaluation
-            if score is not None and (score.refuted or not score.privacy.is_private):
-                score = None
             told = result.details.get("repeat")  # the command, without the machine's own folders
             repeat = told if isinstance(told, str) else None
-            runs.append(ReportedRun(name, f"run-{k + 1}", result, certificate, repeat, audit, score))
+            report, audit = privacy_report(result, ledger), audit_of(folder, result.privacy)
+            evaluation = _evaluation(folder / EVALUATION)
+            runs.append(ReportedRun(name, f"run-{k + 1}", result, report, repeat, audit, evaluation))
     return runs
 
 
@@ -145,22 +184,20 @@ def page_environment() -> Environment:
     return environment
 
 
-def render(folders: Sequence[Path], runs: Sequence[ReportedRun] | None = None) -> str:
-    """The page about the runs in ``folders`` as text."""
-    runs = read_runs(folders) if runs is None else runs
+def render(runs: Sequence[ReportedRun]) -> str:
+    """Return the page about ``runs`` as text."""
     page = page_environment().get_template("page.html.j2")
-    with boundary(f"{', '.join(map(str, folders))}: {_NOT_SHOWN}"):
+    with boundary(f"{', '.join(run.name for run in runs)}: {_NOT_SHOWN}"):
         scores = [metric for run in runs for metric in run.metrics]
         better = [metric for metric in scores if metric[2] != "private records"]  # worth a column, if there are any
         return page.render(
             runs=runs,
             metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
             exact=any(how != WITH_NOISE for _, _, how in scores),
-            charts=[(chart.title, chart.svg(), caption) for chart, caption in charts_of(runs)],
+            charts=[(chart.title, chart.svg(), caption) for chart, caption in _charts(runs) if chart.svg()],
             promises=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
             assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,
-            tables=[table_section(run.result, Path(folder)) for run, folder in zip(runs, folders, strict=True)],
             version=__version__,
             date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
         )
@@ -175,32 +212,23 @@ def _clauses(text: str) -> list[str]:
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
 
 
-def charts_of(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
-    """Each chart that has something to show, and its caption."""
-    spent = [
-        Series(run.name, [(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))])
-        for run in runs
-    ]
-    norms = [
-        Series(run.name, [(r["step"], r["estimate_norm"]) for r in run.result.history if "estimate_norm" in r])
-        for run in runs
-    ]
-    (spent, releases), (norms, steps) = _on_one_axis(spent, "releases"), _on_one_axis(norms, "steps")
-    totals = {run.certificate.account.account: run.certificate.account for run in runs if run.certificate.account}
-    accounts = [(name, total.epsilon, total.cap) for name, total in totals.items() if total.epsilon is not None]
-    candidates: list[tuple[Chart, str]] = [
+def _charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
+    """Each chart and its caption."""
+    curves = [[(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))] for run in runs]
+    norms = [[(r["step"], r["estimate_norm"]) for r in run.result.history if "estimate_norm" in r] for run in runs]
+    spent, releases = _on_one_axis(runs, curves, "releases")
+    sizes, steps = _on_one_axis(runs, norms, "steps")
+    return [
         (
             Lines("Privacy spent", spent, releases, "ε", zero=True),
             "ε proved after so many releases, at each run's δ and relation.",
         ),
         (
-            Lines("Size of the gradient estimate", norms, steps, "norm of the estimate", log_y=True),
+            Lines("Size of the gradient estimate", sizes, steps, "norm of the estimate", log_y=True),
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
-        (Bars("Budget of the account", accounts, "ε"), "ε that all runs of an account have spent, and its cap."),
         _coefficients(runs),
     ]
-    return [(chart, caption) for chart, caption in candidates if chart.svg()]
 
 
 def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
@@ -220,17 +248,62 @@ def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
     return Intervals("Coefficients", rows, "coefficient"), caption
 
 
-def _on_one_axis(series: list[Series], unit: str) -> tuple[list[Series], str]:
-    """Runs of very different length are drawn over the share of each run, else the short ones vanish."""
-    series = [line if len(line.points) > 2 else Series(line.name, ()) for line in series]
-    lengths = [line.points[-1][0] for line in series if line.points]
-    if not lengths or max(lengths) <= 3 * min(lengths):
-        return series, unit
-    shared = [Series(line.name, [(100.0 * x / line.points[-1][0], y) for x, y in line.points]) for line in series]
-    return shared, f"% of the run's {unit}"
+def _on_one_axis(
+    runs: Sequence[ReportedRun], curves: Sequence[Sequence[tuple[float, float]]], unit: str
+) -> tuple[list[Series], str]:
+    """Draw runs of very different length over the share of each run: else the short ones vanish."""
+    curves = [curve if len(curve) > 2 else () for curve in curves]
+    lengths = [curve[-1][0] for curve in curves if curve]
+    if lengths and max(lengths) > 3 * min(lengths):
+        curves = [[(100.0 * x / curve[-1][0], y) for x, y in curve] for curve in curves]
+        unit = f"% of the run's {unit}"
+    return [Series(run.name, curve) for run, curve in zip(runs, curves, strict=True)], unit
 
 
-def _plain(value: Any) -> str:
+def _evaluation(path: Path) -> Evaluation | None:
+    if not path.exists():
+        return None
+    with boundary(f"{path}: is not an evaluation as `quietgrad evaluate` writes it. Evaluate again."):
+        said = read_json(path)
+        if said["result"] != digest_of(path.parent):
+            return None  # of a run that was here before
+        privacy = Privacy.from_json(said["privacy"])
+        numbers = [
+            (label, f"{said[key][0]:.4f} ± {said[key][1]:.4f}") for key, label in _NUMBERS.items() if key in said
+        ]
+        classes = [str(c) for c in said.get("classes") or []]
+        rows = [[float(x) for x in row] for row in said.get("confusion") or []]
+        curve = [[float(x) for x in row] for row in said.get("calibration") or [] if None not in row]
+        shares = [[f"{x:.3f}" for x in row] for row in rows]
+        confusion = list(zip(classes, shares, strict=True)) if rows else []
+        if rows:  # the most frequent class in the same noisy table: what a constant answer would score
+            numbers.insert(1, ("majority class alone", f"{max(map(sum, rows)):.4f}"))
+        people = "training" if said.get("people") == "training" else "held-out"
+        notes = [str(note) for note in said.get("notes", [])]
+        why = contradiction(privacy)
+        return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people)
+
+
+def _shape(shape: Mapping[str, Any]) -> str:
+    """Draw one function of an additive model: a row for each category, or steps over bins."""
+    values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
+    title, effect = str(shape["name"]), "effect on the score"
+    if not shape["named"]:
+        return Steps(title, [float(x) for x in shape["where"]], values, errors, effect).svg()
+    named = zip(map(str, shape["where"]), values, errors, strict=True)
+    return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
+
+
+def _calibration(rows: Sequence[Sequence[float]]) -> str:
+    """Draw observed frequency over predicted probability, with two standard errors, beside the diagonal."""
+    if not rows:
+        return ""
+    points, bars = [(row[0], min(1.0, max(0.0, row[1]))) for row in rows], [2.0 * row[2] for row in rows]
+    lines = Series("observed", points, bars), Series("as predicted", [(0.0, 0.0), (1.0, 1.0)])
+    return Lines("Calibration", lines, "predicted probability", "observed frequency", zero=True).svg()
+
+
+def _plain(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

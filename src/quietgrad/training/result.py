@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quietgrad.charts import Lines, Series, in_a_notebook
+from quietgrad.charts import Lines, Series, to_notebook_html
 from quietgrad.curators.account import run_of
 from quietgrad.curators.base import Session, SessionCost
 from quietgrad.errors import DataError, LedgerError, UnprovableError, boundary
@@ -134,7 +134,7 @@ class Privacy:
 
     def _repr_html_(self) -> str:
         """The statement in a notebook."""
-        return in_a_notebook("Privacy", self.facts())
+        return to_notebook_html("Privacy", self.facts())
 
     def __str__(self) -> str:
         if self.refuted:
@@ -197,7 +197,7 @@ class Result:
             ("stopped by", self.stopped_by),
             *self.privacy.facts(),
         ]
-        return in_a_notebook(self.algorithm, rows, charts)
+        return to_notebook_html(self.algorithm, rows, charts)
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the parameters, as JSON values (schema version 1)."""
