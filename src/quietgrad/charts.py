@@ -1,7 +1,7 @@
 """Charts as inline SVG: small, printable, readable by screen readers, and coloured by the page's own style.
 
-A chart is a value: lines, intervals or steps, with words for its axes. Colours are CSS classes (``s0`` … ``s6``), so
-a drawing follows a page into dark mode and onto paper; by itself, in a file or a notebook, it carries its own.
+A chart is a value: lines, intervals or steps, with words for its axes. Colours are CSS classes (``s0`` … ``s6``),
+so a drawing follows a page into dark mode and onto paper. In a file or a notebook it carries its own colours.
 Everything here is public numbers and text that passes through :func:`quietgrad.sanitize.sanitize`.
 """
 

@@ -1,28 +1,27 @@
-"""Checking a certificate: what its parts prove, whether they agree, whose word it is, and what stays unshown.
+"""Checking a certificate: what its parts prove, whether they agree, who signed it, and what it does not show.
 
-Nothing is believed because the file says so. The plan is rebuilt: the stated algorithm at its settings gives the
-slots, slots and noise give the events, and both must be those in the file. ε is proved again from the events by the
-accountant that is named and, where it has a rule that is as tight, by dp-accounting. The lines of the ledger must
-chain and have paid for these events at this δ under this relation. A forger can rewrite all parts alike unless the
-file is signed: without a signature agreement is all that is shown, and the verdict says so.
+The checks trust nothing that the file states. The stated algorithm at its settings gives the slots, and slots and
+noise give the events: both must be those in the file. ε is proved again from the events by the accountant that is
+named and, where it has a rule that is as tight, by dp-accounting. The lines of the ledger must chain and have paid
+for these events at this δ under this relation. A forger can rewrite all parts alike unless the file is signed:
+without a signature only agreement is shown, and the verdict says so.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from quietgrad.algorithms.additive_gd import AdditiveGD
 from quietgrad.algorithms.base import HasSchedule
 from quietgrad.algorithms.custom_loop import LoopReleases
-from quietgrad.algorithms.registry import ALGORITHMS, entry
-from quietgrad.certificates.document import Json, PrivacyCertificate, canonical, signature_holds
+from quietgrad.algorithms.registry import entry
+from quietgrad.certificates.document import PLAN, PUBLIC_MODEL, Json, PrivacyCertificate, canonical, signature_holds
 from quietgrad.certificates.independent_accountant import second_proof, sensitivity_again
 from quietgrad.errors import DataError, LedgerError, QuietgradError, UnprovableError
 from quietgrad.federation.plan import of_several_parties
@@ -47,24 +46,12 @@ BUT_FOR_LISTS = (
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 _EXACT = 1e-6  # relative: our own accountant on another machine
-_TAKEN = {
-    PrivacyUnit.RECORD: "That the records are what the data are called, and that one record is one person.",
-    PrivacyUnit.PERSON: "That the records are what the data are called, and that every person has one id in them.",
-}
+_UNIT = {PrivacyUnit.RECORD: "one record is one person", PrivacyUnit.PERSON: "every person has one id in them"}
 # A plan of a stranger is made here, and its events are proved: both must fit the memory.
 _MOST_EVENTS, _MOST_BYTES, _MOST_LAW = 4096, 1 << 17, 512
 _MOST_STEPS, _MOST_SLOTS, _MOST_SETTING = 2 * 10**7, 256, 10**6
 _MOST_KINDS = 200  # different events of one account that are added up here
-ALTERED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-    MemoryError,
-)
+ALTERED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -96,15 +83,8 @@ class Verdict:
         return sum(finding.what in ("proof", "second proof") and finding.ok is True for finding in self.findings)
 
     def to_json(self) -> Json:
-        """The verdict as JSON values."""
-        return {
-            "ok": self.ok,
-            "accountants": self.accountants,
-            "claim": self.claim,
-            "findings": [vars(finding) for finding in self.findings],
-            "shown": list(self.shown),
-            "not_shown": list(self.not_shown),
-        }
+        """Return the verdict as JSON values."""
+        return {"ok": self.ok, "accountants": self.accountants, **asdict(self)}
 
 
 def check(
@@ -122,6 +102,9 @@ def check(
         ledger: the ledger itself, if it is at hand: it must have grown from the one that is certified.
         model: the model file, if it is at hand: it must be the one that is certified.
     """
+    for file in (ledger, model):
+        if file is not None and not Path(file).exists():
+            raise DataError(f"{file}: there is no such file.")
     body, findings = document.body, [_signature(document, public_key)]
     try:
         claim = _read_claim(body)
@@ -137,23 +120,17 @@ def check(
         words = f"it cannot be read as a plan ({type(error).__name__})"
     agrees = "the events are those of its slots and noise, and the slots those of its settings"
     findings.append(Finding("plan", not words, words or agrees))
-    counted = body["plan"].get("counted") is not None
-    findings += [_first_proof(claim, counted=counted), _second_finding(claim, schedule)]
+    findings += [_first_proof(claim, body["plan"].get("counted")), _second_finding(claim, schedule)]
     try:
         findings += _ledger_findings(body, claim, ledger)
     except ALTERED as error:
-        if isinstance(error, DataError):
-            raise
         findings.append(Finding("ledger", False, f"its lines are not those of a ledger ({type(error).__name__})"))
     findings.append(_model_finding(body, model))
     stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
     stated = stated if claim.privacy.condition is None else f"{stated}, {claim.privacy.condition}"
     stated = "; ".join([stated, *(note for note in claim.privacy.notes if note.endswith(DECLARED))])
-    return Verdict(
-        f"{body['plan'].get('algorithm')} on {body['data'].get('name')}: {stated}",
-        tuple(findings),
-        *_words(document, claim, findings, public_key),
-    )
+    stated = f"{body['plan'].get('algorithm')} on {body['data'].get('name')}: {stated}"
+    return Verdict(stated, tuple(findings), *_words(document, claim, findings, public_key))
 
 
 def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
@@ -165,12 +142,9 @@ def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
     signer = document.signature["public_key"]
     if demanded is None:
         return Finding("signature", True, f"it fits the key {signer}; compare that with the signer's own word")
-    if not hmac.compare_digest(signer, demanded):
+    if signer != demanded:
         return Finding("signature", False, f"it is by another key, {signer}")
     return Finding("signature", True, "it fits, by the key that was asked for")
-
-
-# ---- the claim -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -201,10 +175,9 @@ def _read_claim(body: Json) -> _Claim:
         raise ValueError("not private")
     # Parts that nothing else in the file could contradict must at least be of their kind.
     plan, data, model = body["plan"], body["data"], body["model"]
-    public = {"objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes"}
     good = (
         re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", body["issued"]),
-        {"name", "n_public"} <= set(data) <= {"name", "n_public", *public} and isinstance(data["name"], str),
+        {"name", "n_public"} <= set(data) <= {"name", "n_public", *PUBLIC_MODEL} and isinstance(data["name"], str),
         all(value is None or isinstance(value, str | int | float) for value in data.values()),
         set(model) == {"sha256", "parameters"} and type(model["parameters"]) is int and model["parameters"] > 0,
         re.fullmatch(r"[0-9a-f]{64}", model["sha256"]),
@@ -223,22 +196,12 @@ def _values(value: object) -> Iterator[Any]:
         yield from _values(item)
 
 
-# ---- the plan, rebuilt from its settings ---------------------------------------------------------------------
-
-
 def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
     """The stated schedule, and what the parts of the file disagree about."""
     plan, federation, privacy = body["plan"], body["federation"], claim.privacy
-    expected = {
-        "algorithm", "composition", "config", "counted", "n_public", "noise_multiplier", "rounds", "slots",
-        "stopped_by",
-    }  # fmt: skip
     numbers = (v for v in _values([plan["config"], plan["slots"]]) if isinstance(v, int | float) and v == int(v))
-    if (
-        {*plan, "counted"} != expected
-        or len(plan["slots"]) > _MOST_SLOTS
-        or max(map(abs, numbers), default=0) > _MOST_STEPS
-    ):
+    too_large = len(plan["slots"]) > _MOST_SLOTS or max(map(abs, numbers), default=0) > _MOST_STEPS
+    if {*plan, "counted"} != PLAN or too_large:
         raise ValueError("plan")
     slots = tuple(Slot.from_json(each) for each in plan["slots"])
     if canonical([slot.to_json() for slot in slots]) != canonical(plan["slots"]):
@@ -247,11 +210,11 @@ def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
     schedule = Schedule(slots, plan["composition"], rounds=rounds)
     count = PublicCount.from_json(int(plan["n_public"]), plan.get("counted"))
     counts = {slot.name: slot.count for slot in slots} | ({COUNT: 1} if count.counted else {})
-    algorithm = _algorithm(plan)
     try:
-        planned = None if algorithm is None else algorithm.schedule(count.n).under(claim.relation)
+        algorithm = _algorithm(plan)
+        planned = algorithm.schedule(count.n).under(claim.relation)
     except (*ALTERED, QuietgradError):
-        planned = None
+        return schedule, ["the slots and the settings"]
     described = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in slots)
     agreed = {
         "the noise multiplier": plan["noise_multiplier"] == privacy.noise_multiplier,
@@ -261,12 +224,11 @@ def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
         "the private count": not count.counted
         or (claim.relation is Relation.ADD_REMOVE and privacy.releases.get(COUNT) == 1),
         "the releases": all(type(n) is int and 0 <= n <= counts.get(k, -1) for k, n in privacy.releases.items()),
-        "the condition": algorithm is None or algorithm.condition == privacy.condition,
+        "the condition": algorithm.condition == privacy.condition,
         **_federation_agrees(federation, plan["n_public"], claim),
-        "the slots and the settings": planned is not None and _same(planned, schedule, federated=bool(federation)),
+        "the slots and the settings": _same(planned, schedule, federated=bool(federation)),
     }
-    problems = [what for what, ok in agreed.items() if not ok]
-    if problems or planned is None:
+    if problems := [what for what, ok in agreed.items() if not ok]:
         return schedule, problems
     random_rounds = {slot.name for slot in slots if slot.law is not None}
     fixed = not planned.adaptive and planned.rounds is None and schedule.composition == "sequential"
@@ -288,9 +250,10 @@ def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
 
 def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim) -> dict[str, bool]:
     """Whether the parties' sizes add up to the records stated, and the adversary is that of the trust setting."""
-    adversary, by_party = claim.privacy.adversary, isinstance(claim.event, MaxOverParties)
+    adversary = claim.privacy.adversary
+    parties = len(claim.event.parties) if isinstance(claim.event, MaxOverParties) else None
     if federation is None:
-        return {"the adversary": adversary == ADVERSARY, "the parties": not by_party}
+        return {"the adversary": adversary == ADVERSARY, "the parties": parties is None}
     if set(federation) != {"trust", "secure", "sizes", "parties_per_person", "matched", "plan_file"}:
         raise ValueError("federation")
     trust, sizes, matched = federation["trust"], federation["sizes"], federation["matched"]
@@ -298,9 +261,7 @@ def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim)
     told = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
     return {
         "the parties' records": all(type(s) is int and s > 0 for s in sizes) and sum(sizes) == n_public,
-        "the parties": len(claim.event.parties) == len(sizes)
-        if isinstance(claim.event, MaxOverParties)
-        else trust != "local",
+        "the parties": trust != "local" if parties is None else parties == len(sizes),
         "the trust": trust in (*ADVERSARIES, "secure"),
         "the adversary": against == ADVERSARIES.get(trust, against) and told == (matched, matched),
     }
@@ -336,42 +297,30 @@ def _derived(
 
 
 def _of_party(schedule: Schedule, federation: Json, party: int, parties: int) -> tuple[Schedule, int]:
-    """The schedule with the local batches of one party, where batches are of fixed size, and how often it counts.
-
-    Both as priced for a person who is known to several parties.
-    """
+    """Return the schedule of one party and how often it counts for a person who is known to several parties."""
     known_to = 1 if federation["parties_per_person"] is None else int(federation["parties_per_person"])
     if federation["trust"] != "local":
         schedule, known_to = of_several_parties(schedule, known_to), 1
     sizes = tuple(int(size) for size in federation["sizes"])
-    slots = []
-    for slot in schedule.slots:
-        if slot.sampling.counts_exactly and parties not in (1, len(sizes)):
-            raise ValueError("parties")
-        sampling = slot.sampling.at_party(sizes, party)
-        if sampling is not None:
-            slots.append(replace(slot, sampling=sampling))
-    return replace(schedule, slots=tuple(slots)), known_to
+    if parties not in (1, len(sizes)) and any(slot.sampling.counts_exactly for slot in schedule.slots):
+        raise ValueError("parties")
+    drawn = [(slot, slot.sampling.at_party(sizes, party)) for slot in schedule.slots]
+    slots = tuple(replace(slot, sampling=sampling) for slot, sampling in drawn if sampling is not None)
+    return replace(schedule, slots=slots), known_to
 
 
-def _algorithm(plan: Json) -> HasSchedule | None:
-    """The algorithm at its stated settings; ``None`` if there is no such thing."""
+def _algorithm(plan: Json) -> HasSchedule:
+    """Return the algorithm at its stated settings; raise if there is no such thing."""
     name, config = plan["algorithm"], plan["config"]
     if any(type(v) is int and v > _MOST_SETTING and "batch" not in key for key, v in config.items()):
-        return None
+        raise ValueError("settings")
+    for kind in (LoopReleases, AdditiveGD):
+        if name == kind.name:
+            return kind.from_config(config)
     try:
-        if name == LoopReleases.name:
-            return LoopReleases.from_config(config)
-        if name == AdditiveGD.name:
-            return AdditiveGD.from_config(config)
-        if name not in ALGORITHMS:
-            return None
-        try:
-            made: HasSchedule = entry(name).make(config)
-        except ValueError:  # settings with parts of their own, which only the class itself reads
-            made = entry(name).kind(**config)
-    except (*ALTERED, QuietgradError):
-        return None
+        made: HasSchedule = entry(name).make(config)
+    except ValueError:  # settings with parts of their own, which only the class itself reads
+        made = entry(name).kind(**config)
     return made
 
 
@@ -390,10 +339,7 @@ def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
     return spare == {0} or (federated and len(spare) == 1 and min(spare) > 0)
 
 
-# ---- the proofs ----------------------------------------------------------------------------------------------
-
-
-def _first_proof(claim: _Claim, *, counted: bool) -> Finding:
+def _first_proof(claim: _Claim, counted: object) -> Finding:
     name = str(claim.privacy.accountant)
     families = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
     family = next((each for each in families if name.startswith(each)), None)
@@ -403,42 +349,36 @@ def _first_proof(claim: _Claim, *, counted: bool) -> Finding:
         proof = prove(claim.event, delta=claim.delta, relation=claim.relation, accountant=family)
     except (UnprovableError, *ALTERED) as error:
         return Finding("proof", False, f"quietgrad proves no ε from the events ({error})")
+    proved = f"ε = {proof.epsilon:.6g}"
     if claim.epsilon < proof.epsilon * (1.0 - _EXACT) or proof.accountant != name:
-        words = f"the events cost ε = {proof.epsilon:.6g} by {proof.accountant}, not what is claimed"
-        return Finding("proof", False, words)
+        return Finding("proof", False, f"the events cost {proved} by {proof.accountant}, not what is claimed")
     # A run whose records were counted states its budget, which its plan meets to a thousandth.
-    if claim.epsilon > proof.epsilon * (1.0 + (2.0 * AGREES if counted else _EXACT)):
-        words = f"the events cost only ε = {proof.epsilon:.6g}; the claim is of other events"
-        return Finding("proof", False, words)
-    return Finding("proof", True, f"quietgrad, {proof.accountant}: ε = {proof.epsilon:.6g}")
+    if claim.epsilon > proof.epsilon * (1.0 + (_EXACT if counted is None else 2.0 * AGREES)):
+        return Finding("proof", False, f"the events cost only {proved}; the claim is of other events")
+    return Finding("proof", True, f"quietgrad, {proof.accountant}: {proved}")
 
 
 def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
-    """Whether dp-accounting proves ε too. Where it cannot, one accountant did, which is no fault of the claim."""
+    """Whether dp-accounting proves ε too. Where it cannot, one accountant did, and the claim still stands."""
     second = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
-    value, said, known = f"{second.how}: ε = {second.epsilon:.6g}", "", schedule is not None
-    for slot in schedule.slots if schedule is not None else ():
-        # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
-        if slot.mechanism.together:
-            again = sensitivity_again(slot.mechanism) if slot.mechanism.whole_run else None
-            if again is None or not again <= slot.mechanism.factor * (1.0 + 1e-9):
-                known = False
-                break
-            said = f"; its correlated releases are one of sensitivity {again:.4g}, which was computed again"
-    if not known or (schedule is not None and schedule.composition == "filter"):
+    value, said = f"{second.how}: ε = {second.epsilon:.6g}", ""
+    # An event that stands for many releases rests on a theorem, whose sensitivity is computed again.
+    together = [slot.mechanism for slot in schedule.slots if slot.mechanism.together] if schedule else []
+    again = [sensitivity_again(each) if each.whole_run else None for each in together]
+    known = all(s is not None and s <= m.factor * (1.0 + 1e-9) for s, m in zip(again, together, strict=True))
+    if schedule is None or schedule.composition == "filter" or not known:
         words = (
             "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
         )
         return Finding("second proof", None, words)
+    if again:
+        said = f"; its correlated releases are one of sensitivity {again[-1]:.4g}, which was computed again"
     if second.epsilon > claim.epsilon * (1.0 + AGREES):
         return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
     return Finding("second proof", True, f"{value}{said}")
-
-
-# ---- what lies beside it -------------------------------------------------------------------------------------
 
 
 def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list[Finding]:
@@ -450,30 +390,25 @@ def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list
         return found
     if set(stated) != {"head", "lines", "run"}:
         raise ValueError("ledger")
-    entries = tuple(ChainEntry(**line) for line in stated["lines"])
+    entries, head = tuple(ChainEntry(**line) for line in stated["lines"]), stated["head"]
     whole = [line.seq for line in entries] == list(range(1, len(entries) + 1))
-    problem, book = _chain_problem(entries, stated["head"], whole=whole), LedgerState()
+    problem, book = _chain_problem(entries, head, whole=whole), LedgerState()
     try:
-        book.fold(entries)
+        held = list(book.fold(entries).held.values())
+        of_a_party = body["federation"] is not None
+        problem = problem or "; ".join(unpaid(claim.privacy, str(stated["run"]), held, "it", of_a_party=of_a_party))
     except LedgerError as error:
         problem = problem or str(error)
-    if not problem:
-        of_a_party = body["federation"] is not None
-        against = unpaid(claim.privacy, str(stated["run"]), list(book.held.values()), "it", of_a_party=of_a_party)
-        problem = "; ".join(against)
     part = f"the {len(entries)} lines of this run; other runs on the same people are not shown"
-    all_lines = f"{len(entries)} lines that chain up to {stated['head']}"
+    all_lines = f"{len(entries)} lines that chain up to {head}"
     found = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
     if whole and not problem:
         found.append(Finding("account", None, _account_total(book, claim)))
     if file is not None:
-        if not Path(file).exists():
-            raise DataError(f"{file}: there is no such ledger.")
         try:
             theirs = Ledger(file).entries()
-            problem = check_anchor(theirs, str(stated["head"]))
-            held = {line.hash for line in theirs}
-            if not problem and any(line.hash not in held for line in entries):
+            problem = check_anchor(theirs, str(head))
+            if not problem and not {line.hash for line in entries} <= {line.hash for line in theirs}:
                 problem = "lines of the certificate are not in it"
         except LedgerError as error:
             problem = str(error)
@@ -504,67 +439,58 @@ def _account_total(book: LedgerState, claim: _Claim) -> str:
     """What all runs of the account in the ledger cost together."""
     account = str(claim.privacy.account)
     parts, count = book.counted(account), book.runs(account)
-    if len(set(parts)) > _MOST_KINDS:
-        return f"{count} runs of this account: too many kinds to add up here"
-    event = compose_events(parts)
+    runs, event = f"{count} run{'' if count == 1 else 's'} of {account!r} in this ledger", compose_events(parts)
     mixed = claim.relation is Relation.ADD_REMOVE and Relation.REPLACE_ONE in book.relations(account)
     try:
-        if event is None or mixed:
+        if event is None or mixed or len(set(parts)) > _MOST_KINDS:
             raise UnprovableError("no common ε")
         epsilon = prove(event, delta=claim.delta, relation=claim.relation).epsilon
     except (UnprovableError, *ALTERED):
-        return f"{count} runs of this account, without a common ε"
-    runs = f"{count} run{'' if count == 1 else 's'}"
-    return f"{runs} of {account!r} in this ledger cost ε = {epsilon:.4g} together at this δ"
+        return f"{runs}, without a common ε"
+    return f"{runs} cost ε = {epsilon:.4g} together at this δ"
 
 
 def _model_finding(body: Json, file: str | Path | None) -> Finding:
-    stated = body["model"].get("sha256") if isinstance(body["model"], dict) else None
     if file is None:
         return Finding("model", None, "not at hand; give it with --model to see whether it is the certified one")
-    try:
-        found = hashlib.sha256(read_bytes(file)).hexdigest()
-    except FileNotFoundError:
-        raise DataError(f"{file}: there is no such model.") from None
-    same = isinstance(stated, str) and hmac.compare_digest(stated.encode(), found.encode())
+    same = body["model"]["sha256"] == hashlib.sha256(read_bytes(file)).hexdigest()
     return Finding("model", same, "the file is the certified one" if same else "the file is another model")
 
 
 def _words(
     document: PrivacyCertificate, claim: _Claim, findings: list[Finding], demanded: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    good = {finding.what for finding in findings if finding.ok}
-    shown, rest = [], []
-    if {"proof", "second proof"} <= good:
-        shown.append(
-            "The releases listed cost no more than the ε claimed, by two accountants with code of their own."
-        )
-    elif "proof" in good:
-        shown.append("The releases listed cost no more than the ε claimed, by quietgrad's own accountant.")
-        rest.append("That a second accountant says so too: none is known for these releases.")
+    """What the findings show, and what they do not."""
+    good, privacy = {finding.what for finding in findings if finding.ok}, claim.privacy
+    shown, rest = list[str](), list[str]()
+    if "proof" in good:
+        two = "second proof" in good
+        by = "two accountants with code of their own" if two else "quietgrad's own accountant"
+        shown.append(f"The releases listed cost no more than the ε claimed, by {by}.")
+        rest += [] if two else ["That a second accountant says so too: none is known for these releases."]
     if "plan" in good:
         shown.append("The releases listed are those that the stated algorithm makes at the stated settings.")
-    if "ledger" in good and any(finding.what == "account" for finding in findings):
+    if "account" in (finding.what for finding in findings):
         shown.append("The ledger's lines chain from the first to the head, and reserve and pay for these releases.")
     elif "ledger" in good:
         shown.append("The lines of this run fit their hashes, and reserve and pay for these releases.")
         rest.append("That these lines stand in a ledger: the lines between them are left out.")
     if document.signature is None:
         rest.append("Who says so: without a signature only agreement is shown; all of it could have been made up.")
-    elif "signature" in good and demanded is None:
-        shown.append("Nothing was altered since the holder of the key above signed it.")
-        rest.append("Whose key it is: give --public-key with one that you had from the signer.")
     elif "signature" in good:
-        shown.append("Nothing was altered since the holder of the key you gave signed it.")
-    if claim.privacy.condition is not None:
-        rest.append(f"That the condition is met: ε holds {claim.privacy.condition}.")
+        key = "the key above" if demanded is None else "the key you gave"
+        shown.append(f"Nothing was altered since the holder of {key} signed it.")
+        if demanded is None:
+            rest.append("Whose key it is: give --public-key with one that you had from the signer.")
+    if privacy.condition is not None:
+        rest.append(f"That the condition is met: ε holds {privacy.condition}.")
     rest += [
         "That the run made these releases and no others, with secret noise: that is the signer's word.",
-        _TAKEN[claim.privacy.unit],
+        f"That the records are what the data are called, and that {_UNIT[privacy.unit]}.",
         "What was spent on these people outside the ledger lines that are in the file.",
-        f"Anything against others than this adversary: {claim.privacy.adversary}.",
+        f"Anything against others than this adversary: {privacy.adversary}.",
+        *(f"What the run notes of itself: {note}." for note in privacy.notes),
     ]
-    rest += [f"What the run notes of itself: {note}." for note in claim.privacy.notes]
     federation = document.body["federation"]
     if isinstance(federation, dict) and federation.get("trust") == "secure":
         rest.append("That this is the adversary: which parties and servers may be dishonest, the plan file says.")

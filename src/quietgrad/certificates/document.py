@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.curators.account import run_of
-from quietgrad.errors import DataError
+from quietgrad.errors import DataError, boundary
 from quietgrad.files import parse_json, read_bytes, sync_folder, write_atomically
 from quietgrad.privacy.chain import anchor
 from quietgrad.privacy.ledger import Ledger
@@ -41,6 +42,7 @@ Json = dict[str, Any]
 FORMAT = "quietgrad-certificate"
 VERSION = 1
 LARGEST = 16 << 20  # bytes: a ledger of some ten thousand lines
+_SIGNATURE = {"algorithm": "ed25519", "public_key": "[0-9a-f]{64}", "value": "[0-9a-f]{128}"}
 _PARTS = {"body", "digest", "format", "signature", "version"}
 BODY = {"claim", "data", "event", "federation", "issued", "ledger", "model", "plan", "versions"}
 
@@ -94,19 +96,15 @@ def read(path: str | Path) -> PrivacyCertificate:
 
 
 def parse(content: bytes, name: str) -> PrivacyCertificate:
-    """The certificate that ``content`` spells; ``name`` is for messages."""
-    try:
+    """Return the certificate that ``content`` spells; ``name`` is for messages."""
+    with boundary(f"{name}: is not JSON, so it is no certificate, or one that was cut."):
         value = parse_json(content)
-    except (ValueError, RecursionError):
-        raise DataError(f"{name}: is not JSON, so it is no certificate, or one that was cut.") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise DataError(f"{name}: is not a quietgrad certificate.")
     if type(value.get("version")) is not int or value["version"] != VERSION:
         raise DataError(f"{name}: is of a version that this quietgrad does not read; it reads {VERSION}.")
-    try:
+    with boundary(f"{name}: was altered: it holds a number or a text that no certificate has."):
         spelt = canonical(value) + b"\n"
-    except (ValueError, UnicodeError, RecursionError):
-        raise DataError(f"{name}: was altered: it holds a number or a text that no certificate has.") from None
     if spelt != content:
         raise DataError(f"{name}: was altered: it is not spelt as certificates are (keys, numbers or spaces).")
     if set(value) != _PARTS or not isinstance(value["body"], dict) or set(value["body"]) != BODY:
@@ -121,12 +119,10 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
 
 
 def _is_signature(value: object) -> bool:
-    if not isinstance(value, dict) or set(value) != {"algorithm", "public_key", "value"}:
-        return False
-    sizes = {"public_key": 64, "value": 128}
-    return value["algorithm"] == "ed25519" and all(
-        isinstance(value[key], str) and len(value[key]) == size and set(value[key]) <= set("0123456789abcdef")
-        for key, size in sizes.items()
+    return (
+        isinstance(value, dict)
+        and set(value) == set(_SIGNATURE)
+        and all(isinstance(value[key], str) and re.fullmatch(form, value[key]) for key, form in _SIGNATURE.items())
     )
 
 
@@ -136,12 +132,14 @@ def schema() -> Json:
     >>> schema()["title"]
     'quietgrad certificate'
     """
-    text = files("quietgrad.certificates").joinpath("schema.json").read_text(encoding="utf-8")
-    value: Json = json.loads(text)
+    value: Json = json.loads(files("quietgrad.certificates").joinpath("schema.json").read_text(encoding="utf-8"))
     return value
 
 
-_PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
+PLAN = {
+    "algorithm", "config", "n_public", "noise_multiplier", "composition", "rounds", "slots", "counted", "stopped_by"
+}  # fmt: skip
+PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
 
 
 def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
@@ -172,15 +170,28 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     if not privacy.is_private or privacy.events is None:
         why = privacy.notes[0] if privacy.notes else "no noise was added"
         raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
-    stated = privacy.to_json()
-    event = stated.pop("event")
+    stated, details = privacy.to_json(), result.details
+    event, federation = stated.pop("event"), None
+    if "trust" in details:  # how parties took part; their names stay with them
+        kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
+        federation = {**{key: details.get(key) for key in kept}, "matched": bool(details.get("matched"))}
     document = PrivacyCertificate(
         {
             "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             "claim": stated,
             "event": event,
-            "plan": plan_of(result),
-            "federation": _federation(result),
+            "plan": {
+                "algorithm": result.algorithm,
+                "config": dict(result.config),
+                "n_public": result.n_public,
+                "noise_multiplier": privacy.noise_multiplier,
+                "composition": details.get("composition", "sequential"),
+                "rounds": details.get("rounds"),
+                "slots": list(details.get("slots", ())),
+                "counted": details.get("counted"),
+                "stopped_by": result.stopped_by,
+            },
+            "federation": federation,
             "ledger": lines,
             "model": {
                 "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
@@ -189,7 +200,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
             "data": {
                 "name": str(result.data.get("name", "not named")),
                 "n_public": result.n_public,
-                **{key: result.details.get("model", {}).get(key) for key in _PUBLIC_MODEL},
+                **{key: details.get("model", {}).get(key) for key in PUBLIC_MODEL},
             },
             "versions": {name: text for name, text in result.versions.items() if text},
         }
@@ -201,30 +212,6 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     if size > LARGEST and whole_ledger:  # no reader would accept it: keep the run's own lines
         return issue(path, whole_ledger=False)
     return document
-
-
-def plan_of(result: Result) -> Json:
-    """What was planned, from which the events follow."""
-    details = result.details
-    return {
-        "algorithm": result.algorithm,
-        "config": dict(result.config),
-        "n_public": result.n_public,
-        "noise_multiplier": result.privacy.noise_multiplier,
-        "composition": details.get("composition", "sequential"),
-        "rounds": details.get("rounds"),
-        "slots": list(details.get("slots", ())),
-        "counted": details.get("counted"),
-        "stopped_by": result.stopped_by,
-    }
-
-
-def _federation(result: Result) -> Json | None:
-    """How parties took part; their names stay with them."""
-    if "trust" not in result.details:
-        return None
-    kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
-    return {**{key: result.details.get(key) for key in kept}, "matched": bool(result.details.get("matched"))}
 
 
 def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
@@ -250,6 +237,7 @@ def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
 
 _LARGEST = 1 << 14  # bytes
 _PEM = "-----BEGIN "
+_DIGITS = re.compile(rb"[0-9a-fA-F]{64}")
 
 
 class SigningKey:
@@ -265,17 +253,12 @@ class SigningKey:
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         file = Path(path)
-        try:
-            content = read_bytes(file, most=_LARGEST)
-            if file.stat().st_mode & 0o077:
-                raise DataError(f"{file}: others may read this key; run `chmod 600 {file}`, or make a new one.")
-            key = load_pem_private_key(content, password=None)
-        except FileNotFoundError:
-            raise DataError(f"{file}: there is no key; make one with `quietgrad keys generate {file}`.") from None
-        except DataError:
-            raise
-        except (ValueError, TypeError):
-            raise DataError(f"{file}: is no private key that can be read without a password.") from None
+        if not file.exists():
+            raise DataError(f"{file}: there is no key; make one with `quietgrad keys generate {file}`.")
+        if file.stat().st_mode & 0o077:
+            raise DataError(f"{file}: others may read this key; run `chmod 600 {file}`, or make a new one.")
+        with boundary(f"{file}: is no private key that can be read without a password."):
+            key = load_pem_private_key(read_bytes(file, most=_LARGEST), password=None)
         if not isinstance(key, Ed25519PrivateKey):
             raise DataError(f"{file}: is not an Ed25519 key; make one with `quietgrad keys generate FILE`.")
         return cls(key)
@@ -333,28 +316,19 @@ def public_key(text: str) -> str:
     spelled = text.strip().startswith(_PEM)
     name = "the text that was given" if spelled else text
     try:
-        if digits := _digits(text.encode()):
-            return digits
-        content = text.encode() if spelled else read_bytes(text, most=_LARGEST)
-        if digits := _digits(content):
-            return digits
-        key = load_pem_public_key(content.strip() + b"\n")
+        with boundary(f"{name}: holds no public key; give the .pub file, or its 64 hexadecimal digits."):
+            given = spelled or _DIGITS.fullmatch(text.strip().encode()) is not None
+            content = (text.encode() if given else read_bytes(text, most=_LARGEST)).strip()
+            if _DIGITS.fullmatch(content):
+                return content.decode().lower()
+            key = load_pem_public_key(content + b"\n")
     except FileNotFoundError:
         raise DataError(
             f"{name}: is neither a file, nor PEM, nor 64 hexadecimal digits, so it is no public key."
         ) from None
-    except DataError:
-        raise
-    except (ValueError, TypeError):
-        raise DataError(f"{name}: holds no public key; give the .pub file, or its 64 hexadecimal digits.") from None
     if not isinstance(key, Ed25519PublicKey):
         raise DataError(f"{name}: is not an Ed25519 key, with which certificates are signed.")
     return key.public_bytes_raw().hex()
-
-
-def _digits(content: bytes) -> str | None:
-    found = content.strip().lower()
-    return found.decode() if len(found) == 64 and not set(found) - set(b"0123456789abcdef") else None
 
 
 def signature_holds(document: PrivacyCertificate) -> bool:

@@ -1,11 +1,11 @@
-"""The second opinion: ε from the same events by dp-accounting, whose code is not ours.
+"""The second accountant: ε of the same events by dp-accounting, which shares no accounting code with ours.
 
 Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi
-accountant takes zCDP releases and private search. What is shared with our own accountants is the walk over
-compositions (:mod:`quietgrad.privacy.composition`). Rényi curves of sampled Gaussians, which ours borrows, are not
-used: they would be no second proof. What dp-accounting has no rule for is refused, but for epochs of random
-allocation: their losses are found here in another way than ours, by one power of one transform on an even grid, and
-dp-accounting composes them.
+accountant takes zCDP releases and private search. Both accountants share the walk over compositions
+(:mod:`quietgrad.privacy.composition`) and no formula. Rényi curves of sampled Gaussians are not used here, because
+ours come from dp-accounting: they would be no second proof. Events that dp-accounting has no rule for raise, except
+epochs of random allocation. Their losses are computed here in another way than ours, by one power of one transform
+on an even grid, and dp-accounting composes them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class IndependentProof:
 
 
 Floats = npt.NDArray[np.float64]
-Law = tuple[tuple[int, float], ...]
 Curve = Callable[[float], float]
 """δ ↦ ε."""
 
@@ -199,16 +198,14 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
     grid = {"value_discretization_interval": step}
     match part:
         case Gaussian() | PoissonSampled():
-            rate, inner = (
-                (part.rate, list(count_releases(part.inner))) if isinstance(part, PoissonSampled) else (1.0, [part])
-            )
+            rate, inner = 1.0, list(count_releases(part.inner if isinstance(part, PoissonSampled) else part))
+            if isinstance(part, PoissonSampled):
+                rate = part.rate
             if len(inner) != 1 or not isinstance(inner[0], Gaussian):
                 kinds = " and ".join(sorted({each.kind for each in inner}))
                 raise _NoRule(f"it has no rule for a sample of {kinds} releases")
-            neighbours = {
-                Relation.ADD_REMOVE: NeighboringRelation.ADD_OR_REMOVE_ONE,
-                Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
-            }[relation]
+            replaced = relation is Relation.REPLACE_ONE
+            neighbours = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
             return pld.from_gaussian_mechanism(
                 inner[0].noise_multiplier,
                 sampling_prob=rate,
@@ -291,16 +288,15 @@ def _averaged(rounds: RandomNumberOfReleases, others: list[Event], relation: Rel
     return epsilon
 
 
-def _grouped(law: Law, groups: int) -> Law:
-    """A law of at most so many rounds: those of a group count as its largest, so ε can only grow.
+def _grouped(law: tuple[tuple[int, float], ...], groups: int) -> list[tuple[int, float]]:
+    """Return a law of at most so many rounds: each group counts as its largest, so ε can only grow.
 
     >>> _grouped(((1, 0.25), (2, 0.25), (3, 0.5)), 2)
-    ((2, 0.5), (3, 0.5))
+    [(2, 0.5), (3, 0.5)]
     """
-    size = math.ceil(len(law) / groups)
-    ordered = sorted(law)
+    size, ordered = math.ceil(len(law) / groups), sorted(law)
     chunks = [ordered[k : k + size] for k in range(0, len(ordered), size)]
-    return tuple((chunk[-1][0], math.fsum(weight for _, weight in chunk)) for chunk in chunks)
+    return [(chunk[-1][0], math.fsum(weight for _, weight in chunk)) for chunk in chunks]
 
 
 def _renyi(core: Event, relation: Relation) -> Curve:
