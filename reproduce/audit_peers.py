@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.audit.confidence_bounds import best_threshold, dprime_lower, epsilon_lower
-from quietgrad.audit.distinguishers import discriminant
+from quietgrad.audit.running import discriminant
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon, gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

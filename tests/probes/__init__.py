@@ -4,13 +4,6 @@ They see in milliseconds what statistics would need millions of runs for. ``test
 everything that is registered; the mutation tables ask them of code that was broken on purpose.
 """
 
-from __future__ import annotations
+from quietgrad.audit.report import judged as found
 
-from quietgrad.audit.report import AuditFinding
-
-
-def found(
-    layer: str, what: str, unit: str, claimed: float, measured: float, *, ok: bool, note: str = ""
-) -> AuditFinding:
-    """A finding that passes if ``ok``."""
-    return AuditFinding(layer, what, unit, claimed, measured, "pass" if ok else "violation", note=note)
+__all__ = ["found"]

@@ -13,23 +13,8 @@ L3 one run with many canaries: a real training of a real model
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from quietgrad.audit.report import AuditReport
-    from quietgrad.audit.running import run
-    from quietgrad.audit.single_run import one_run
-_HOMES = {
-    "run": "running",
-    "AuditReport": "report",
-    "one_run": "single_run",
-}
+from quietgrad.audit.report import AuditReport
+from quietgrad.audit.running import run
+from quietgrad.audit.single_run import one_run
 
 __all__ = ["run", "one_run", "AuditReport"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -35,8 +35,6 @@ def clopper_pearson(hits: int, trials: int, alpha: float) -> tuple[float, float]
     >>> low, round(high, 4)
     (0.0, 0.0137)
     """
-    if not 0 <= hits <= trials or trials < 1:
-        raise ValueError(f"hits={hits}, trials={trials}: must be 0 ≤ hits ≤ trials and trials ≥ 1.")
     low = float(betaincinv(hits, trials - hits + 1, alpha)) if hits else 0.0
     high = float(betaincinv(hits + 1, trials - hits, 1.0 - alpha)) if hits < trials else 1.0
     return low, high
@@ -178,10 +176,6 @@ def one_run_refutes(
     >>> one_run_refutes(lambda r: max(0.0, (r - 1e-5) * math.exp(-0.1)), 1000, 100, 100, 1e-3)
     True
     """
-    if not 0 <= correct <= guesses <= canaries or guesses < 1:
-        raise ValueError(
-            f"correct={correct}, guesses={guesses}, canaries={canaries}: must be 0 ≤ correct ≤ guesses ≤ canaries."
-        )
     # Walk down from ``correct``: r bounds the mass of outcomes with so many right, h of those with one less.
     level = alpha * guesses / canaries
     r, h = level * correct / guesses, level * (guesses - correct) / guesses

@@ -25,10 +25,10 @@ from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, DPAdam
 from quietgrad.algorithms.dp_srm import DPSRM
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
 from quietgrad.audit.canaries import CanaryObjective, CanaryRecords, PatternSession
-from quietgrad.audit.distinguishers import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.audit.noise_checks import check_noise
 from quietgrad.audit.replicas import BlockVector, Pattern, Views, walk
 from quietgrad.audit.report import AuditFinding, AuditReport
+from quietgrad.audit.running import PrivacyClaim, attack_dprime, attack_profile
 from quietgrad.curators.base import Session
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.plan import FederatedPlan

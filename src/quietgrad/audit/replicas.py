@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quietgrad.algorithms.base import Algorithm
 from quietgrad.curators.base import Curator, Session
 from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Query
+from quietgrad.objectives.base import Query, RecordAdapter
 from quietgrad.plans.schedule import Law, Plan
 from quietgrad.privacy import events
 from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
@@ -106,7 +106,7 @@ def as_numbers(vector: Vector) -> Floats:
     return np.array(plain, np.float64)
 
 
-CuratorFactory = Callable[[Any, Any, bytes], Curator]
+CuratorFactory = Callable[[RecordAdapter, Any, bytes], Curator]
 """(objective, data, key) ↦ the curator that holds the data."""
 
 _MOST_NUMBERS = 2**22  # coordinates of one block-diagonal pass; more runs are made in several passes
@@ -198,8 +198,8 @@ class Views(NamedTuple):
     compared: bool = True
 
 
-def central(objective: Any, data: Any, key: bytes) -> Curator:
-    """The production curator of one trusted holder."""
+def central(objective: RecordAdapter, data: object, key: bytes) -> Curator:
+    """Return the production curator of one trusted holder."""
     return CentralCurator(objective, data, key=key, account="audit")
 
 

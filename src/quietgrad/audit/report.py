@@ -1,4 +1,4 @@
-"""What an audit found, for people and programs."""
+"""Findings and reports of audits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,31 @@ class AuditFinding(NamedTuple):
     note: str = ""
 
 
-def judged(layer: str, what: str, unit: str, claimed: float, measured: float, *, ok: bool) -> AuditFinding:
-    """A finding of an exact test, which passes if ``ok``."""
-    return AuditFinding(layer, what, unit, claimed, measured, "pass" if ok else "violation")
+def judged(
+    layer: str,
+    what: str,
+    unit: str,
+    claimed: float,
+    measured: float,
+    *,
+    ok: bool,
+    seen: bool = True,
+    epsilon_lower: float = 0.0,
+    note: str = "",
+) -> AuditFinding:
+    """Return a finding: a violation unless ``ok``, vacuous unless half the noise would have been ``seen``."""
+    verdict: Verdict = "violation" if not ok else "pass" if seen else "vacuous"
+    return AuditFinding(layer, what, unit, claimed, measured, verdict, epsilon_lower, note)
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """An audit of one configuration.
+    """The outcome of an audit of one configuration.
 
     ``epsilon_lower`` is proved at ``confidence`` by the attack of ``layer``; ``epsilon_claimed`` is what the
-    accountant promises. ``passed`` means that nothing was found with enough runs to see half the noise missing, if
-    the attack is as strong as the claim allows; how strong it was is ``tightness``. A ``vacuous`` audit, whose runs
-    were too few even then, has not passed.
+    accountant guarantees. ``passed`` means that the attacks found no violation, with enough runs to see half the
+    noise missing if the attack is as strong as the claim allows. ``tightness`` says how strong it was. A
+    ``vacuous`` audit has too few runs even then, and has not passed.
     """
 
     algorithm: str
@@ -64,7 +76,7 @@ class AuditReport:
         confidence: float = 1.0 - 1e-6,
         notes: Sequence[str] = (),
     ) -> AuditReport:
-        """The report of ``findings`` about ``plan``; ``started`` is when ``time.perf_counter()`` began to count."""
+        """Return the report of ``findings`` about ``plan``; ``started`` is a value of ``time.perf_counter()``."""
         assert plan.budget is not None
         return cls(
             algorithm=name,
@@ -94,7 +106,7 @@ class AuditReport:
 
     @property
     def vacuous(self) -> bool:
-        """Whether the runs were too few for the claim to be in any danger."""
+        """Whether the runs were too few to break the claim."""
         return self.verdict == "vacuous"
 
     @property

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,11 @@ from quietgrad.audit.confidence_bounds import (
     one_run_mu,
     one_run_refutes,
 )
-from quietgrad.audit.distinguishers import PrivacyClaim
 from quietgrad.audit.replicas import CuratorFactory, RecordingSession, as_numbers, central
-from quietgrad.audit.report import AuditFinding, AuditReport, Verdict
+from quietgrad.audit.report import AuditFinding, AuditReport, judged
+from quietgrad.audit.running import PrivacyClaim
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Batch, Query, Records
+from quietgrad.objectives.base import Batch, Query, RecordAdapter, Records
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.privacy.rng import fresh_key, seed_key
@@ -71,13 +71,15 @@ class _Planted:
 
     silent_batches: ClassVar[bool] = False
 
-    def __init__(self, inner: Any, canaries: int, coins: npt.NDArray[np.bool_], relation: Relation) -> None:
+    def __init__(
+        self, inner: RecordAdapter, canaries: int, coins: npt.NDArray[np.bool_], relation: Relation
+    ) -> None:
         self.inner, self.canaries, self.regularizer = inner, canaries, inner.regularizer
         replace = relation is Relation.REPLACE_ONE
         self.places = np.arange(canaries) if replace else np.flatnonzero(coins)
         self.signs = np.where(coins, 1.0, -1.0) if replace else np.ones(len(self.places))
 
-    def prepare(self, data: Any) -> RecordsWithCanaries:
+    def prepare(self, data: object) -> RecordsWithCanaries:
         return RecordsWithCanaries(self.inner.prepare(data), self.places, self.signs, self.canaries)
 
     def initial(self, records: RecordsWithCanaries) -> Vector:
@@ -133,16 +135,18 @@ class PlantingSession(RecordingSession):
             self.slots.append(slot)
         return answer[: -self.canaries]
 
-    def choose(self, slot: str, queries: Sequence[Query], **more: Any) -> int:
-        return self._session.choose(slot, [PlantedQuery(query) for query in queries], **more)
+    def choose(
+        self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
+    ) -> int:
+        return self._session.choose(slot, [PlantedQuery(query) for query in queries], rho=rho, offsets=offsets)
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
         return self._session.first_below(slot, [PlantedQuery(query) for query in queries], threshold)
 
 
 def one_run(
-    objective: Any,
-    data: Any,
+    objective: RecordAdapter,
+    data: object,
     algorithm: Algorithm,
     *,
     budget: Budget,
@@ -185,10 +189,8 @@ def one_run(
     while not state.done:
         state = algorithm.step(state, session)
     # A canary's score is what was released on its coordinate in all steps, weighted by the noise.
-    weighted = [
-        part * plan.schedule[slot].noise ** -2.0 for part, slot in zip(session.heard, session.slots, strict=True)
-    ]
-    scores = np.sum(weighted, axis=0)
+    noise = np.array([plan.schedule[slot].noise for slot in session.slots])
+    scores = np.einsum("ij,i->j", np.stack(session.heard), noise**-2.0)
     findings = judge_guesses(scores, coins, PrivacyClaim(plan), guesses, 1.0 - confidence)
     notes = (f"{canaries} canaries, {int(coins.sum())} of them in, {guesses} guessed",)
     name = f"{algorithm.name}, one run"
@@ -201,7 +203,7 @@ def judge_guesses(
     """Guesses against the claimed profile; or, if all is Gaussian, guesses and d′ against μ. α is shared."""
     order, half = np.argsort(scores), guesses // 2
     correct = int(coins[order[-half:]].sum() + (~coins[order[:half]]).sum())
-    guesses, count, share, delta = 2 * half, len(coins), alpha / 2, claim.delta_budget
+    guesses, count, share, delta = 2 * half, len(coins), alpha / 2, claim.budget.delta
     what = f"{correct} of {guesses} guesses right"
     if claim.mu is None:
         points = [(math.exp(e), d) for e, d in claim.profile.items()]
@@ -210,20 +212,19 @@ def judge_guesses(
             """By the claimed profile: the least probability of an event in one world, given that in the other."""
             return max(0.0, *(max((r - d) / grow, 1.0 - grow * (1.0 - r) - d) for grow, d in points))
 
-        refuted = one_run_refutes(tradeoff, count, guesses, correct, share)
-        seen = one_run_refutes(tradeoff, count, guesses, guesses, share)
-        verdict: Verdict = "violation" if refuted else "pass" if seen else "vacuous"
-        shown = one_run_epsilon(count, guesses, correct, delta, share)
-        return [AuditFinding("L3 f-DP", what, "profile refuted", 0.0, float(refuted), verdict, shown)]
+        refuted, seen = (one_run_refutes(tradeoff, count, guesses, k, share) for k in (correct, guesses))
+        low = one_run_epsilon(count, guesses, correct, delta, share)
+        unit, measured = "profile refuted", float(refuted)
+        return [judged("L3 f-DP", what, unit, 0.0, measured, ok=not refuted, seen=seen, epsilon_lower=low)]
     mu, most = (one_run_mu(count, guesses, right, share) for right in (correct, guesses))
-    _, low = dprime_lower(scores[coins], scores[~coins], share)
+    _, dprime = dprime_lower(scores[coins], scores[~coins], share)
     fewer = int(min(coins.sum(), (~coins).sum()))
     found = []
     for layer, words, bound, seen in (
         ("L3 f-DP", what, mu, most > claim.mu),
-        ("L3 d′", "canaries in and out", low, dprime_found(claim.mu, 2.0 * claim.mu, fewer, share)),
+        ("L3 d′", "canaries in and out", dprime, dprime_found(claim.mu, 2.0 * claim.mu, fewer, share)),
     ):
-        verdict = "violation" if bound > claim.mu else "pass" if seen else "vacuous"
-        epsilon = gaussian_epsilon(bound, delta) if bound else 0.0
-        found.append(AuditFinding(layer, words, "μ", claim.mu, bound, verdict, epsilon))
+        low = gaussian_epsilon(bound, delta) if bound else 0.0
+        ok = bound <= claim.mu
+        found.append(judged(layer, words, "μ", claim.mu, bound, ok=ok, seen=seen, epsilon_lower=low))
     return found

@@ -107,8 +107,7 @@ def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
     """
     from quietgrad.audit.attacks import with_people
     from quietgrad.audit.confidence_bounds import runs_for
-    from quietgrad.audit.distinguishers import PrivacyClaim
-    from quietgrad.audit.running import run
+    from quietgrad.audit.running import PrivacyClaim, run
 
     result = load(folder)
     privacy = result.privacy
