@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.attacks import distinguish_fit, distinguish_loop
+from quietgrad.audit.networks import distinguish, fit_releases, loop_releases
 from tests import broken_networks as broken
 from tests.probes.networks import (
     probe_gradients,
@@ -36,8 +36,10 @@ class Mutation:
 
 TABLE = [
     Mutation("masks by place", "L0 sensitivity", broken.public_masks, lambda: probe_network("dropout")),
-    Mutation("masks by place, released", "L2", broken.public_masks, lambda: distinguish_fit(200)[1]),
-    Mutation("masks by place in a loop", "L2", broken.public_masks, lambda: distinguish_loop(200)[1]),
+    Mutation("masks by place, released", "L2", broken.public_masks,
+             lambda: distinguish(fit_releases, 200).findings[0]),
+    Mutation("masks by place in a loop", "L2", broken.public_masks,
+             lambda: distinguish(loop_releases, 200).findings[0]),
     Mutation("masks drawn again", "L0 sensitivity", broken.redrawn_masks, lambda: probe_network("dropout")),
     Mutation("masks not replayed", "L0 replay", broken.other_masks_every_time,
              lambda: probe_network("dropout")),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from quietgrad.audit.attacks import steep_table as table
+from quietgrad.audit.networks import steep_table as table
 from quietgrad.audit.report import AuditFinding
 from quietgrad.errors import QuietgradError
 from quietgrad.privacy.accounting import account

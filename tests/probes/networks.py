@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from quietgrad.audit.attacks import steep_loss as loss
-from quietgrad.audit.attacks import steep_table as table
+from quietgrad.audit.networks import steep_loss as loss
+from quietgrad.audit.networks import steep_table as table
 from quietgrad.audit.report import AuditFinding
 from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine

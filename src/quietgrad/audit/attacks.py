@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.dp_sgd import DPGD
 from quietgrad.algorithms.range_estimation import Ranges, Tabulate
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import look_for
@@ -31,14 +30,12 @@ from quietgrad.audit.noise_checks import (
     ConstantQuery,
     EmptyObjective,
     categories,
-    check_normals,
     lengthened,
     probe_slots,
 )
 from quietgrad.audit.replicas import Game
 from quietgrad.audit.report import AuditFinding, AuditReport, judged
-from quietgrad.audit.running import PrivacyClaim, attack_profile, learned, run
-from quietgrad.audit.single_run import judge_guesses
+from quietgrad.audit.running import PrivacyClaim, attack_profile, run
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
@@ -49,7 +46,7 @@ from quietgrad.estimators import (
 from quietgrad.estimators.describing import _SHARES, _Describe
 from quietgrad.estimators.search import _rounds
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery, Objective, RecordAdapter
+from quietgrad.objectives.base import GradientQuery, Objective, RecordAdapter
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet, Tabulation
 from quietgrad.plans.counting import PublicCount
@@ -61,10 +58,6 @@ from quietgrad.privacy.rng import SecureStream, fresh_key
 from quietgrad.sampling import FullBatch
 from quietgrad.training import plan as make_plan
 from quietgrad.training.stationarity import StationarityRelease
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module
 
 Floats = npt.NDArray[np.float64]
 _ALPHA = 1e-6
@@ -340,156 +333,16 @@ def _people(runs: int) -> Iterator[AuditReport]:
         yield AuditReport.of("people", _person_plan(relation), found, runs=runs, started=started)
 
 
-# --- networks -----------------------------------------------------------------------------------------------------
-
-
-def steep_loss(output: Tensor, y: Tensor) -> Tensor:
-    """A steep loss of two classes: gradients are far beyond any clip."""
-    import torch.nn.functional as F
-
-    return 30.0 * F.cross_entropy(output.flatten(1)[:, :2], y, reduction="none")
-
-
-def steep_table(n: int = 40) -> tuple[Tensor, Tensor]:
-    """Records of eight features."""
-    import torch
-
-    x = torch.randn(n, 8, generator=torch.Generator().manual_seed(0))
-    return x, (x[:, 0] > 0).long()
-
-
-def _network() -> Module:
-    from torch import manual_seed, nn
-
-    manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-
-
-def _network_worlds() -> tuple[Plan, list[tuple[Tensor, Tensor]]]:
-    """One release on all records, and the tables with and without the first.
-
-    In the second world all other records move up by one place, as they do when a row is removed from a file. The
-    first record is far out, so that its contribution is as long as it may be.
-    """
-    x, y = steep_table(50)
-    x[0] = 3.0
-    plan = make_plan(DPGD(steps=1), n=len(x), budget=Budget(4.0, 1e-5))
-    return plan, [(x[first:], y[first:]) for first in (0, 1)]
-
-
-def distinguish_fit(runs: int) -> tuple[Plan, AuditFinding]:
-    """Tell the worlds apart by one release of a fit with dropout."""
-    from quietgrad.objectives.networks.module import ModuleObjective
-
-    plan, worlds = _network_worlds()
-    objective = ModuleObjective(_network(), steep_loss)
-    views = []
-    for world in worlds:
-        curator = CentralCurator(objective, world)
-        query, slot = GradientQuery(curator.initial(), 1.0), plan.schedule.slots[0].name
-        # Each session has a key of its own: samples, masks and noise are fresh.
-        seen = [curator.open(plan).release(slot, query).double().numpy() for _ in range(runs)]
-        views.append(np.stack(seen))
-    scores = _scores(objective, worlds[0], views)
-    return plan, attack_profile(scores, PrivacyClaim(plan), "a fit with dropout, one release", _ALPHA)
-
-
-def distinguish_loop(runs: int) -> tuple[Plan, AuditFinding]:
-    """The same for a custom loop that never moves its parameters: each step is a run by itself."""
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    from quietgrad.objectives.networks.module import ModuleObjective
-    from quietgrad.torch.opacus import make_private
-
-    plan, worlds = _network_worlds()
-    views = []
-    for data in (TensorDataset(*world) for world in worlds):
-        model = _network()
-        private, optimizer, loader, criterion = make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0), max_grad_norm=1.0,
-            data_loader=DataLoader(data, batch_size=len(data)), noise_multiplier=plan.noise_multiplier,
-            criterion=lambda output, labels: steep_loss(output, labels).sum(), loss_reduction="sum",
-        )  # fmt: skip
-        seen = []
-        for _ in range(runs):
-            for inputs, labels in loader:
-                optimizer.zero_grad()
-                criterion(private(inputs), labels).backward()
-                optimizer.step()
-            grads = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
-            seen.append(torch.cat(grads).numpy())
-        views.append(np.stack(seen))
-    scores = _scores(ModuleObjective(_network(), steep_loss), worlds[0], views)
-    return plan, attack_profile(scores, PrivacyClaim(plan), "a custom loop with dropout, one step", _ALPHA)
-
-
-def _scores(objective: Objective, data: object, views: list[Floats]) -> tuple[Floats, Floats]:
-    """What was released along the missing record's mean contribution, or along the difference that was seen.
-
-    The attacker knows all records and the model, and can compute the first; he learns the second from a quarter of
-    the runs. The better of the two is used.
-    """
-    import torch
-
-    records = objective.prepare(data)
-    mean = torch.zeros(records.dim, dtype=torch.float64)
-    points = (objective.initial(records),)
-    for k in range(64):
-        objective.add(Batch(records, np.array([0]), bytes([k]) * 32), points, ClippingRule.gradient(1.0), mean)
-    quarter = len(views[0]) // 4
-    taught = [view[:quarter] for view in views]
-    seen = taught[0].mean(0) - taught[1].mean(0)
-
-    def apart(way: Floats) -> float:
-        # On runs that taught the direction itself it looks better than it is: half of them judge.
-        a, b = (view[quarter // 2 :] @ way for view in taught)
-        return float(abs(a.mean() - b.mean()) / (a.std() + b.std()))
-
-    best = max((mean.numpy(), seen), key=apart)
-    return learned(((views[0] @ best)[:, None], (views[1] @ best)[:, None]))
-
-
 def _networks(runs: int) -> Iterator[AuditReport]:
-    runs = max(600, runs // 20)
-    for attack in (distinguish_fit, distinguish_loop):
-        started = time.perf_counter()
-        plan, finding = attack(runs)
-        yield AuditReport.of(f"network: {finding.what}", plan, [finding], runs=runs, started=started)
+    from quietgrad.audit.networks import audit_networks  # loads PyTorch
+
+    return audit_networks(runs)
 
 
 def _custom_loop(runs: int) -> Iterator[AuditReport]:
-    """A custom loop: many canaries in one run, and records without gradients for hundreds of steps."""
-    started, count = time.perf_counter(), max(400, runs // 2)
-    coins = np.random.default_rng().random(count) < 0.5
-    # Every canary has a weight of its own; those that are out have no gradient.
-    said, plan = _loop(np.diag(coins.astype(np.float32)), steps=6)
-    findings = judge_guesses(said.sum(axis=0), coins, PrivacyClaim(plan), count // 10, _ALPHA)
-    silence, longer = _loop(np.zeros((8, 64), np.float32), steps=256)
-    findings += check_normals(silence / longer.noise_multiplier, "steps of a loop")
-    yield AuditReport.of("own-loop", plan, findings, runs=1, started=started)
+    from quietgrad.audit.networks import audit_loops  # loads PyTorch
 
-
-def _loop(rows: Floats, steps: int) -> tuple[Floats, Plan]:
-    """What a loop over ``rows``, each in every sample, finds in its gradients, in units of the clip."""
-    import torch
-    from torch.utils.data import TensorDataset
-
-    from quietgrad.torch import PrivateLoop
-
-    plain = torch.nn.Linear(rows.shape[1], 1, bias=False)
-    data = TensorDataset(torch.from_numpy(rows), torch.zeros(len(rows)))
-    loop = PrivateLoop(
-        plain, lambda output, _: 1e3 * output.sum(), data, batch_size=len(rows), max_grad_norm=1.0, budget=_BUDGET,
-        steps=steps, n_public=len(rows), account="audit",
-    )  # fmt: skip
-    loop.mean = False
-    heard = []
-    for batch in loop:
-        plain.weight.grad = None
-        loop.backward(batch)
-        heard.append(torch.as_tensor(plain.weight.grad).double().numpy().ravel().copy())
-    return np.stack(heard), loop.plan
+    return audit_loops(runs)
 
 
 # --- the table ----------------------------------------------------------------------------------------------------

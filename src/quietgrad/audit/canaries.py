@@ -37,7 +37,6 @@ from quietgrad.objectives.base import (
     ClippingRule,
     LossConstants,
     NoRegularizer,
-    Objective,
     Query,
     Records,
 )
@@ -241,7 +240,7 @@ class CanaryQuery:
         """As the query's."""
         return self.query.dim(records)
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Vector) -> None:
         """Add what the records contribute, remember it, and add the canary."""
         self.query.sum_into(objective, batch, out)
         self.rest = as_numbers(out)
@@ -268,8 +267,7 @@ class CanarySession(RecordingSession):
         asked = CanaryQuery(query, self._pull(slot))
         answer = self._session.release(slot, asked, **more)
         if query.bound > 0.0 and asked.rest.size:
-            self.heard.append(((as_numbers(answer) - asked.rest)[:1] / query.bound)[None])
-            self.slots.append(slot)
+            self._record(slot, ((as_numbers(answer) - asked.rest)[:1] / query.bound)[None])
         return answer
 
 

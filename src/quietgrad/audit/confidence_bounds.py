@@ -142,14 +142,16 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, alp
     """
 
     def refuted(epsilon: float) -> bool:
-        grow = math.exp(epsilon)
-
-        def tradeoff(r: float) -> float:
-            return max(0.0, (r - delta) / grow, 1.0 - grow * (1.0 - r) - delta)
-
-        return one_run_refutes(tradeoff, canaries, guesses, correct, alpha)
+        curve = tradeoff_of({epsilon: delta})
+        return one_run_refutes(curve, canaries, guesses, correct, alpha)
 
     return bisect(refuted, 0.0, 40.0, lambda at: 1e-6)[0] if refuted(0.0) else 0.0
+
+
+def tradeoff_of(profile: Mapping[float, float]) -> Callable[[float], float]:
+    """Return the least probability of an event in one world, given that in the other, by a profile δ(ε)."""
+    points = [(math.exp(epsilon), delta) for epsilon, delta in profile.items()]
+    return lambda r: max(0.0, *(max((r - d) / grow, 1.0 - grow * (1.0 - r) - d) for grow, d in points))
 
 
 def one_run_mu(canaries: int, guesses: int, correct: int, alpha: float) -> float:

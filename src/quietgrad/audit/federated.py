@@ -35,7 +35,7 @@ from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.planning import Party
 from quietgrad.federation.simulation import Federation, InProcess, assemble
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
+from quietgrad.objectives.base import GradientQuery, Objective
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.training import plan as make_plan
 
@@ -126,7 +126,7 @@ def run_federated(
 
 
 def _opened(
-    algorithm: Algorithm, objective: Any, parties: Sequence[Party], **settings: Any
+    algorithm: Algorithm, objective: Objective, parties: Sequence[Party], **settings: Any
 ) -> tuple[FederatedPlan, Session, Federation]:
     """A federation in one process, and the session of its coordinator."""
     plan, federation = assemble(algorithm, objective, parties, **settings)
@@ -142,32 +142,22 @@ def attack_shared_person(runs: int, *, relation: Relation = Relation.ADD_REMOVE)
     >>> attack_shared_person(400).verdict
     'pass'
     """
-    loss, budget, scores = Logistic(), Budget(6.0, 1e-5, relation), []
-    claimed = None
+    scores, query = [], GradientQuery(np.zeros(2), 1.0)
     for sign in (1.0, 0.0 if relation is Relation.ADD_REMOVE else -1.0):
-        parties = [_party(place, sign, relation) for place in range(3)]
         plan, session, federation = _opened(
-            DPGD(steps=runs),
-            loss,
-            parties,
-            budget=budget,
-            unit="person",
-            noise_multiplier=0.8,
-            parties_per_person=2,
-        )
-        slot = plan.schedule["gradient"]
-        claimed = replace(plan, schedule=replace(plan.schedule, slots=(replace(slot, count=1),)))
-        query = GradientQuery(np.zeros(2), 1.0)
+            DPGD(steps=runs), Logistic(), [_party(place, sign, relation) for place in range(3)],
+            budget=Budget(6.0, 1e-5, relation), unit="person", noise_multiplier=0.8, parties_per_person=2,
+        )  # fmt: skip
         scores.append(np.array([float(session.release("gradient", query)[0]) for _ in range(runs)]))
         session.close("steps")
         federation.close()
-    assert claimed is not None
-    what = f"a person known to two parties, {relation}"
-    return attack_profile((scores[0], scores[1]), PrivacyClaim(claimed), what, 1e-6)
+    once = replace(plan.schedule, slots=(replace(plan.schedule["gradient"], count=1),))
+    claim = PrivacyClaim(replace(plan, schedule=once))
+    return attack_profile((scores[0], scores[1]), claim, f"a person known to two parties, {relation}", 1e-6)
 
 
 def _party(place: int, sign: float, relation: Relation) -> Party:
-    """A party whose own people have no gradient; the first two also hold the attacked person, unless sign is 0."""
+    """Return a party of people without gradients; the first two hold the attacked person, unless sign is 0."""
     rows, ids = np.zeros((6, 2)), [f"{place}-{k // 2}" for k in range(6)]
     if sign and place < 2:
         rows, ids = np.vstack([rows, np.tile([1e3 * sign, 0.0], (7, 1))]), [*ids, *["both"] * 7]

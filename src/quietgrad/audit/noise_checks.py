@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -95,11 +95,8 @@ def _scale(z: Floats, what: str, alpha: float) -> AuditFinding:
     # χ² both ways, by the incomplete gamma function.
     chance = 2.0 * np.minimum(gammainc(count / 2, total / 2), gammaincc(count / 2, total / 2))
     worst = int(np.argmin(chance))
-    found = judged(
-        "L0 noise scale", what, "σ/claim", 1.0, math.sqrt(total[worst] / count[worst]),
-        ok=float(chance[worst]) >= alpha / len(chance),
-    )  # fmt: skip
-    return found if found.verdict == "pass" else found._replace(note=where[worst])
+    ok, ratio = float(chance[worst]) >= alpha / len(chance), math.sqrt(total[worst] / count[worst])
+    return judged("L0 noise scale", what, "σ/claim", 1.0, ratio, ok=ok, note="" if ok else where[worst])
 
 
 def _parts(values: Floats) -> tuple[Floats, Floats, list[str]]:
@@ -116,12 +113,10 @@ def _parts(values: Floats) -> tuple[Floats, Floats, list[str]]:
             counts.append((width * np.bincount(group)).astype(np.float64))
             words = f"every {period}th {name}, from" if period else name
             where += [f"{words} {k}" for k in range(len(sums[-1]))]
-    rows, columns = (_halves(size) for size in values.shape)
-    for r in rows:
-        for c in columns:
-            sums.append(np.array([values[r, c].sum()]))
-            counts.append(np.array([float(values[r, c].size)]))
-            where.append(f"releases {r.start} to {r.stop}, coordinates {c.start} to {c.stop}")
+    for r, c in product(*map(_halves, values.shape)):
+        sums.append(np.array([values[r, c].sum()]))
+        counts.append(np.array([float(values[r, c].size)]))
+        where.append(f"releases {r.start} to {r.stop}, coordinates {c.start} to {c.stop}")
     return np.concatenate(sums), np.concatenate(counts), where
 
 
@@ -145,8 +140,8 @@ def _law(z: Floats, what: str, alpha: float) -> AuditFinding:
     worst = int(np.argmin(means))
     shifted = float(means[worst]) * len(means)
     chance = min(1.0, 2.0 * min(whole, shifted))
-    found = judged("L0 noise law", what, "p", alpha, chance, ok=chance >= alpha)
-    return found._replace(note=f"the mean at {where[worst]}") if shifted < min(whole, alpha) else found
+    note = f"the mean at {where[worst]}" if shifted < min(whole, alpha) else ""
+    return judged("L0 noise law", what, "p", alpha, chance, ok=chance >= alpha, note=note)
 
 
 def _independent(z: Floats, what: str, layer: str, alpha: float) -> AuditFinding:

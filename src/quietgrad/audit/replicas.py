@@ -63,37 +63,39 @@ class RecordingSession:
     def uniform(self, label: str) -> float:
         if self._uniform is not None:
             return self._uniform
-        if self.blocks > 1:
-            raise NotSeparableError  # one draw would be shared by all runs
+        self._check_single()  # one draw would be shared by all runs
         return self._session.uniform(f"{label}/{self._number}")
 
     def heard_of(self, chosen: int) -> float:
-        """What a choice tells."""
+        """What a choice shows an observer."""
         return float(chosen)
+
+    def _check_single(self) -> None:
+        if self.blocks > 1:
+            raise NotSeparableError
+
+    def _record(self, slot: str, numbers: Floats) -> None:
+        self.heard.append(numbers)
+        self.slots.append(slot)
 
     def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
         answer = self._session.release(slot, query, rho=rho)
         if query.bound > 0.0:
-            self.heard.append(as_numbers(answer).reshape(self.blocks, -1) / query.bound)
-            self.slots.append(slot)
+            self._record(slot, as_numbers(answer).reshape(self.blocks, -1) / query.bound)
         return answer.view(BlockVector) if self.blocks > 1 else answer
 
     def choose(
         self, slot: str, queries: Sequence[Query], *, rho: float, offsets: Sequence[float] | None = None
     ) -> int:
-        if self.blocks > 1:
-            raise NotSeparableError
+        self._check_single()
         chosen = self._session.choose(slot, queries, rho=rho, offsets=offsets)
-        self.heard.append(np.array([[self.heard_of(chosen)]]))
-        self.slots.append(slot)
+        self._record(slot, np.array([[self.heard_of(chosen)]]))
         return chosen
 
     def first_below(self, slot: str, queries: Sequence[Query], threshold: float) -> int | None:
-        if self.blocks > 1:
-            raise NotSeparableError
+        self._check_single()
         found = self._session.first_below(slot, queries, threshold)
-        self.heard.append(np.array([[-1.0 if found is None else float(found)]]))
-        self.slots.append(slot)
+        self._record(slot, np.array([[-1.0 if found is None else float(found)]]))
         return found
 
     def __getattr__(self, name: str) -> Any:

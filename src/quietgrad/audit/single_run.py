@@ -8,7 +8,6 @@ two-sample d′.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from quietgrad.audit.confidence_bounds import (
     one_run_epsilon,
     one_run_mu,
     one_run_refutes,
+    tradeoff_of,
 )
 from quietgrad.audit.replicas import CuratorFactory, RecordingSession, as_numbers, central
 from quietgrad.audit.report import AuditFinding, AuditReport, judged
@@ -131,8 +131,7 @@ class PlantingSession(RecordingSession):
         if len(answer) <= self.canaries:
             return answer
         if query.bound > 0.0:
-            self.heard.append(as_numbers(answer[-self.canaries :]) / query.bound)
-            self.slots.append(slot)
+            self._record(slot, as_numbers(answer[-self.canaries :]) / query.bound)
         return answer[: -self.canaries]
 
     def choose(
@@ -206,13 +205,8 @@ def judge_guesses(
     guesses, count, share, delta = 2 * half, len(coins), alpha / 2, claim.budget.delta
     what = f"{correct} of {guesses} guesses right"
     if claim.mu is None:
-        points = [(math.exp(e), d) for e, d in claim.profile.items()]
-
-        def tradeoff(r: float) -> float:
-            """By the claimed profile: the least probability of an event in one world, given that in the other."""
-            return max(0.0, *(max((r - d) / grow, 1.0 - grow * (1.0 - r) - d) for grow, d in points))
-
-        refuted, seen = (one_run_refutes(tradeoff, count, guesses, k, share) for k in (correct, guesses))
+        curve = tradeoff_of(claim.profile)
+        refuted, seen = (one_run_refutes(curve, count, guesses, k, share) for k in (correct, guesses))
         low = one_run_epsilon(count, guesses, correct, delta, share)
         unit, measured = "profile refuted", float(refuted)
         return [judged("L3 f-DP", what, unit, 0.0, measured, ok=not refuted, seen=seen, epsilon_lower=low)]
