@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,10 @@ from tests.probes.records import SECOND_ORDER, probe_clips, probe_table_queries
 ROOT = Path(quietgrad.__file__).parent
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for path in sorted(ROOT.rglob("*.py")):
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        yield name, ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+    return [(name, ast.parse(path.read_text())) for name, path in paths.items()]
 
 
 def calls(tree: ast.Module) -> set[str]:

@@ -5,42 +5,19 @@ What is broken on purpose is in the mutation tables. The false-alarm rate of a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 from quietgrad.audit.noise_checks import MECHANISMS, probe_mechanism
-from quietgrad.audit.report import AuditFinding
+from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
+from tests.probes.networks import probe_networks
+from tests.probes.parties import probe_federations
+from tests.probes.people import probe_drawn_people, probe_ids, probe_people
 from tests.probes.records import probe_losses, probe_second_order
 from tests.probes.sessions import probe_charges, probe_fresh_records, probe_ledger, probe_replay, probe_samples
 
-
-def _federations() -> Iterable[AuditFinding]:
-    from tests.probes.parties import probe_federations
-
-    return probe_federations()
-
-
-def _networks() -> Iterable[AuditFinding]:
-    from tests.probes.networks import probe_networks
-
-    return probe_networks()
-
-
-def _loops() -> Iterable[AuditFinding]:
-    from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
-
-    return [probe_loop_reuse(), probe_loop_conditions(), probe_loop_charges()]
-
-
-def _people() -> Iterable[AuditFinding]:
-    from tests.probes.people import probe_drawn_people, probe_ids, probe_people
-
-    return [probe_drawn_people(), probe_ids(), *probe_people()]
-
-
-PROBES: dict[str, Callable[[], Any]] = {
+PROBES: dict[str, Any] = {
     "losses on tables": probe_losses,
     "queries of second order": probe_second_order,
     "charges": probe_charges,
@@ -48,11 +25,11 @@ PROBES: dict[str, Callable[[], Any]] = {
     "replays": probe_replay,
     "samples": probe_samples,
     "fresh records": lambda: [probe_fresh_records()],
-    "people": _people,
-    "federations": _federations,
-    "networks": _networks,
-    "custom loops": _loops,
-    **{f"{m.kind} noise": lambda m=m: probe_mechanism(m) for m in MECHANISMS},  # type: ignore[misc]
+    "people": lambda: [probe_drawn_people(), probe_ids(), *probe_people()],
+    "federations": probe_federations,
+    "networks": probe_networks,
+    "custom loops": lambda: [probe_loop_reuse(), probe_loop_conditions(), probe_loop_charges()],
+    **{f"{m.kind} noise": lambda m=m: probe_mechanism(m) for m in MECHANISMS},
 }
 
 
