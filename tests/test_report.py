@@ -19,7 +19,6 @@ from quietgrad.charts import (
     Intervals,
     Lines,
     Series,
-    Steps,
     to_notebook_html,
     to_svg_file,
 )
@@ -344,7 +343,6 @@ LINES = Lines(EVIL, (Series("a", [(0.1, 0.8), (1, 0.9)], (0.01, 0.02)), Series(E
               "ε", "y", log_x=True)  # fmt: skip
 CHARTS: list[Chart] = [
     LINES,
-    Steps(EVIL, (0.0, 40.0, 90.0), (-0.2, 0.3), (0.1, 0.2), "effect"),
     Intervals("Coefficients", (("age", 1.0, 0.5, 1.5), (EVIL, -2.0, -3.0, -1.0)), "coefficient"),
 ]
 

@@ -1,6 +1,6 @@
 """Charts as inline SVG: small, printable, readable by screen readers, and coloured by the page's own style.
 
-A chart is a value: lines, intervals or steps, with words for its axes. Colours are CSS classes (``s0`` … ``s6``),
+A chart is a value: lines or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s6``),
 so a drawing follows a page into dark mode and onto paper. In a file or a notebook it carries its own colours.
 Everything here is public numbers and text that passes through :func:`quietgrad.sanitize.sanitize`.
 """
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
 
 from quietgrad.sanitize import sanitize
 
@@ -28,13 +27,12 @@ def _colours(palette: Sequence[str], ink: str, rule: str) -> str:
         f"svg.chart .s{k}{{stroke:{c};stroke-dasharray:{_DASHES[k] or 'none'}}}svg.chart .f{k}{{fill:{c}}}"
         for k, c in enumerate(palette)
     )
-    band = f"svg.chart .band{{fill:{palette[0]}}}"
-    return f"{lines}svg.chart .grid{{stroke:{rule}}}svg.chart text{{fill:{ink}}}{band}"
+    return f"{lines}svg.chart .grid{{stroke:{rule}}}svg.chart text{{fill:{ink}}}"
 
 
 STYLE = (
     "svg.chart text{font:12.5px system-ui,-apple-system,'Segoe UI',Arial,sans-serif}"
-    "svg.chart .line{fill:none;stroke-width:2;stroke-linejoin:round}svg.chart .band{fill-opacity:.16}"
+    "svg.chart .line{fill:none;stroke-width:2;stroke-linejoin:round}"
     f"{_colours(_LIGHT, '#5b636d', '#ddd9d0')}"
     f"@media (prefers-color-scheme:dark){{{_colours(_DARK, '#a2a9b3', '#343a42')}}}"
 )
@@ -92,15 +90,25 @@ class Lines:
             x_low, x_high = min(xs), max(max(xs), min(xs) * 1.001)
             x_ticks = [tick for tick in log_ticks(x_low, x_high) if x_low * 0.999 <= tick <= x_high * 1.001]
         else:
-            x_low, x_high = 0.0, max(max(xs), 1.0)
-            x_ticks = [tick for tick in nice_ticks(x_low, x_high, whole=True) if tick <= x_high]
+            x_low, x_high = min(xs), max(xs)
+            if 0.0 <= x_low <= x_high / 2 or x_low == x_high:  # an axis begins at 0 unless all is far from it
+                x_low = min(0.0, x_low)
+            x_high = x_high if x_high > x_low else x_low + 1.0
+            whole = all(x == int(x) for x in xs)
+            x_ticks = [tick for tick in nice_ticks(x_low, x_high, whole=whole) if x_low <= tick <= x_high]
         x_at = _scale(x_low, x_high, _LEFT, _WIDTH - _RIGHT, log=self.log_x)
         y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP, log=self.log_y)
         parts = [
             _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", self.x_label),
             _text("axis-label", 0, 13, "start", self.y_label),
         ]
-        parts += [*_y_axis(y_ticks, y_at), *_x_axis(x_ticks, x_at)]
+        for tick in y_ticks:
+            y = y_at(tick)
+            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+        for tick in x_ticks:
+            x, side = x_at(tick), "end" if x_at(tick) > _WIDTH - 40 else "middle"
+            parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, side, _number(tick)))
         for k, line in enumerate(drawn):
             parts += _line(line, k % len(_DASHES), x_at, y_at)
         ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn)
@@ -144,41 +152,7 @@ class Intervals:
         return _svg(f"{self.title}. {'; '.join(told)}.", bottom + 40, parts)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """A function that is constant between ``edges``, with a band of two standard errors.
-
-    >>> Steps("age", (0.0, 50.0, 100.0), (-0.5, 0.5), (0.1, 0.1), "effect").svg().count("<rect")
-    2
-    """
-
-    title: str
-    edges: Sequence[float]
-    values: Sequence[float]
-    errors: Sequence[float]
-    label: str
-
-    def svg(self) -> str:
-        """Return the drawing."""
-        ends = [v + side * 2.0 * e for v, e in zip(self.values, self.errors, strict=True) for side in (-1, 1)]
-        y_ticks, low, high = nice_ticks(min(0.0, *ends), max(0.0, *ends)), self.edges[0], self.edges[-1]
-        x_at = _scale(low, high, _LEFT, _WIDTH - _RIGHT)
-        y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP)
-        parts = [_text("axis-label", 0, 13, "start", self.label), *_y_axis(y_ticks, y_at)]
-        parts += _x_axis([tick for tick in nice_ticks(low, high) if low <= tick <= high], x_at)
-        for (start, end), value, error in zip(pairwise(self.edges), self.values, self.errors, strict=True):
-            left, right, y = x_at(start), x_at(end), y_at(value)
-            top, bottom = y_at(value + 2.0 * error), y_at(value - 2.0 * error)
-            parts.append(
-                f'<rect class="band" x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" '
-                f'height="{bottom - top:.1f}"/>'
-            )
-            parts.append(f'<line class="line s0" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        span = f"from {min(self.values):.3g} to {max(self.values):.3g}"
-        return _svg(f"{self.title}: {self.label} {span}, bands of two standard errors.", _HEIGHT, parts)
-
-
-Chart = Lines | Intervals | Steps
+Chart = Lines | Intervals
 
 
 def to_svg_file(chart: Lines) -> str:
@@ -247,21 +221,6 @@ def _scale(low: float, high: float, start: float, end: float, *, log: bool = Fal
         return start + (value - first) / (last - first) * (end - start)
 
     return at
-
-
-def _y_axis(ticks: Sequence[float], y_at: Scale) -> list[str]:
-    parts = []
-    for tick in ticks:
-        y = y_at(tick)
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
-    return parts
-
-
-def _x_axis(ticks: Sequence[float], x_at: Scale) -> list[str]:
-    places = [(x_at(tick), _number(tick)) for tick in ticks]
-    bottom = _HEIGHT - _BOTTOM + 18
-    return [_text("tick", x, bottom, "end" if x > _WIDTH - 40 else "middle", said) for x, said in places]
 
 
 def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:

@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
-from quietgrad.charts import Chart, Intervals, Lines, Series, Steps
+from quietgrad.charts import Chart, Intervals, Lines, Series
 from quietgrad.errors import boundary
 from quietgrad.files import read_json, write_atomically
 from quietgrad.report.certificate import (
@@ -285,13 +285,16 @@ def _evaluation(path: Path) -> Evaluation | None:
 
 
 def _shape(shape: Mapping[str, Any]) -> str:
-    """Draw one function of an additive model: a row for each category, or steps over bins."""
+    """Draw one function of an additive model: a row for each category, or a line of steps over bins."""
     values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
     title, effect = str(shape["name"]), "effect on the score"
-    if not shape["named"]:
-        return Steps(title, [float(x) for x in shape["where"]], values, errors, effect).svg()
-    named = zip(map(str, shape["where"]), values, errors, strict=True)
-    return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
+    if shape["named"]:
+        named = zip(map(str, shape["where"]), values, errors, strict=True)
+        return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
+    bins = zip(pairwise(map(float, shape["where"])), values, strict=True)
+    points = [(edge, value) for ends, value in bins for edge in ends]
+    bars = [2.0 * error for error in errors for _ in range(2)]
+    return Lines(title, [Series(title, points, bars)], title, effect).svg()
 
 
 def _calibration(rows: Sequence[Sequence[float]]) -> str:
