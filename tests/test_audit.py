@@ -346,10 +346,8 @@ def test_command_audits_a_finished_run(
 
 
 def test_command_explains_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit"]) == 2
-    assert main(["audit", "dp-gd", "--all"]) == 2
-    assert main(["audit", "sgd"]) == 2
-    assert main(["audit", "dp-gd", "--runs", "10"]) == 2
+    for usage in ([], ["dp-gd", "--all"], ["sgd"], ["dp-gd", "--runs", "10"]):
+        assert main(["audit", *usage]) == 2
     assert "runs=10: must be" in capsys.readouterr().err
     assert main(["audit", str(tmp_path)]) == 1
     assert "result.json is missing" in capsys.readouterr().err

@@ -25,6 +25,7 @@ from quietgrad.certificates.independent_accountant import second_proof
 from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError
+from quietgrad.federation import Party, simulate
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import prove
@@ -365,6 +366,9 @@ def test_a_public_key_is_a_file_its_text_or_digits(
 # ---- the second accountant -----------------------------------------------------------------------------------
 
 
+FAILING = (events.gaussian(5.0, 10), events.TotalVariationSlack(1e-9), events.FailureProbability(1e-7))
+
+
 @pytest.mark.parametrize(
     ("event", "relation"),
     [
@@ -376,12 +380,7 @@ def test_a_public_key_is_a_file_its_text_or_digits(
         (events.Repeated(events.Pure(0.05, REPLACE), 40), REPLACE),
         (events.RandomNumberOfReleases(events.Gaussian(20.0), ((10, 0.5), (20, 0.5))), ADD),
         (events.MaxOverParties((events.gaussian(9.0, 3), events.gaussian(8.0, 2))), ADD),
-        (
-            events.Composed(
-                (events.gaussian(5.0, 10), events.TotalVariationSlack(1e-9), events.FailureProbability(1e-7))
-            ),
-            ADD,
-        ),
+        (events.Composed(FAILING), ADD),
         (events.RepeatAndSelect(events.gaussian(20.0), 10.0), ADD),
     ],
 )
@@ -451,8 +450,6 @@ def test_every_algorithm_can_be_certified(name: str, tmp_path: Path) -> None:
 def test_a_federation_is_certified_from_its_parties_batches(
     sampling: Literal["poisson", "fixed-size"], tmp_path: Path
 ) -> None:
-    from quietgrad.federation import Party, simulate
-
     parties = [Party(np.ones((n, 2)), np.ones(n)) for n in (60, 90, 150)]
     method = qg.DPSGD(steps=3, batch_size=30, sampling=sampling)
     budget = qg.Budget(2.0, 1e-5, ADD if sampling == "poisson" else REPLACE)
@@ -499,42 +496,32 @@ def test_a_run_that_stopped_early_is_not_believed_to_have_cost_less(stopped_by: 
 def test_people_of_several_parties_are_certified_as_priced(
     trust: Literal["curator", "local"], known_to: int, tmp_path: Path
 ) -> None:
-    from quietgrad.federation import Party, simulate
-
     ids = np.repeat(np.arange(60), 2)
-    parties = [
-        Party(np.ones((120, 2)), np.ones(120), person=ids + first) for first in (0, 60 - 10 * (known_to - 1))
-    ]
-    method = qg.DPSGD(steps=3, batch_size=20, sampling="poisson")
+    firsts = (0, 60 - 10 * (known_to - 1))
+    parties = [Party(np.ones((120, 2)), np.ones(120), person=ids + first) for first in firsts]
+    method, loss = qg.DPSGD(steps=3, batch_size=20, sampling="poisson"), qg.objectives.Logistic()
     budget = qg.Budget(2.0, 1e-5, ADD)
-    loss = qg.objectives.Logistic()
-    result = simulate(method, loss, parties, budget=budget, trust=trust, parties_per_person=known_to)
-    result.save(tmp_path)
+    simulate(method, loss, parties, budget=budget, trust=trust, parties_per_person=known_to).save(tmp_path)
     document = issue(tmp_path)
     assert verdict(document) == []
     assert "per person" in check(document).claim
     jsonschema.validate(json.loads(document.to_bytes()), schema())
-    fewer = copy.deepcopy(document.body)
-    fewer["federation"]["parties_per_person"] = 3 - known_to  # the other of 1 and 2
+    fewer = edited(document.body, ("federation", "parties_per_person"), lambda k: 3 - k)  # the other of 1 and 2
     assert verdict(PrivacyCertificate(fewer)) == ["plan"]
 
 
-def test_a_unit_that_was_edited_is_not_certified(tmp_path: Path) -> None:
-    X, ids = np.ones((90, 2)), np.repeat(np.arange(30), 3)
-    for name, person in (("person", ids), ("record", None)):
-        method, folder = qg.DPGD(steps=2), tmp_path / name
-        loss, budget = qg.objectives.Logistic(), qg.Budget(1.0, 1e-5)
-        qg.minimize(loss, (X, X[:, 0]), method, budget=budget, person=person).save(folder)
-        other = "record" if name == "person" else "person"
-        document = issue(folder)
-        assert verdict(document) == []
-        claim = {**document.body["claim"], "unit": other}
-        assert "plan" in verdict(PrivacyCertificate({**document.body, "claim": claim}))
-        written = json.loads((folder / "result.json").read_text())
-        written["privacy"]["unit"] = other
-        (folder / "result.json").write_text(json.dumps(written))
-        with pytest.raises(DataError, match=f"stated about a {other}"):
-            issue(folder)
+@pytest.mark.parametrize(("unit", "other"), [("person", "record"), ("record", "person")])
+def test_a_unit_that_was_edited_is_not_certified(unit: str, other: str, tmp_path: Path) -> None:
+    X, ids = np.ones((90, 2)), np.repeat(np.arange(30), 3) if unit == "person" else None
+    method, loss, budget = qg.DPGD(steps=2), qg.objectives.Logistic(), qg.Budget(1.0, 1e-5)
+    qg.minimize(loss, (X, X[:, 0]), method, budget=budget, person=ids).save(tmp_path)
+    document = issue(tmp_path)
+    assert verdict(document) == []
+    assert "plan" in verdict(PrivacyCertificate(edited(document.body, ("claim", "unit"), lambda _: other)))
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(edited(json.loads(file.read_text()), ("privacy", "unit"), lambda _: other)))
+    with pytest.raises(DataError, match=f"stated about a {other}"):
+        issue(tmp_path)
 
 
 def _planned(plan: qg.Plan) -> dict[str, Any]:
