@@ -141,15 +141,15 @@ class Intervals:
             x = x_at(tick)
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
             parts.append(_text("tick", x, bottom + 16, "middle", _number(tick)))
-        told = []
+        words = []
         for k, (name, value, below, above) in enumerate(self.rows):
             y = 8 + k * _ROW + _ROW / 2
             parts.append(f'<line class="line s0" x1="{x_at(below):.1f}" x2="{x_at(above):.1f}" y1="{y}" y2="{y}"/>')
             parts.append(f'<circle class="f0" cx="{x_at(value):.1f}" cy="{y}" r="4"/>')
             parts.append(_text("tick", _NAMES - 8, y + 4, "end", sanitize(name, most=22)))
-            told.append(f"{name}: {value:.3g} ({below:.3g} to {above:.3g})")
+            words.append(f"{name}: {value:.3g} ({below:.3g} to {above:.3g})")
         parts.append(_text("axis-label", _WIDTH - 14, bottom + 34, "end", self.label))
-        return _svg(f"{self.title}. {'; '.join(told)}.", bottom + 40, parts)
+        return _svg(f"{self.title}. {'; '.join(words)}.", bottom + 40, parts)
 
 
 Chart = Lines | Intervals

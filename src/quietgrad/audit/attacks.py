@@ -255,7 +255,7 @@ def _search(runs: int) -> Iterator[AuditReport]:
         best.append(np.array([max(scores) for scores in found]))
         first.append(np.array([scores[0] for scores in found]))
     findings.append(attack_profile((best[0], best[1]), PrivacyClaim(plan), "the best score", _ALPHA / 2))
-    # A round is priced as one Gaussian release, and the theorem about their number does the rest.
+    # A round costs one Gaussian release, and the theorem about their number does the rest.
     mu = gdp_mu(plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1), relation=budget.relation)
     low, seen = dprime_lower(first[0], first[1], _ALPHA / 2)[1], dprime_found(mu, 2.0 * mu, runs, _ALPHA / 2)
     findings.append(judged("L1", "one round's score", "μ", mu, low, ok=low <= mu, seen=seen))

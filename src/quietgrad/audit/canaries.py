@@ -56,7 +56,7 @@ def amplitude(pattern: Pattern, step: int) -> float:
 
 @dataclass(frozen=True)
 class CanaryRecords:
-    """The records of ``runs`` blocks: in each the same few, told apart by their position."""
+    """The records of ``runs`` blocks: in each the same few, distinguished by their position."""
 
     roles: tuple[str, ...]
     runs: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import numpy.typing as npt
@@ -105,7 +106,7 @@ def _scores(world: World, views: list[Floats]) -> tuple[Floats, Floats]:
     seen = taught[0].mean(0) - taught[1].mean(0)
 
     def apart(way: Floats) -> float:
-        # On runs that taught the direction itself it looks better than it is: half of them judge.
+        # On runs that taught the direction itself it seems better than it is: half of them judge.
         a, b = (view[quarter // 2 :] @ way for view in taught)
         return float(abs(a.mean() - b.mean()) / (a.std() + b.std()))
 
@@ -133,16 +134,16 @@ def audit_loops(runs: int) -> Iterator[AuditReport]:
 
 def _loop(rows: npt.NDArray[np.float32], steps: int) -> tuple[Floats, Plan]:
     """Run a loop over ``rows``, each in every sample, and return its gradients in units of the clip."""
-    plain = nn.Linear(rows.shape[1], 1, bias=False)
+    plain, heard = nn.Linear(rows.shape[1], 1, bias=False), []
     data = TensorDataset(torch.from_numpy(rows), torch.zeros(len(rows)))
-    loop = PrivateLoop(
-        plain, lambda output, _: 1e3 * output.sum(), data, batch_size=len(rows), max_grad_norm=1.0,
-        budget=Budget(6.0, 1e-5), steps=steps, n_public=len(rows), account="audit",
-    )  # fmt: skip
-    loop.mean = False
-    heard = []
-    for batch in loop:
-        plain.weight.grad = None
-        loop.backward(batch)
-        heard.append(torch.as_tensor(plain.weight.grad).double().numpy().ravel().copy())
+    with TemporaryDirectory() as folder:  # canaries are not charged to the ledger of the project
+        loop = PrivateLoop(
+            plain, lambda output, _: 1e3 * output.sum(), data, batch_size=len(rows), max_grad_norm=1.0,
+            budget=Budget(6.0, 1e-5), steps=steps, n_public=len(rows), ledger=f"{folder}/ledger.jsonl",
+        )  # fmt: skip
+        loop.mean = False
+        for batch in loop:
+            plain.weight.grad = None
+            loop.backward(batch)
+            heard.append(torch.as_tensor(plain.weight.grad).double().numpy().ravel().copy())
     return np.stack(heard), loop.plan

@@ -1,11 +1,11 @@
 """Layer L0: hundreds of consecutive releases of every slot, through the real session and across a resume.
 
-A program that forgets its noise at every seventh release looks sound to an auditor who listens six times. Every
+A program that forgets its noise at every seventh release seems sound to an auditor who listens six times. Every
 mechanism is asked for releases whose exact answer is known: zeros, constants, labels that occur a chosen number of
 times. What comes back is the noise, or a choice that the noise made, and the mechanism's
 :class:`~quietgrad.privacy.mechanisms.Probe` maps it to standard normals under the claimed law, so one set of tests
 serves all. Rows are releases, columns coordinates. All p-values are exact, and shared out by Bonferroni: a correct
-program is accused with probability at most ``alpha``, 10⁻⁶ unless told otherwise.
+program is accused with probability at most ``alpha``, 10⁻⁶ by default.
 
 =============== ==========================================================================================
 L0 noise scale  Σz² of every release, every coordinate, every k-th release and coordinate, and of halves,
@@ -232,7 +232,7 @@ class ConstantQuery:
 
 
 def _probe(slot: Slot, plan: Plan, rho: float | None = None) -> Probe:
-    """What is asked of a slot, at the noise that the plan promises or that spends ρ of a filter."""
+    """What is asked of a slot, at the noise of the plan, or at noise that spends ρ of a filter."""
     assert plan.budget is not None
     relation = plan.budget.relation
     multiplier = slot.multiplier(plan.noise_multiplier) if rho is None else noise_multiplier_for_rho(rho, relation)

@@ -47,7 +47,7 @@ class RecordingSession:
     """A session that writes down every number that is released, in units of the query's bound."""
 
     compared = True
-    """Whether the model that comes out holds the canary, so that models can be told apart."""
+    """Whether the model that comes out holds the canary, so that models can be distinguished."""
 
     def __init__(self, session: Session, *, blocks: int = 1, number: int = 0, uniform: float | None = None) -> None:
         self._session = session
@@ -227,7 +227,7 @@ class Trial:
     def collect(self, which: int, runs: int, *, together: bool = True) -> Views:
         """What left the session in ``runs`` runs of world ``which``, side by side where they can be.
 
-        A method that stops at a random round R is priced as δ(ε) = E[δ_R(ε)], which holds even if R is published.
+        A method that stops at a random round R has δ(ε) = E[δ_R(ε)], which holds even if R is published.
         So the auditor draws R for each run, and all runs of one R are made side by side.
         """
         white = all(slot.mechanism.white for slot in self.plan.schedule.slots)

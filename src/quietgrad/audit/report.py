@@ -78,17 +78,10 @@ class AuditReport:
     ) -> AuditReport:
         """Return the report of ``findings`` about ``plan``; ``started`` is a value of ``time.perf_counter()``."""
         assert plan.budget is not None
+        relation, delta, lower = plan.budget.relation, plan.budget.delta, max(f.epsilon_lower for f in findings)
+        seconds = time.perf_counter() - started
         return cls(
-            algorithm=name,
-            relation=plan.budget.relation,
-            delta=plan.budget.delta,
-            epsilon_claimed=plan.epsilon(),
-            epsilon_lower=max(f.epsilon_lower for f in findings),
-            confidence=confidence,
-            runs=runs,
-            seconds=time.perf_counter() - started,
-            findings=tuple(findings),
-            notes=tuple(notes),
+            name, relation, delta, plan.epsilon(), lower, confidence, runs, seconds, tuple(findings), tuple(notes)
         )
 
     @property

@@ -1,10 +1,10 @@
 """The audit of one configuration: plan it, run it in both worlds, and compare with what was claimed.
 
-A quarter of the runs teaches the attacker what to look at; the rest is the test. Layer L1 measures d′ of Gaussian
-transcripts against the claimed μ. L2 makes no assumption on the law and tests the claimed profile δ(ε) where the
-attack is strongest, and the budget's own (ε, δ). A claim of ρ-zCDP is also tested as such: no event may have a
-Kullback–Leibler divergence above ρ between the worlds. A profile derived from ρ is looser than ρ itself, so this
-test sees more with the same runs.
+A quarter of the runs teaches the attacker a direction and a threshold; the rest is the test. Layer L1 measures d′
+of Gaussian transcripts against the claimed μ. L2 makes no assumption on the law and tests the claimed profile δ(ε)
+where the attack is strongest, and the budget's own (ε, δ). A claim of ρ-zCDP is also tested as such: no event may
+have a Kullback–Leibler divergence above ρ between the worlds. A profile derived from ρ is looser than ρ itself, so
+this test sees more with the same runs.
 """
 
 from __future__ import annotations

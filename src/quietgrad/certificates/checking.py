@@ -258,12 +258,12 @@ def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim)
         raise ValueError("federation")
     trust, sizes, matched = federation["trust"], federation["sizes"], federation["matched"]
     against = adversary.removesuffix(BUT_FOR_LISTS)
-    told = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
+    said = any(MATCHED in str(note) for note in claim.privacy.notes), adversary.endswith(BUT_FOR_LISTS)
     return {
         "the parties' records": all(type(s) is int and s > 0 for s in sizes) and sum(sizes) == n_public,
         "the parties": trust != "local" if parties is None else parties == len(sizes),
         "the trust": trust in (*ADVERSARIES, "secure"),
-        "the adversary": against == ADVERSARIES.get(trust, against) and told == (matched, matched),
+        "the adversary": against == ADVERSARIES.get(trust, against) and said == (matched, matched),
     }
 
 

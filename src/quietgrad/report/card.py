@@ -143,7 +143,7 @@ def _guarantee(run: ReportedRun) -> Section:
         return Section("Privacy guarantee", (f"None: this model is NOT PRIVATE ({why}).",))
     words = [
         f"{privacy}.",
-        f"{report.relation_words} An attacker who tries to detect {report.whom} and accepts 5 % false "
+        f"{report.relation_words} An attacker who tries to detect {report.protected} and accepts 5 % false "
         f"alarms succeeds at most {100 * (report.best_guess or 1.0):.1f} % of the time.",
     ]
     if privacy.condition:
@@ -162,7 +162,7 @@ def _guarantee(run: ReportedRun) -> Section:
         runs = f"{account.runs} run{'' if account.runs == 1 else 's'}"
         rows.append((f"all runs of account “{account.account}”", f"{spent}, {runs}{cap}"))
     if audit := run.audit:
-        rows.append(("audit", f"{audit.verdict}: ε ≥ {audit.epsilon_lower:.3g} seen in {audit.runs} runs"))
+        rows.append(("audit", f"{audit['verdict']}: ε ≥ {audit['epsilon_lower']:.3g} seen in {audit['runs']} runs"))
     rows += [("not covered", line) for line in NOT_COVERED if line is not SCORES]
     return Section("Privacy guarantee", tuple(words), tuple(rows))
 

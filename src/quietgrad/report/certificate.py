@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quietgrad.errors import LedgerError, UnprovableError
 from quietgrad.files import read_json
@@ -58,12 +59,12 @@ _SAMPLING = {
     "poisson-turns": "one of {cohorts} cohorts, in turn; of it Poisson, rate {rate:.4g}",
 }
 _SECRET = ("poisson", "random-allocation", "fixed-size", "poisson-turns")
-_WHOM = {
+_UNIT = {
     PrivacyUnit.RECORD: (
         "One person is one record. Someone with k records is protected only at the k-fold group level."
     ),
     PrivacyUnit.PERSON: (
-        "Records were told apart by the ids that were given: someone with several ids is protected as each alone."
+        "The ids that were given say which records are one person's. Someone with several ids is protected as each."
     ),
 }
 _ASSUMPTIONS = (
@@ -99,17 +100,6 @@ class ReleaseRow:
 
 
 @dataclass(frozen=True)
-class AuditResult:
-    """What ``quietgrad audit RUN`` found and left in the run's folder."""
-
-    epsilon_lower: float
-    epsilon_claimed: float
-    confidence: float
-    runs: int
-    verdict: str
-
-
-@dataclass(frozen=True)
 class AccountTotal:
     """The total that all runs of an account have spent in its ledger."""
 
@@ -129,7 +119,7 @@ class PrivacyReport:
     releases: tuple[ReleaseRow, ...]
     composition: str
     account: AccountTotal | None
-    whom: str
+    protected: str
     """What an attacker learns little about."""
     relation_words: str
     """The neighbouring relation in words."""
@@ -143,7 +133,7 @@ class PrivacyReport:
 def assumptions(privacy: Iterable[Privacy]) -> tuple[str, ...]:
     """What the statements of some runs rest on."""
     units = dict.fromkeys(one.unit for one in privacy)
-    return (*(_WHOM[unit] for unit in units), *_ASSUMPTIONS)
+    return (*(_UNIT[unit] for unit in units), *_ASSUMPTIONS)
 
 
 def detection(epsilon: float, delta: float, false_alarms: float) -> float:
@@ -174,29 +164,29 @@ def privacy_report(result: Result, ledger: Path | None) -> PrivacyReport:
         declared = any(str(note).endswith(DECLARED) for note in privacy.notes)
         secret = "" if declared else "; how many is not public"
         relation_words += f" A person includes all the records about them, however many{secret}."
-    whom = "one person's record" if unit is PrivacyUnit.RECORD else "one person, with all their records"
+    protected = "one person's record" if unit is PrivacyUnit.RECORD else "one person, with all their records"
     best_guess = None
     if privacy.epsilon is not None and privacy.delta is not None:
         best_guess = detection(privacy.epsilon, privacy.delta, 0.05)
     accountant = privacy.accountant or ""
     return PrivacyReport(
-        _releases(result), unit.in_words(composition), _account(result, ledger), whom, relation_words, unit_words,
-        _ACCOUNTANTS.get(accountant, accountant), best_guess,
+        _releases(result), unit.in_words(composition), _account(result, ledger), protected, relation_words,
+        unit_words, _ACCOUNTANTS.get(accountant, accountant), best_guess,
     )  # fmt: skip
 
 
-def audit_of(folder: Path, privacy: Privacy) -> AuditResult | None:
-    """What an audit left in the folder of a run, if it is of this claim."""
+def audit_of(folder: Path, privacy: Privacy) -> dict[str, Any] | None:
+    """Read what ``quietgrad audit RUN`` left in the folder of a run, if it is of this claim."""
     try:
         found = read_json(folder / AUDIT_FILE)
-        if found["result"] != digest_of(folder):
-            return None  # of a run that was here before
-        lower, claimed, sure = (float(found[key]) for key in ("epsilon_lower", "epsilon_claimed", "confidence"))
-        audit = AuditResult(lower, claimed, sure, int(found["runs"]), str(found["verdict"]))
+        if found["result"] != digest_of(folder) or found["verdict"] not in ("pass", "violation", "vacuous"):
+            return None  # of a run that was here before, or not an audit
+        kept = {key: float(found[key]) for key in ("epsilon_lower", "epsilon_claimed", "confidence")}
+        audit = {**kept, "runs": int(found["runs"]), "verdict": found["verdict"]}
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    same = privacy.epsilon is not None and math.isclose(audit.epsilon_claimed, privacy.epsilon, rel_tol=1e-3)
-    return audit if same and audit.verdict in ("pass", "violation", "vacuous") else None
+    same = privacy.epsilon is not None and math.isclose(kept["epsilon_claimed"], privacy.epsilon, rel_tol=1e-3)
+    return audit if same else None
 
 
 def _releases(result: Result) -> tuple[ReleaseRow, ...]:

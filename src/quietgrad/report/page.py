@@ -19,7 +19,6 @@ from quietgrad.errors import boundary
 from quietgrad.files import read_json, write_atomically
 from quietgrad.report.certificate import (
     NOT_COVERED,
-    AuditResult,
     PrivacyReport,
     assumptions,
     audit_of,
@@ -84,7 +83,7 @@ class ReportedRun:
     result: Result
     report: PrivacyReport
     command: str | None
-    audit: AuditResult | None
+    audit: Mapping[str, Any] | None
     evaluation: Evaluation | None
 
     @property
@@ -161,8 +160,8 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Reporte
         with boundary(f"{folder}: {_NOT_SHOWN}"):
             if problems := problems_of(result, folder, ledger):
                 result = replace(result, privacy=refuted(result.privacy, *problems))
-            told = result.details.get("repeat")  # the command, without the machine's own folders
-            repeat = told if isinstance(told, str) else None
+            command = result.details.get("repeat")  # the command, without the machine's own folders
+            repeat = command if isinstance(command, str) else None
             report, audit = privacy_report(result, ledger), audit_of(folder, result.privacy)
             evaluation = _evaluation(folder / EVALUATION)
             runs.append(ReportedRun(name, f"run-{k + 1}", result, report, repeat, audit, evaluation))
@@ -195,7 +194,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
             metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
             exact=any(how != WITH_NOISE for _, _, how in scores),
             charts=[(chart.title, chart.svg(), caption) for chart, caption in _charts(runs) if chart.svg()],
-            promises=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
+            guarantees=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
             assumptions=assumptions(run.result.privacy for run in runs),
             not_covered=NOT_COVERED,
             version=__version__,
@@ -206,8 +205,8 @@ def render(runs: Sequence[ReportedRun]) -> str:
 def _clauses(text: str) -> list[str]:
     """A threat model in the parts it was made of, each with its heading.
 
-    >>> _clauses("setting: three servers, noise inside; nobody knows it; on restart: new keys")
-    ['setting: three servers, noise inside; nobody knows it', 'on restart: new keys']
+    >>> _clauses("setting: three servers, noise inside; no server knows it; on restart: new keys")
+    ['setting: three servers, noise inside; no server knows it', 'on restart: new keys']
     """
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
 
