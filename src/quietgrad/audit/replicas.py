@@ -122,6 +122,9 @@ class ReplicaSampling(Sampling, kind="replicated"):
     runs: int
     n: int
 
+    def __post_init__(self) -> None:
+        """Check nothing: ``inner`` was checked when it was made, and is no number."""
+
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         return self.inner.event(inner, steps)
 
