@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
@@ -291,6 +291,7 @@ size = st.floats(1e-6, 1e6) | st.just(0.0)
 point = st.tuples(size, size | size.map(lambda y: -y))
 
 
+@settings(deadline=None)
 @given(st.lists(point, min_size=1, max_size=6), st.booleans(), st.booleans())
 def test_a_chart_draws_inside_its_frame(points: list[tuple[float, float]], log_x: bool, log_y: bool) -> None:
     chart = Lines("T", [Series("a & b", points), Series("empty", ())], "steps", "y", log_x=log_x, log_y=log_y)
