@@ -52,8 +52,8 @@ PAIRS: list[TailPair] = [
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-@pytest.mark.parametrize("step", [1e-2])
-def test_rounded_pairs_keep_both_masses_and_dominate(pair: TailPair, step: float) -> None:
+def test_rounded_pairs_keep_both_masses_and_dominate(pair: TailPair) -> None:
+    step = 1e-2
     grid = pair.on_grid(step, 1e-12)
     assert np.all(grid.mass >= 0)
     assert grid.mass.sum() + grid.infinite == pytest.approx(1.0, abs=1e-13)
@@ -233,13 +233,9 @@ def test_mixed_releases_share_one_grid() -> None:
     assert together < sum(account(part, delta=2e-6, relation=ADD) for part in parts)
 
 
-@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
 @pytest.mark.parametrize(
-    ("z", "rate", "steps", "delta"),
-    [
-        (0.15, 1e-6, 10**5, 1e-10),
-        (0.2, 1e-8, 10**6, 1e-10),
-    ],
+    ("z", "rate", "steps", "delta", "relation"),
+    [(0.15, 1e-6, 10**5, 1e-10, ADD), (0.2, 1e-8, 10**6, 1e-10, REPLACE)],
 )
 def test_little_noise_on_rare_samples_is_never_looser_than_its_own_moments(
     z: float, rate: float, steps: int, delta: float, relation: str

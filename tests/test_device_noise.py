@@ -32,20 +32,8 @@ def keystream(key: bytes, nonce: bytes, first: int, rows: int) -> bytes:
     return cipher.encryptor().update(bytes(64 * rows))
 
 
-def test_the_cipher_is_that_of_the_standard() -> None:
-    """RFC 8439, section 2.3.2, and the first two vectors of appendix A.1."""
-    block = (
-        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
-        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
-    )
-    words = chacha20(bytes(range(32)), bytes.fromhex("000000090000004a00000000"), torch.tensor([1]))
-    assert words.numpy().astype("<u4").tobytes().hex() == block
-    zeros = chacha20(bytes(32), bytes(12), torch.tensor([0, 1])).numpy().astype("<u4").tobytes().hex()
-    assert zeros.startswith("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7")
-    assert zeros[128:].startswith("9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed")
-
-
 def test_the_cipher_is_that_of_cryptography() -> None:
+    """ChaCha20 of RFC 8439."""
     for first in (0, 7, 2**32 - 40):
         key, nonce = fresh_key(), fresh_key()[:12]
         words = chacha20(key, nonce, torch.arange(first, first + 33))

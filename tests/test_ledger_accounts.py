@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +143,3 @@ def test_a_name_that_is_accepted_has_an_identity(name: str) -> None:
     except ValueError:
         return
     assert canonical_account_name(shown) == canonical_account_name(name) != ""
-
-
-def test_the_command_line_knows_accounts_by_any_spelling(ledger: Ledger) -> None:
-    ledger.reserve("Patients", RUN, run="a", **PROMISE)
-    command = [sys.executable, "-m", "quietgrad", "ledger", "show", str(ledger.path), "--account", "patients "]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Patients" in done.stdout

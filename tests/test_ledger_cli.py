@@ -57,7 +57,7 @@ def test_show_states_what_every_account_spent(file: str) -> None:
     assert rows["patients"]["reservations"][2]["counts"] is None
     assert rows["staff"]["epsilon"] == 0.0
     assert rows["staff"]["cap"] == {"epsilon": 2.0, "delta": 1e-5, "relation": "replace-one"}
-    at = shown(file, "--account", "patients", "--delta", "1e-4")
+    at = shown(file, "--account", "Patients ", "--delta", "1e-4")  # by any spelling
     assert list(at) == ["patients"]
     assert at["patients"]["epsilon"] == account(counted, delta=1e-4, relation="add-remove")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,6 +18,10 @@ from quietgrad.privacy.events import Repeated
 from quietgrad.privacy.random_allocation import AllocationPair, law_of_sum
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import RandomAllocation
+
+ADD = Relation.ADD_REMOVE
+cost = partial(account, delta=1e-5, relation=ADD)
+proved = partial(prove, delta=1e-5, relation=ADD)
 
 
 def call(strike: np.ndarray, mu: float) -> np.ndarray:
@@ -74,7 +79,7 @@ def test_simulated_runs_never_cost_more(sigma: float, steps: int, epochs: int) -
             exponent = (2 * x - 1) / (2 * sigma**2)
             losses += np.log(np.exp(exponent).mean(axis=1))
     for delta in (0.3, 0.03, 1e-3):
-        epsilon = account(event, delta=delta, relation="add-remove")
+        epsilon = cost(event, delta=delta)
         found = []
         for losses in (present, -absent):
             values = np.maximum(-np.expm1(epsilon - losses), 0.0)
@@ -95,30 +100,24 @@ def test_masses_keep_their_mean_and_say_how_wrong_they_are() -> None:
 
 def test_it_composes_with_other_releases_and_with_itself() -> None:
     epoch = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.0)
-    look = events.Pure(0.2, Relation.ADD_REMOVE)
+    look = events.Pure(0.2, ADD)
     both = events.composed([events.repeated(epoch, 4), look, events.poisson_gaussian(0.01, 1.0, 100)])
-    one = account(events.repeated(epoch, 4), delta=1e-5, relation="add-remove")
-    assert one < account(both, delta=1e-5, relation="add-remove") < one + 0.2 + 1.0
-    assert prove(both, delta=1e-5, relation="add-remove").accountant == "pld"
-    assert (
-        delta_of(both, epsilon=account(both, delta=1e-5, relation="add-remove"), relation="add-remove") <= 1.001e-5
-    )
+    one = cost(events.repeated(epoch, 4))
+    assert one < cost(both) < one + 0.2 + 1.0
+    assert proved(both).accountant == "pld"
+    assert delta_of(both, epsilon=cost(both), relation=ADD) <= 1.001e-5
     slack = events.TotalVariationSlack(1e-9)  # of every step of an epoch
     inside = events.AllocationSampled(50, events.composed([events.Gaussian(1.0), slack]))
     outside = events.composed([epoch, events.TotalVariationSlack(50e-9)])
-    assert account(inside, delta=1e-5, relation="add-remove") == account(outside, delta=1e-5, relation="add-remove")
+    assert cost(inside) == cost(outside)
 
 
 def test_what_has_no_proof_is_refused() -> None:
     epoch = events.random_allocation(steps_per_epoch=50, noise_multiplier=1.0)
     with pytest.raises(UnprovableError, match="under add-remove"):
-        account(epoch, delta=1e-5, relation="replace-one")
+        cost(epoch, relation=Relation.REPLACE_ONE)
     with pytest.raises(UnprovableError, match="Gaussian releases"):
-        account(
-            events.AllocationSampled(50, events.Pure(1.0, Relation.ADD_REMOVE)),
-            delta=1e-5,
-            relation="add-remove",
-        )
+        cost(events.AllocationSampled(50, events.Pure(1.0, ADD)))
     with pytest.raises(ValueError, match="steps_per_epoch"):
         events.random_allocation(steps_per_epoch=0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="steps_per_epoch"):
@@ -157,7 +156,7 @@ def test_a_random_round_pays_for_the_epochs_it_reaches() -> None:
     for method in (DPSGD, DPSRM):
         made = method(steps=20, batch_size=100, sampling="random-allocation", returns="random")
         (slot,) = made.schedule(1000).slots
-        event = slot.event(1.0, Relation.ADD_REMOVE)
+        event = slot.event(1.0, ADD)
         assert isinstance(event, events.RandomNumberOfReleases)
         reached = {0: 0.05, 1: 0.5, 2: 0.45}
         assert dict(event.law) == pytest.approx(reached)
@@ -177,6 +176,6 @@ def test_refusals_of_plans_say_what_to_do() -> None:
         plan(
             DPSGD(steps=40, batch_size=100, sampling="random-allocation", noise="correlated"), n=1000, budget=budget
         )
-    event = Slot("gradient", RandomAllocation(10), 40).event(2.0, Relation.ADD_REMOVE)
+    event = Slot("gradient", RandomAllocation(10), 40).event(2.0, ADD)
     assert isinstance(event, Repeated)
     assert event.count == 4

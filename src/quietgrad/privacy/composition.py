@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from itertools import combinations_with_replacement, product
 from operator import add
@@ -162,28 +163,18 @@ def parallel_branches(event: Event) -> list[Event]:
                 composed([repeated(c, pick.count(c)) for c in dict.fromkeys(pick)])
                 for pick in combinations_with_replacement(choices, count)
             ]
-        case RandomNumberOfReleases(inner=inner, law=law):
-            choices = parallel_branches(inner) if any(number for number, _ in law) else []
-            if len(choices) > 1:
-                raise AccountantRefusal(event, "random rounds of parallel parts have too many choices of parts")
-            return [RandomNumberOfReleases(choice, law) for choice in choices]
-        case PoissonSampled(rate=rate, inner=inner):
-            choices = parallel_branches(inner)
-            return choices if rate == 1.0 else [PoissonSampled(rate, choice) for choice in choices]
-        case FixedSizeSampled(n=n, batch_size=batch_size, inner=inner):
-            choices = parallel_branches(inner)
-            return choices if n == batch_size else [FixedSizeSampled(n, batch_size, choice) for choice in choices]
-        case AllocationSampled(steps_per_epoch=steps, inner=inner):
-            choices = parallel_branches(inner)
-            if len(choices) > 1:
-                raise AccountantRefusal(event, "parallel parts on one sample of an epoch are not understood")
-            return choices if steps == 1 else [AllocationSampled(steps, choice) for choice in choices]
-        case RepeatAndSelect(inner=inner, mean=mean, shape=shape):
-            choices = parallel_branches(inner)
-            if len(choices) > 1:
-                return [event]
-            return [RepeatAndSelect(choice, mean, shape) for choice in choices]
-    return [event]
+        case PoissonSampled(rate=1.0) | FixedSizeSampled(rate=1.0) | AllocationSampled(steps_per_epoch=1):
+            return parallel_branches(event.inner)
+        case RandomNumberOfReleases(law=law) if not any(number for number, _ in law):
+            return []
+    if not isinstance(event, _INSIDE):
+        return [event]
+    choices = parallel_branches(event.inner)
+    if len(choices) > 1 and isinstance(event, RepeatAndSelect):
+        return [event]
+    if len(choices) > 1 and isinstance(event, (RandomNumberOfReleases, AllocationSampled)):
+        raise AccountantRefusal(event, "epochs and random rounds of parallel parts have too many choices of parts")
+    return [replace(event, inner=choice) for choice in choices]
 
 
 def _check_number(event: Event, number: int) -> None:

@@ -269,32 +269,34 @@ class L2LaplaceNoise(Mechanism, kind="pure"):
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        return _L2LaplaceSource(NoiseStream(key, f"noise/{label}"))
+        return _L2LaplaceSource(key, label)
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
         """The length is Gamma(d, z·C), and becomes that of d normals."""
-        return Probe(lambda heard, number, rng: laplace_units(heard, multiplier * bound))
+        from scipy.special import chdtri, gammaincc
+
+        def normals(heard: Floats, number: int, rng: np.random.Generator) -> Floats:
+            length, width = float(np.linalg.norm(heard)), len(heard)
+            if length == 0.0:
+                return heard
+            beyond = max(float(gammaincc(width, length / (multiplier * bound))), 1e-300)
+            return heard * (math.sqrt(float(chdtri(width, beyond))) / length)
+
+        return Probe(normals)
 
     def reach(self, dim: int) -> float:
         """The length is Gamma(dim)."""
         return dim + 40.0 + 10.0 * math.sqrt(dim)
 
 
-def laplace_units(noise: Floats, scale: float) -> Floats:
-    """Standard normals from L2-Laplace noise."""
-    from scipy.special import chdtri, gammaincc
+class _StreamSource(NoiseSource):
+    """A source that draws from one stream."""
 
-    length, width = float(np.linalg.norm(noise)), len(noise)
-    if length == 0.0:
-        return noise
-    beyond = max(float(gammaincc(width, length / scale)), 1e-300)
-    return noise * (math.sqrt(float(chdtri(width, beyond))) / length)
+    def __init__(self, key: bytes, label: str) -> None:
+        self._stream = NoiseStream(key, f"noise/{label}")
 
 
-class _L2LaplaceSource(NoiseSource):
-    def __init__(self, stream: NoiseStream) -> None:
-        self._stream = stream
-
+class _L2LaplaceSource(_StreamSource):
     def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
         # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
         release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), self._stream, release)
@@ -355,34 +357,30 @@ class AboveThreshold(Mechanism, kind="threshold"):
         return events.Pure(sensitivity_factor(relation) / multiplier, relation)
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
-        """Numbers that fall towards the threshold 0; what passes first has a law by one integral."""
+        """Numbers that fall towards the threshold 0; which passes first has a law by one integral.
+
+        The Laplace noise has scales 2 and 4.
+        """
         values = 4.0 * np.linspace(1.5, 0.5, 6)  # in units of the release's scale
-        shares = search_law(values)
+        grid = np.linspace(-80.0, 80.0, 64_001)
+        alive = np.exp(-np.abs(grid) / 2.0)
+        alive /= alive.sum()
+        found = []
+        for value in values:
+            gap = (grid - value) / 4.0
+            tail = 0.5 * np.exp(-np.abs(gap))
+            passes = np.where(gap < 0.0, tail, 1.0 - tail)
+            found.append(float((alive * passes).sum()))
+            alive = alive * (1.0 - passes)
+        shares = np.array([*found, float(alive.sum())])
         scaled = tuple((multiplier * bound * values).tolist())
-        return Probe(lambda found, number, rng: spread_choice(found, shares, rng), scaled)
+        return Probe(lambda first, number, rng: spread_choice(first, shares, rng), scaled)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        return _ThresholdSource(NoiseStream(key, f"noise/{label}"))
+        return _ThresholdSource(key, label)
 
 
-def search_law(values: Floats) -> Floats:
-    """P(the first value to pass is the k-th), and of none; the Laplace noise has scales 2 and 4."""
-    grid = np.linspace(-80.0, 80.0, 64_001)
-    density = np.exp(-np.abs(grid) / 2.0) / 4.0
-    density /= density.sum()
-    alive, shares = np.ones_like(grid), []
-    for value in values:
-        gap = (grid - value) / 4.0
-        passes = np.where(gap < 0.0, 0.5 * np.exp(np.minimum(gap, 0.0)), 1.0 - 0.5 * np.exp(-np.maximum(gap, 0.0)))
-        shares.append(float((density * alive * passes).sum()))
-        alive = alive * (1.0 - passes)
-    return np.array([*shares, float((density * alive).sum())])
-
-
-class _ThresholdSource(NoiseSource):
-    def __init__(self, stream: NoiseStream) -> None:
-        self._stream = stream
-
+class _ThresholdSource(_StreamSource):
     def first_below(
         self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
     ) -> int | None:
@@ -458,12 +456,13 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
         return cls(1e-9)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
-        return _LabelSource(self, NoiseStream(key, f"noise/{label}"))
+        return _LabelSource(self, key, label)
 
 
-class _LabelSource(NoiseSource):
-    def __init__(self, mechanism: GaussianPartitionSelection, stream: NoiseStream) -> None:
-        self._mechanism, self._stream = mechanism, stream
+class _LabelSource(_StreamSource):
+    def __init__(self, mechanism: GaussianPartitionSelection, key: bytes, label: str) -> None:
+        super().__init__(key, label)
+        self._mechanism = mechanism
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         total = np.array(counts, dtype=np.float64)

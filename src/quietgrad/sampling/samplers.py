@@ -172,7 +172,6 @@ class CohortSampler:
         self._members = [order[first:last] for first, last in pairwise(edges.tolist())]
 
     def batch(self, i: int) -> Indices:
-        """Return the records of release ``i`` (possibly none)."""
         return self._members[i % len(self._members)]
 
 
@@ -196,7 +195,6 @@ class AllocationSampler:
         self._turns: CohortSampler
 
     def batch(self, i: int) -> Indices:
-        """Return the records of release ``i``, in increasing order (possibly none)."""
         epoch = i // self._steps
         if epoch != self._epoch:
             self._turns = CohortSampler(_scaled(self._stream.uint64(epoch, self._n), self._steps), self._steps)
@@ -226,7 +224,6 @@ class BernoulliSubsampler:
         self._turns, self._rate, self._stream = turns, rate, stream
 
     def batch(self, i: int) -> Indices:
-        """Return the records of release ``i`` (possibly none)."""
         members = self._turns.batch(i)
         assert members is not None, "cohorts are lists of records"
         return members[drawn(self._stream.at(i + 1, members), self._rate)]
@@ -306,7 +303,6 @@ class RowScan:
         self._n, self._holds = n_records, holds
 
     def batch(self, i: int) -> Indices:
-        """Return the rows of release ``i``, in increasing order (possibly none)."""
         found = [np.zeros(0, np.int64)]
         for start in range(0, self._n, _STRETCH):
             rows = np.arange(start, min(start + _STRETCH, self._n), dtype=np.int64)
