@@ -32,7 +32,7 @@ from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, SinglePass
 from quietgrad.sampling.samplers import BernoulliSubsampler
-from tests.common import interrupted, objective, problem, resumed, spent_after
+from tests.common import interrupted, objective, problem, resumed
 from tests.test_correlated import heard, state, transcript, white
 
 __all__ = ["state"]  # a fixture of every test
@@ -230,15 +230,6 @@ def test_a_record_moves_one_window_for_each_coin_by_what_is_claimed(relation: st
         assert size <= times / plan.noise_multiplier * (1 + 1e-5)  # but for the rounding that C pays for
         assert (size > 0) == (window in turns)
     assert plan.event == events.Repeated(events.PoissonSampled(0.2, events.Gaussian(plan.noise_multiplier)), 16)
-
-
-def test_a_run_that_stops_early_pays_for_the_rounds_it_began(tmp_path: Path) -> None:
-    plan, (X, y) = band_plan(), problem(300)
-    for name, data_dependent in (("clock", False), ("looked", True)):
-        spent = spent_after(plan, (X, y), 9, tmp_path / f"{name}.jsonl", data_dependent=data_dependent)
-        begun = events.repeated(events.PoissonSampled(0.2, events.Gaussian(plan.noise_multiplier)), 3)
-        expected = plan.event if data_dependent else begun
-        assert spent == pytest.approx(qg.account(expected, delta=1e-5, relation=ADD), rel=1e-9)
 
 
 def other_noise(kind: str) -> Any:

@@ -40,29 +40,22 @@ def restore(ledger: Ledger, folder: Path) -> Ledger:
     return Ledger(ledger.path)
 
 
-def test_a_restored_backup_is_whole_by_itself_and_seen_by_the_anchor(ledger: Ledger, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "problem"), [("", "older than the anchor"), ("xyz", "line 5 is not the one anchored")]
+)
+def test_a_restored_backup_is_whole_by_itself_and_seen_by_the_anchor(
+    ledger: Ledger, tmp_path: Path, more: str, problem: str
+) -> None:
+    """Also if it went on after it was restored."""
     copy(ledger, tmp_path / "backup")
     ledger.reserve("people", Gaussian(1.0), run="d", **PROMISE)
     kept = ledger.head()
     assert ledger.verify(kept).ok
     old = restore(ledger, tmp_path / "backup")
-    assert old.verify().ok  # both files fit each other: nothing in them can tell
-    report = old.verify(kept)
-    assert not report.ok
-    assert report.problems == (
-        "the anchor names line 5, the file has 4: it is older than the anchor, restored or cut.",
-    )
-
-
-def test_a_restored_backup_that_went_on_is_seen_too(ledger: Ledger, tmp_path: Path) -> None:
-    copy(ledger, tmp_path / "backup")
-    ledger.reserve("people", Gaussian(1.0), run="d", **PROMISE)
-    kept = ledger.head()
-    old = restore(ledger, tmp_path / "backup")
-    for name in "xyz":
+    for name in more:
         old.reserve("people", Gaussian(9.0), run=name, **PROMISE)
-    assert old.verify().ok
-    assert "line 5 is not the one anchored" in old.verify(kept).problems[0]
+    assert old.verify().ok  # both files fit each other: nothing in them can tell
+    assert problem in old.verify(kept).problems[0]
 
 
 def test_a_cut_that_was_adopted_is_seen(ledger: Ledger) -> None:

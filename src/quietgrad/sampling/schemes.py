@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from quietgrad.privacy.correlated import CorrelatedNoise
 
 KINDS: dict[str, type[Sampling]] = {}
+_WHOLE_NUMBERS = ("n", "batch_size", "steps_per_epoch", "cohorts")
 
 
 class Sampling(ABC):
     """Base of all sampling schemes; a frozen value that can be written as JSON and read back.
 
     Other packages ask a scheme by its methods, never for its class: a new scheme is one class and its sampler.
-    Fields are ``rate``, ``relation``, or numbers of something; one name is checked in one way in all schemes.
+    Fields of one name (``rate``, ``relation``, numbers of records or steps) are checked in one way in all schemes.
     """
 
     kind: ClassVar[str]
@@ -59,6 +60,8 @@ class Sampling(ABC):
             elif name == "rate":
                 if not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
                     raise ValueError(f"rate={value!r}: must be in (0, 1]; it is the expected batch ÷ n.")
+            elif name not in _WHOLE_NUMBERS:
+                continue
             elif isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
             elif name == "batch_size" and value > vars(self).get("n", value):
