@@ -39,11 +39,11 @@ def public_masks(patch: Patch) -> None:
 
 
 def redrawn_masks(patch: Patch) -> None:
-    """The second summation, after an overflow, draws new masks for everyone."""
+    """A part of the records draws other masks than the whole: what a record draws depends on its company."""
 
     def rows(self: Any, where: Any) -> RecordSeeds:
         chosen = self.indices[where]
-        return RecordSeeds(self.key, chosen + 1000 if len(chosen) < len(self.indices) else chosen)
+        return RecordSeeds(self.key, chosen, chosen + 1000 * len(self.indices))
 
     patch.setattr(RecordSeeds, "rows", rows)
 

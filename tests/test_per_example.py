@@ -415,7 +415,6 @@ def einstein(*equations: str) -> Callable[..., Tensor]:
         (("btd,bsd,dhe->bhse",), (4, 3, 5), True),  # the others first
         (("btd,td->b",), (6, 4), True),  # no free index
         (("btd,edh->bteh", "btd,dhe->bhte"), (4, 4, 4), True),  # one parameter in two arrangements
-        (("btd,btd,btd,tdh->bh",), (6, 4, 3), True),
         (("btd,td->btd",), (6, 4), False),  # an index of all three
         (("btd,dh->bth",), (1, 3), False),  # an axis of one that is repeated
         (("btd,bte,dh->bth",), (4, 3), False),

@@ -1,4 +1,4 @@
-"""The ported Opacus script and the quick slice of the MNIST reproduction run as they are."""
+"""The ported Opacus script and the example about patients run as they are."""
 
 from __future__ import annotations
 
@@ -34,11 +34,3 @@ def test_patients_with_many_stays(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert right > usual + 10.0
     assert "-DP per person, add-remove" in said
     assert "1000 patients" in said
-
-
-def test_the_quick_slice_of_mnist(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two fits of 1500 small digits: chance is 90 % wrong."""
-    run("reproduce/mnist.py", ["--quick"], monkeypatch)
-    wrong = [float(value) for value in re.findall(r"dp-s\w+ +([\d.]+) +[67]\b", capsys.readouterr().out)]
-    assert len(wrong) == 2
-    assert max(wrong) < 40.0

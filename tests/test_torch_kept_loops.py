@@ -76,7 +76,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "replace-one": {"n_public": None, "budget": qg.Budget(2.0, 1e-5, qg.Relation.REPLACE_ONE)},
     "own noise": {"noise_multiplier": 1.0, "budget": None},
-    "epochs": {"steps": None, "epochs": 3},
 }
 
 
@@ -132,8 +131,6 @@ def test_people_who_were_counted_are_not_counted_again() -> None:
 
 EDITS: dict[str, Callable[[dict[str, Any]], None]] = {
     "noise": lambda plan: plan.update(noise_multiplier=20.0),
-    "rate": lambda plan: plan.update(n_public=6000),
-    "length": lambda plan: plan["config"].update(stretches=[[600, 20, 1.0]]),
     "clip": lambda plan: plan["config"].update(clip=50.0),
 }
 

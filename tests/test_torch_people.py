@@ -47,22 +47,6 @@ class Sentences(nn.Module):
         return result
 
 
-class Patches(nn.Module):
-    """Parameters outside of layers: a class token, places, a scale, and one layer that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.place = nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(1, 5, 6))
-        self.scale, self.mix, self.out = nn.Parameter(torch.rand(6)), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.place
-        x = x + self.scale * torch.tanh(self.mix(x))
-        x = x + self.scale * torch.tanh(self.mix(x))
-        result: Tensor = self.out(x[:, 0])
-        return result
-
-
 def convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 6, 3, stride=2),
@@ -80,7 +64,6 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "convolutions": (convolutions, lambda n: torch.randn(n, 2, 8, 8)),
     "tied transformer": (Sentences, lambda n: torch.randint(0, 11, (n, 6))),
     "tied, many words": (lambda: Sentences(400), lambda n: torch.randint(0, 400, (n, 2))),
-    "raw parameters": (Patches, lambda n: torch.randn(n, 4, 6)),
 }
 
 
@@ -275,20 +258,6 @@ def test_a_fit_says_that_it_is_about_people(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_minimize_and_fit_and_a_function_of_the_record_are_the_same_run() -> None:
-    x, y, ids = visits()
-    settings: dict[str, Any] = {"budget": qg.Budget(2.0, 1e-5), "seed": 4, "combine": "mean"}
-    algorithm = qg.DPSRM(steps=3, batch_size=10)
-    found = []
-    for person in (ids, lambda record: f"patient {ids[record]}", torch.from_numpy(ids)):
-        model = perceptron()
-        found.append(qt.fit(model, LOSS, (x, y), algorithm, person=person, progress=False, **settings).params)
-    found.append(qg.minimize(ModuleObjective(perceptron(), LOSS), (x, y), algorithm, person=ids, **settings).params)
-    assert all(torch.equal(params, found[0]) for params in found)
-    rows = qt.fit(perceptron(), LOSS, (x, y), algorithm, progress=False, budget=settings["budget"], seed=4).params
-    assert not torch.equal(rows, found[0])
-
-
 def test_an_interrupted_fit_about_people_goes_on_and_others_do_not(tmp_path: Path) -> None:
     x, y, ids = visits()
     algorithm = qg.DPSGD(steps=6, batch_size=10)
@@ -320,17 +289,10 @@ class Shaky:
         return f"secret-{self.asked}"
 
 
-def missing(record: int) -> str:
-    raise KeyError(f"secret-{record}")
-
-
 BAD: dict[str, tuple[Any, str]] = {
     "too few": ([f"secret {i // 2}" for i in range(89)], "one id per record"),
     "none": ([None] * 90, "has no id"),
-    "mixed": (["secret", 7] * 45, "all whole numbers"),
     "changing": (Shaky(), "another id"),
-    "failing": (missing, "KeyError"),
-    "a name": ("secret", "one id per record"),
 }
 
 

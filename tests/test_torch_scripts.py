@@ -5,7 +5,6 @@ Each is in the shape that people write, with small data and a few steps.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import quietgrad.torch as qt
 from quietgrad.training.result import Privacy
 
 transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
-peft = pytest.importorskip("peft", reason="needs quietgrad[hf]")
 
 SCRIPTS: dict[str, tuple[Callable[[], Privacy], bool]] = {}  # and whether ε rests on the loop's own code
 
@@ -119,57 +116,6 @@ def mnist_opacus_example() -> Privacy:
     return loader.privacy
 
 
-@script(conditional=True)
-def flattened_in_the_loop() -> Privacy:
-    model = nn.Sequential(nn.Linear(144, 8), nn.ReLU(), nn.Linear(8, CLASSES))
-    private, optimizer, loader = verbs(model, images())
-    for x, y in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(private(x.view(x.shape[0], -1) / 0.5 - 1), y).backward()
-        optimizer.step()
-    return loader.privacy
-
-
-def group_normed() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES),
-    )  # fmt: skip
-
-
-class Augmented(Dataset[Any]):
-    """Random crops and flips, as torchvision's transforms draw them."""
-
-    def __init__(self) -> None:
-        self.images, self.labels = images(3, 12).tensors
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        image = F.pad(self.images[index], (2, 2, 2, 2))
-        top, left = torch.randint(5, (2,)).tolist()
-        image = image[:, top : top + 12, left : left + 12]
-        return (image.flip(2) if torch.rand(()) < 0.5 else image), self.labels[index]
-
-
-@script()
-def cifar_with_augmentation_and_views() -> Privacy:
-    model = group_normed()
-    return all_steps(loop_of(model, nn.CrossEntropyLoss(), Augmented(), views=2))
-
-
-@script(conditional=True)
-def cifar_opacus_with_a_memory_manager() -> Privacy:
-    model, optimizer, loader = verbs(group_normed(), None, data_loader=DataLoader(Augmented(), batch_size=BATCH))
-    with qt.BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as pieces:
-        for x, y in pieces:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    return loader.privacy
-
-
 # --- generative, siamese and adversarial models -----------------------------------------------------------------
 
 
@@ -228,43 +174,6 @@ def gan_whose_critic_draws_its_fakes() -> Privacy:
         by_fake.step()
         critic.zero_grad()
     return loop.privacy
-
-
-class VAE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.mean, self.spread = nn.Linear(144, 16), nn.Linear(16, 4), nn.Linear(16, 4)
-        self.decode = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 144), nn.Sigmoid())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = F.relu(self.encode(x.view(-1, 144)))
-        mean, spread = self.mean(h), self.spread(h)
-        z = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-        return self.decode(z), mean, spread
-
-
-@script()
-def vae_pytorch_example() -> Privacy:
-    def elbo(model: nn.Module, x: Tensor, _label: Tensor) -> Tensor:
-        made, mean, spread = model(x)
-        entropy = F.binary_cross_entropy(made, x.view(-1, 144), reduction="sum")
-        return entropy - 0.5 * torch.sum(1 + spread - mean.pow(2) - spread.exp())
-
-    return all_steps(loop_of(VAE(), elbo, images()))
-
-
-@script(conditional=True)
-def fgsm_adversarial_training() -> Privacy:
-    model, optimizer, loader = verbs(SampleConvNet(), images())
-    for x, y in loader:
-        x = x.clone().requires_grad_(True)
-        F.cross_entropy(model(x), y).backward()
-        assert x.grad is not None
-        attacked = (x + 0.1 * x.grad.sign()).clamp(0, 1).detach()
-        optimizer.zero_grad()
-        F.cross_entropy(model(attacked), y).backward()
-        optimizer.step()
-    return loader.privacy
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
@@ -382,56 +291,6 @@ def char_lstm_opacus_example() -> Privacy:
     return loader.privacy
 
 
-class NextCharacter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.gru, self.out = nn.Embedding(WORDS, 6), nn.GRU(6, 8, batch_first=True), nn.Linear(8, WORDS)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.out(self.gru(self.emb(x))[0])
-
-
-def lines() -> TensorDataset:
-    text = torch.randint(WORDS, (N, 9))
-    return TensorDataset(text[:, :-1], text[:, 1:])
-
-
-@script()
-def language_model_with_view() -> Privacy:
-    """`logits.view(-1, V)`, whatever V is."""
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits.view(-1, WORDS), target.reshape(-1))
-
-    return all_steps(loop_of(NextCharacter(), loss, lines()))
-
-
-class BagOfWords(nn.Module):
-    """The classifier of PyTorch's text tutorial."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.out = nn.EmbeddingBag(WORDS, 8), nn.Linear(8, 2)
-
-    def forward(self, text: Tensor, offsets: Tensor) -> Any:
-        return self.out(self.bag(text, offsets))
-
-
-def flat(batch: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """All texts in one tensor, with the places where each begins."""
-    lengths = [0, *(len(text) for text, _ in batch)]
-    return (
-        torch.cat([t for t, _ in batch]),
-        torch.tensor(lengths[:-1]).cumsum(0),
-        torch.tensor([y for _, y in batch]),
-    )
-
-
-@script()
-def flat_text_with_offsets() -> Privacy:
-    return all_steps(loop_of(BagOfWords(), nn.CrossEntropyLoss(), Reviews(), collate_fn=flat))
-
-
 def bert(kind: str = "BertForSequenceClassification", **settings: Any) -> Any:
     config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -440,30 +299,12 @@ def bert(kind: str = "BertForSequenceClassification", **settings: Any) -> Any:
     return getattr(transformers, kind)(config)
 
 
-def gpt2() -> Any:
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=20, bos_token_id=1,
-                                eos_token_id=1)
-    )  # fmt: skip
+class Encoded(Reviews):
+    """What a tokenizer makes of each text."""
 
-
-class Encoded(Dataset[Any]):
-    """What a tokenizer makes of each text; ``labels``: a class, or the text itself."""
-
-    def __init__(self, labels: str = "class") -> None:
-        self.reviews, self.labels = Reviews(), labels
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        text, label = self.reviews[index]
-        mask = torch.ones_like(text)
-        return {"input_ids": text, "attention_mask": mask, "labels": label if self.labels == "class" else text}
-
-
-def own_loss(model: Any, **batch: Tensor) -> Tensor:
-    return model(**batch).loss
+    def __getitem__(self, index: int) -> Any:
+        text, label = super().__getitem__(index)
+        return {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": label}
 
 
 @script()
@@ -478,78 +319,7 @@ def bert_by_its_own_loss_in_opacus_verbs() -> Privacy:
     return loader.privacy
 
 
-@script()
-def gpt2_with_lora_in_a_private_loop() -> Privacy:
-    model = peft.get_peft_model(
-        gpt2(), peft.LoraConfig(r=2, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    )
-    return all_steps(loop_of(model, own_loss, Encoded("text"), pad=16))
-
-
 # --- tricks of training -----------------------------------------------------------------------------------------
-
-
-@script()
-def step_scheduler() -> Privacy:
-    model = mlp()
-    loop = loop_of(model, nn.CrossEntropyLoss(), table(), epochs=3)
-    assert loop.optimizer is not None
-    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, step_size=1, gamma=0.5)
-    for epoch in loop.epochs():
-        for batch in epoch:
-            loop.step(batch)
-        scheduler.step()
-    assert scheduler.get_last_lr() == [pytest.approx(0.1 / 8)]
-    return loop.privacy
-
-
-@script()
-def ema_of_a_wrapped_model() -> Privacy:
-    """`AveragedModel` and `deepcopy` of what Opacus' verbs return."""
-    model, optimizer, loader, criterion = verbs(mlp(), table(), criterion=nn.CrossEntropyLoss())
-    average, copied = AveragedModel(model), copy.deepcopy(model)
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        average.update_parameters(model)
-        with torch.no_grad():
-            for slow, fast in zip(copied.parameters(), model.parameters(), strict=True):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-    copied.eval()(torch.randn(3, 6))
-    return loader.privacy
-
-
-@script()
-def early_stopping_with_the_best_weights() -> Privacy:
-    model = mlp()
-    loop = loop_of(model, nn.CrossEntropyLoss(), table(), epochs=3)
-    x, y = table().tensors  # public
-    best, best_loss, patience = copy.deepcopy(model.state_dict()), float("inf"), 0
-    for epoch in loop.epochs():
-        for batch in epoch:
-            loop.step(batch)
-        with torch.no_grad():
-            value = float(F.cross_entropy(model(x), y))
-        if value < best_loss:
-            best, best_loss, patience = {k: v.clone() for k, v in model.state_dict().items()}, value, 0
-        else:
-            patience += 1
-        if patience > 1:
-            break
-    model.load_state_dict(best)
-    return loop.close()  # the whole plan is charged
-
-
-@script(conditional=True)
-def gradient_accumulation_opacus() -> Privacy:
-    model, optimizer, loader = verbs(mlp(), table())
-    for number, (x, y) in enumerate(loader):
-        F.cross_entropy(model(x), y).backward()
-        if (number + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return loader.privacy
 
 
 @script()
@@ -563,19 +333,6 @@ def two_optimizers() -> Privacy:
             optimizer.step()
             optimizer.zero_grad()
     return loop.privacy
-
-
-@script(conditional=True)
-def operations_on_rows_before_the_model() -> Privacy:
-    model, optimizer, loader = verbs(nn.Linear(7, CLASSES), table())
-    for x, y in loader:
-        x = F.normalize((x - 0.1).clamp(-2, 2).float(), dim=1)
-        x = torch.cat([x, x.norm(dim=1, keepdim=True)], 1)[:, torch.arange(7)]
-        x = torch.where(x > 0, x, 0.1 * x) + torch.zeros_like(x) + 0.01 * torch.randn_like(x)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return loader.privacy
 
 
 # --- all of them -----------------------------------------------------------------------------------------------

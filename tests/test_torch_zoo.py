@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.memory_budget import measured
 from torch import Tensor, nn
 
 from quietgrad.objectives.base import ClippingRule
@@ -17,7 +15,7 @@ from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.gradients import GRADIENT, Gradients
 from quietgrad.objectives.networks.kernels import TiedGradients
 from tests.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
-from tests.zoo import CASES, Case, LanguageModel, classified, continued
+from tests.zoo import CASES, Case, continued
 
 CLIP = 0.3
 EXACT = 2e-5  # of norms and sums, in float32
@@ -49,44 +47,6 @@ def test_models_people_train(name: str) -> None:
 def test_resnet_18(name: str) -> None:  # eleven million parameters
     torch.manual_seed(0)
     check(CASES[name](2, 1))
-
-
-class Patches(nn.Module):
-    """Everything that used to need vmap: class token, positions, scales, gates, a raw weight and a tied one."""
-
-    def __init__(self, width: int = 8, length: int = 5) -> None:
-        super().__init__()
-        self.lift = nn.Linear(3, width)
-        self.first = nn.Parameter(torch.randn(1, 1, width))
-        self.places = nn.Parameter(torch.randn(1, length + 1, width))
-        self.scale = nn.Parameter(torch.rand(width))
-        self.heat = nn.Parameter(torch.ones(()))
-        self.mix = nn.Parameter(torch.randn(width, width) / 3)
-        self.bias = nn.Parameter(torch.randn(4, 1, 1))
-        self.turn = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = self.lift(x)
-        z = torch.cat([self.first.expand(len(z), -1, -1), z], 1) + self.places[:, : x.shape[1] + 1]
-        z = z + self.scale * torch.tanh(z @ self.mix) * self.heat
-        z += self.scale
-        heads = z.view(*z.shape[:2], 4, 2).transpose(1, 2)
-        mixed = (heads @ heads.mT + self.bias).softmax(-1) @ heads
-        z = self.norm(self.turn(mixed.transpose(1, 2).flatten(2)))
-        return torch.einsum("btd,de->bte", z, self.mix).mean(1)[:, :3]
-
-
-def patches(count: int = 5) -> Case:
-    torch.manual_seed(3)
-    return Case(Patches(), (torch.randn(count, 5, 3),), torch.randint(3, (count,)), classified)
-
-
-def test_parameters_of_the_model_itself() -> None:
-    engine = check(patches())
-    (known,) = engine.programs.values()
-    seen = {name for _, names, _, _ in known.sites for name in names}
-    assert seen == set(engine.names)
 
 
 class Tied(nn.Module):
@@ -185,24 +145,6 @@ def test_memory_budget_holds_without_kernels(
     summed(engine, (start(engine),), groups, ClippingRule.gradient(1.0))
     assert len(seen) > 1
     assert max(sum(map(held, pieces)) for pieces in seen) <= budget
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_a_budget_of_64_megabytes_holds_for_an_lstm() -> None:
-    """In a process of its own, planning included: its examples' gradients are a gigabyte, its pass takes 120 MB."""
-    grown, whole = measured("LSTM", 64e6)
-    assert whole > 1000
-    assert grown < 400
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
-def test_recurrent_layers_have_kernels(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randint(48, (2, 3, 6))
-    engine = check(Case(LanguageModel(kind, 8, **options), (x,), y, continued))
-    (known,) = engine.programs.values()
-    assert all(kernel for _, _, _, kernel in known.sites)
 
 
 class Deep(nn.Module):

@@ -64,7 +64,7 @@ class Scattering:
         """Maps, rows and columns for one channel."""
         return 1 + _SCALES * _ANGLES + _ANGLES**2, self.size // 4, self.size // 4
 
-    def __call__(self, pictures: Any) -> torch.Tensor:
+    def __call__(self, pictures: torch.Tensor | npt.ArrayLike) -> torch.Tensor:
         """Features (…, 81, size/4, size/4) of pictures (…, size, size), in float32."""
         import torch
 
@@ -83,7 +83,7 @@ class Scattering:
                 features[start : start + _AT_ONCE] = self._some(at_once)[: len(some)]
         return features.reshape(*given.shape[:-2], *self.shape)
 
-    def normalized(self, pictures: Any, groups: int = 27) -> torch.Tensor:
+    def normalized(self, pictures: torch.Tensor | npt.ArrayLike, groups: int = 27) -> torch.Tensor:
         """Features with mean 0 and variance 1 within each of ``groups`` groups of maps, picture by picture.
 
         Every row then has the same length, so that a clip of gradients acts on the residual only.

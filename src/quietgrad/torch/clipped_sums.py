@@ -19,7 +19,7 @@ from quietgrad.errors import DataError, QuietgradError
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.engine import MATTERS, PerExampleEngine
 from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import mapped, tensors_of
+from quietgrad.objectives.networks.trees import PyTree, mapped, tensors_of
 from quietgrad.objectives.networks.usable import LossFunction
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.person_ids import factorize_ids
@@ -31,10 +31,10 @@ _ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, PerExampleEngine]] = WeakKeyDi
 def clipped_gradient_sum(
     model: nn.Module,
     loss_fn: LossFunction,
-    batch: tuple[Any, Any],
+    batch: tuple[PyTree, PyTree],
     clip: float,
     *,
-    person: Any = None,
+    person: object = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return Σ_i clip_C(g_i) by parameter name, and the norms ‖g_i‖ before clipping.
@@ -72,10 +72,10 @@ def clipped_difference_sum(
     model: nn.Module,
     previous_params: Mapping[str, Tensor],
     loss_fn: LossFunction,
-    batch: tuple[Any, Any],
+    batch: tuple[PyTree, PyTree],
     clip: float,
     *,
-    person: Any = None,
+    person: object = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
@@ -108,8 +108,8 @@ def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
 
 
 def _sum(
-    engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[Any, Any], rule: ClippingRule, person: Any,
-    combine: Combine,
+    engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[PyTree, PyTree], rule: ClippingRule,
+    person: object, combine: Combine,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
     check_combination(combine, None)
     group = batch_group(batch)
@@ -122,7 +122,7 @@ def _sum(
     return engine.views(out), norms[:, 0]
 
 
-def batch_group(batch: tuple[Any, Any]) -> RecordGroup:
+def batch_group(batch: tuple[PyTree, PyTree]) -> RecordGroup:
     """A batch of tensors with records first as records, each a batch of one."""
     lengths = {len(tensor) for tensor in tensors_of(batch)}
     if len(lengths) != 1:
@@ -179,7 +179,7 @@ class Explanation:
 
 
 def explain(
-    model: nn.Module, batch: tuple[Any, Any], loss_fn: LossFunction, *, memory_budget: float = 256e6
+    model: nn.Module, batch: tuple[PyTree, PyTree], loss_fn: LossFunction, *, memory_budget: float = 256e6
 ) -> Explanation:
     """Explain how per-example gradients of each parameter are computed.
 

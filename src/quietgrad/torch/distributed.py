@@ -71,7 +71,7 @@ def share_of(batch: Batch, rank: int, world: int) -> Batch:
     return batch._replace(indices=everyone[RecordSeeds.of(batch.key, everyone).share(rank, world)])
 
 
-def _told(message: Any = None) -> Any:
+def _told(message: object) -> Any:
     box: list[Any] = [message]
     dist.broadcast_object_list(box, _LEADER)
     return box[0]
@@ -218,9 +218,9 @@ class Summed:
     def __init__(self, total: Tensor, bound: float) -> None:
         self._total, self.bound = total, bound
 
-    def dim(self, records: Any) -> int:
+    def dim(self, records: object) -> int:
         return len(self._total)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Any) -> None:
         out = torch.as_tensor(out)  # of an array: its own memory
         out += self._total.to(out.device)

@@ -21,7 +21,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.files import parse_json, read_bytes
-from quietgrad.objectives.networks.records import as_padding
+from quietgrad.objectives.networks.records import Multiple, Padding, as_padding
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.torch.distributed import is_distributed
 from quietgrad.torch.private_loop import PrivateBatch, PrivateLoop
@@ -93,7 +93,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self,
         *args: Any,
         privacy: Mapping[str, Any],
-        pad: Any = None,
+        pad: int | Multiple | Padding | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
 
     # --- training -------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train privately, or go on from the last checkpoint of an interrupted training."""
         checkpoint = resume_from_checkpoint or None
         if checkpoint is True:
@@ -163,7 +163,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         loop.close()
         return done._replace(training_loss=math.nan, metrics=self._allowed(done.metrics))
 
-    def _folder(self, checkpoint: Any) -> Path:
+    def _folder(self, checkpoint: str | bool | None) -> Path:
         """The folder of a training: a new one, or that of the interrupted one which goes on."""
         output = Path(self.args.output_dir)
         known = sorted(output.glob(f"{_RUN}*"))
@@ -202,7 +202,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             raise BudgetError("nothing is trained yet; call train() first.")
         return self._begun
 
-    def _loss(self, model: nn.Module, record: Mapping[str, Any]) -> Tensor:
+    def _loss(self, model: nn.Module, record: Mapping[str, Tensor]) -> Tensor:
         loss: Tensor = self.compute_loss(model, dict(record))
         return loss
 
@@ -221,16 +221,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         return _Samples(self._loop)
 
-    def num_examples(self, dataloader: Any) -> int:
+    def num_examples(self, dataloader: object) -> int:
         """The public number of records, or of people."""
         if isinstance(dataloader, _Samples):
             return self._loop.plan.n_public
         return super().num_examples(dataloader)  # type: ignore[no-any-return]
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> None:
+    def _get_num_items_in_batch(self, batch_samples: object, device: object) -> None:
         return None  # a model takes the mean over a record's own tokens
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: PrivateBatch, num_items_in_batch: object = None) -> Tensor:
         """Release the noisy gradient of a sample into the parameters; its loss is not told."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -238,7 +238,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._loop.backward(inputs)
         return torch.zeros((), device=self.args.device)
 
-    def floating_point_ops(self, inputs: Any) -> int:
+    def floating_point_ops(self, inputs: object) -> int:
         """None are counted: they tell the size of a secret sample."""
         return 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from quietgrad.torch.distributed import process_count
 from quietgrad.torch.private_batch import plain
 from quietgrad.torch.recorded_loop import CustomLoop, pieces_of
 from quietgrad.training.result import Privacy
-
-if TYPE_CHECKING:
-    from quietgrad.torch.recorded_loop import CustomLoop
 
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _OWN = ("_module", "_loop")
@@ -101,7 +98,7 @@ class PrivateModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(self._module, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._module.__reduce_ex__(protocol)
 
 
@@ -128,7 +125,7 @@ class PrivateOptimizer(Optimizer):
     _loop: CustomLoop
     _opt_called: bool
 
-    def step(self, closure: Any = None, **options: Any) -> Any:
+    def step(self, closure: object = None, **options: Any) -> Any:
         """Release the noisy clipped sum of the sample, make it the gradient, and step."""
         if closure is not None or options:
             raise TypeError(
@@ -153,27 +150,13 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise ÷ C, the same in all steps."""
+        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
         return self._loop.plan.noise_multiplier
-
-    @noise_multiplier.setter
-    def noise_multiplier(self, value: float) -> NoReturn:
-        raise BudgetError(
-            "optimizer.noise_multiplier: the noise of a loop is declared beforehand, because noise that is chosen "
-            "on the way may follow what was seen, and no ε could be stated. Make a new loop for other noise."
-        )
 
     @property
     def max_grad_norm(self) -> float:
-        """C, the same in all steps."""
+        """C, which cannot be set either."""
         return self._loop.clip
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, value: float) -> NoReturn:
-        raise BudgetError(
-            "optimizer.max_grad_norm: a bound that is set on the way may follow what was seen without noise. Make "
-            "a new loop for another bound."
-        )
 
     @property
     def expected_batch_size(self) -> float:
@@ -227,7 +210,7 @@ class PrivateLoader:
     sample is handed out once: a new iterator goes on where the last one stopped, and ends it.
     """
 
-    def __init__(self, loader: DataLoader[Any], loop: CustomLoop) -> None:
+    def __init__(self, loader: DataLoader[object], loop: CustomLoop) -> None:
         self.loop = loop
         self.original = loader
         self.dataset: Any = loader.dataset
@@ -271,7 +254,7 @@ class BatchMemoryManager:
     conditional.
     """
 
-    def __init__(self, *, data_loader: Any, max_physical_batch_size: int, optimizer: Optimizer) -> None:
+    def __init__(self, *, data_loader: object, max_physical_batch_size: int, optimizer: Optimizer) -> None:
         if not isinstance(data_loader, PrivateLoader) or not isinstance(optimizer, PrivateOptimizer):
             raise TypeError("BatchMemoryManager: give it the loader and the optimizer that make_private returned.")
         if data_loader.loop is not optimizer._loop:
@@ -303,7 +286,7 @@ class BatchMemoryManager:
             self._loader.loop.partial = False
 
 
-def checked_loader(loader: Any) -> DataLoader[Any]:
+def checked_loader(loader: DataLoader[object] | PrivateLoader) -> DataLoader[object]:
     """The loader, or the one that an earlier loop's was made of, if all it wants is to go through its data set."""
     loader = loader.original if isinstance(loader, PrivateLoader) else loader
     dataset, sampler = loader.dataset, loader.sampler
@@ -325,5 +308,5 @@ def checked_loader(loader: Any) -> DataLoader[Any]:
             f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
             "your back. Give the loader shuffle=True or nothing; its batches become secret samples."
         )
-    known: DataLoader[Any] = loader
+    known: DataLoader[object] = loader
     return known

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader
 from quietgrad.algorithms.custom_loop import LoopSampling
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.records import Multiple, Padding
+from quietgrad.objectives.networks.trees import Called, Kwargs, PyTree
+from quietgrad.objectives.networks.usable import LossFunction
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.torch.distributed import unwrapped
@@ -41,7 +43,7 @@ def make_private_with_epsilon(
     *,
     module: nn.Module,
     optimizer: Optimizer,
-    data_loader: DataLoader[Any],
+    data_loader: DataLoader[object],
     target_epsilon: float,
     target_delta: float,
     epochs: int,
@@ -82,11 +84,11 @@ def make_private(
     *,
     module: nn.Module,
     optimizer: Optimizer,
-    data_loader: DataLoader[Any],
+    data_loader: DataLoader[object],
     noise_multiplier: float | None,
     max_grad_norm: float,
-    criterion: Callable[..., Any] | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    criterion: LossFunction | None = None,
+    transform: Callable[[PyTree], PyTree] | None = None,
     pad: int | Multiple | Padding | None = None,
     clipping: str = "flat",
     epochs: int | None = None,
@@ -96,7 +98,7 @@ def make_private(
     sampling: LoopSampling = "poisson",
     poisson_sampling: bool = True,
     loss_reduction: str | None = None,
-    person: Any = None,
+    person: object = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
     n_public: int | None = None,
@@ -221,14 +223,14 @@ class PrivacyEngine:
 
     @staticmethod
     def is_compatible(
-        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
+        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[object] | None = None
     ) -> bool:
         """Whether the module could be made private."""
         return ModuleValidator.is_valid(module)
 
     @staticmethod
     def validate(
-        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
+        *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[object] | None = None
     ) -> None:
         """Raise if the module could not be made private."""
         ModuleValidator.validate(module, strict=True)
@@ -238,7 +240,7 @@ class PrivacyEngine:
         """A copy with layers that can be made private; make the optimizer of its parameters."""
         return ModuleValidator.fix_and_validate(module)
 
-    def _keep(self, make: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    def _keep(self, make: Called, settings: Kwargs) -> Any:
         mode = settings.pop("grad_sample_mode", "hooks")
         if mode not in _MODES:
             why = (

@@ -19,7 +19,18 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.networks.one_record import Pass, full_precision
 from quietgrad.objectives.networks.randomness import RecordSeeds
 from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import Args, Called, Options, PyTree, applied, mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import (
+    Args,
+    Called,
+    Kwargs,
+    Options,
+    PyTree,
+    applied,
+    like,
+    mapped,
+    refilled,
+    tensors_of,
+)
 from quietgrad.objectives.networks.vectors import Rows, UnitAssignment
 
 if TYPE_CHECKING:
@@ -59,10 +70,14 @@ class Call:
 
 
 class Sample:
-    """The records in hand: a sample, or a piece of it that holds whole people."""
+    """The records in hand: a sample, or a piece of it that holds whole people.
+
+    Where there is none, the loop runs on one synthetic record, ``row_keys``, which is added to no sum.
+    """
 
     def __init__(self, loop: CustomLoop, keys: RecordSeeds, units: UnitAssignment | None) -> None:
         self.loop, self.keys, self.units = loop, keys, units
+        self.row_keys = keys if len(keys.indices) else RecordSeeds(keys.key, np.array([0]))
         self.calls: list[Call] = []
         self._next = 0  # the first row of the next piece that the loop cuts itself
         self._forms: set[torch.Size] = set()  # what a row of its tensors looks like
@@ -73,14 +88,14 @@ class Sample:
     def handles(self, groups: Sequence[RecordGroup]) -> Any:
         """What the collate function made of each record, with a handle in the place of each tensor."""
         columns = [tensors_of(group.record) for group in groups]
-        if len({repr(_hidden(mapped(group.record, lambda _: None))) for group in groups}) > 1:
+        if len({repr(_tensors_alone(mapped(group.record, lambda _: None))) for group in groups}) > 1:
             raise DataError("collate_fn gives records of different structure: give all the same keys and parts.")
         self._forms = {value.shape[2:] for column in columns for value in column if value.dim() > 1}
         values = zip(*columns, strict=True)
         made = [
             Handle.of(self, [RecordBlock(g.rows, v) for g, v in zip(groups, each, strict=True)]) for each in values
         ]
-        return _hidden(refilled(groups[0].record, iter(made)))
+        return _tensors_alone(refilled(groups[0].record, iter(made)))
 
     def stacked(self, tensors: Sequence[Tensor]) -> tuple[Rows, list[list[RecordBlock]]]:
         """The rows that a call is about, and each of its tensors cut into records.
@@ -92,7 +107,7 @@ class Sample:
                 "the private model was given another batch than the loader's last, or one that a step was made on: "
                 "each step must use one fresh sample of the private loader, and only that."
             )
-        rows = np.arange(len(self))
+        rows = np.arange(len(self.row_keys.indices))
         if not any(isinstance(tensor, Handle) for tensor in tensors):
             self.loop.rest_on_code()
             rows = self._piece(tensors)
@@ -120,7 +135,7 @@ class Sample:
 
     def _piece(self, tensors: Sequence[Tensor]) -> Rows:
         """The rows that plain tensors are about: all of them, or the next ones."""
-        count = len(self)
+        count = len(self.row_keys.indices)
         if any(tensor.dim() and len(tensor) == count for tensor in tensors) or any(
             list(tensor.shape).count(count) == 1 and tensor.shape[1:] not in self._forms for tensor in tensors
         ):
@@ -139,24 +154,13 @@ class Sample:
         return np.arange(first, first + length)
 
 
-def _hidden(value: PyTree) -> Any:
-    """The structure of a record without what is no tensor: a text or a number of one record is not handed out."""
+def _tensors_alone(value: PyTree) -> Any:
+    """The structure of a record, with ``None`` for what is no tensor: a record's own text is not handed out."""
     if isinstance(value, dict):
-        return {key: _hidden(item) for key, item in value.items()}
+        return {key: _tensors_alone(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
-        items = [_hidden(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else items
-    return value if isinstance(value, Tensor) or value is None else Hidden()
-
-
-class Hidden:
-    """Stands for a part of the records that is no tensor."""
-
-    def __repr__(self) -> str:
-        return "Hidden()"
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError("a part of the records that is no tensor is not handed out: make a tensor of it.")
+        return like(value, [_tensors_alone(item) for item in value])
+    return value if isinstance(value, Tensor) else None
 
 
 def aligned(known: Sequence[list[RecordBlock]]) -> Iterator[tuple[Rows, list[Tensor]]]:
@@ -248,7 +252,7 @@ class Handle(Tensor):
             self._made, self._made_version, self._made_grad = made, made._version, made.requires_grad
         return self._made
 
-    def _answer(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def _answer(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         """What is known without looking at records, or ``NotImplemented``."""
         like = self._parts[0].values if self._made is None else self._made
         if func in _QUESTIONS:
@@ -260,7 +264,7 @@ class Handle(Tensor):
             return self._cast(func, args, kwargs)
         return NotImplemented
 
-    def _cast(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Handle:
+    def _cast(self, func: Called, args: Args, kwargs: Kwargs) -> Handle:
         """Each record's values in another type, or elsewhere: the handle itself if that changes nothing."""
         parts = [RecordBlock(part.rows, func(part.values, *args, **kwargs)) for part in self._parts]
         if all(new.values is old.values for new, old in zip(parts, self._parts, strict=True)):
@@ -287,7 +291,7 @@ class Handle(Tensor):
 class LossHandle(Handle):
     """The loss of all records in hand: one number, or one of each record."""
 
-    def _answer(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def _answer(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         if func is _own.backward and len(self._parts[0].values.shape) == 0:
             with full_precision():
                 return func(self._parts[0].values, *plain(args), **plain(kwargs))  # 1 to each record's own loss
@@ -322,7 +326,7 @@ class _Reduced(Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, sample: Sample, mean: bool) -> Tensor:
         ctx.count, ctx.sample = len(losses), sample
-        return losses.mean() if mean and len(losses) else losses.sum()
+        return losses.mean() if mean else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -372,14 +376,14 @@ class _Undone(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        factor = max(ctx.call.averaged, 1) if ctx.call.sample.loop.mean else 1
+        factor = ctx.call.averaged if ctx.call.sample.loop.mean else 1
         return (grads[0] * factor if ctx.outputs else grads[0] / factor), None, None
 
 
 _own: Any = Tensor  # its properties, as torch names them to a subclass
 _QUESTIONS = {
-    *(getattr(_own, name).__get__ for name in ("dtype", "device", "layout", "requires_grad", "is_cuda")),
-    Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
+    _own.dtype.__get__, _own.device.__get__, _own.layout.__get__, _own.requires_grad.__get__,
+    _own.is_cuda.__get__, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.is_complex,
 }  # fmt: skip
 _DIMENSIONS = {Tensor.dim, _own.ndim.__get__, Tensor.ndimension}
 _CASTS = {

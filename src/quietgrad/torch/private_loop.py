@@ -6,7 +6,7 @@ is a run that can be interrupted and continued.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.objectives.base import GradientQuery
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.records import Collate, Multiple, Padding
+from quietgrad.objectives.networks.usable import LossFunction
 from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
 from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
 from quietgrad.privacy.ledger import Ledger
@@ -144,8 +145,8 @@ class PrivateLoop(Loop):
     def __init__(
         self,
         model: nn.Module,
-        loss: Callable[..., Any],
-        data: Any,
+        loss: LossFunction,
+        data: object,
         *,
         batch_size: int,
         max_grad_norm: float,
@@ -157,7 +158,7 @@ class PrivateLoop(Loop):
         epochs: int | None = None,
         steps: int | None = None,
         sampling: LoopSampling = "poisson",
-        person: Any = None,
+        person: object = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
         views: int = 1,

@@ -8,7 +8,6 @@ and releases.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +27,7 @@ from quietgrad.objectives.networks.records import Examples, RecordGroup
 from quietgrad.objectives.networks.trees import (
     Args,
     Called,
+    Kwargs,
     ModuleState,
     Options,
     PyTree,
@@ -78,7 +78,7 @@ class CustomLoop(Loop):
                 "a private batch, an output or a loss was read or changed: from here on its ε is conditional, and "
                 "privacy, ledger and reports say so. To keep it unconditional, hand batches to the private model "
                 "and outputs to the private criterion as they are, and change records by transform=.",
-                stacklevel=_outside(),
+                stacklevel=2,
             )
         super().rest_on_code()
 
@@ -110,17 +110,15 @@ class CustomLoop(Loop):
         return Sample(self, RecordSeeds.of(key, rows), UnitAssignment.numbered(owners, mean=groups.mean))
 
     def _groups(self, sample: Sample) -> list[RecordGroup]:
-        if len(sample):
-            groups = self._examples.read(sample.keys)
-        else:  # of another record nothing but its form is left
-            found = self._examples.read(RecordSeeds(sample.keys.key, np.array([0])))
-            groups = [RecordGroup(np.arange(0), mapped(found[0].record, lambda tensor: tensor[:0]))]
+        groups = self._examples.read(sample.row_keys)
+        if not len(sample):  # of that record nothing but its form is left
+            groups = [RecordGroup(rows, mapped(record, torch.zeros_like)) for rows, record in groups]
         device = self.engine.device
         return [RecordGroup(rows, mapped(record, lambda t: t.to(device))) for rows, record in groups]
 
     # --- forward passes -----------------------------------------------------------------------------------------
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
         """The module's outputs for records in hand, as handles; what comes back to them is kept for the step."""
         sample = self.sample
         assert sample is not None
@@ -131,20 +129,13 @@ class CustomLoop(Loop):
         if self.condition is not None:
             values = [[RecordBlock(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
         groups = [RecordGroup(mine, refilled(given, iter(own))) for mine, own in aligned(values)]
-        if len(rows):
-            call.passes = self.engine.record(groups, sample.keys)
-            sample.calls.append(call)
-            parts = [(each.rows, each.outputs) for each in call.passes]
-        else:
-            parts = self._of_empty_sample(groups[0], call)
-        columns = zip(*(tensors_of(outputs) for _, outputs in parts), strict=True)
-        made = [
-            self._output(
-                call, number, [RecordBlock(r, t) for (r, _), t in zip(parts, column, strict=True)], groups[0].record
-            )
-            for number, column in enumerate(columns)
-        ]
-        return refilled(parts[0][1], iter(made))
+        call.passes = self.engine.record(groups, sample.row_keys)
+        sample.calls.append(call)
+        made = []
+        for number, column in enumerate(zip(*(tensors_of(each.outputs) for each in call.passes), strict=True)):
+            parts = [RecordBlock(each.rows, tensor) for each, tensor in zip(call.passes, column, strict=True)]
+            made.append(self._output(call, number, parts, groups[0].record))
+        return refilled(call.passes[0].outputs, iter(made))
 
     def _output(self, call: Call, number: int, parts: list[RecordBlock], record: PyTree) -> Handle:
         """A handle of one of the module's outputs, with records on the axis on which a batch would have them."""
@@ -174,19 +165,6 @@ class CustomLoop(Loop):
             self._two[known] = _tried(self.engine.module, record)
         return self._two[known]
 
-    def _of_empty_sample(self, group: RecordGroup, call: Call) -> list[tuple[Any, Any]]:
-        """The outputs of an empty sample: those of a synthetic record, without it."""
-        record = mapped(group.record, lambda t: torch.zeros((1, *t.shape[1:]), dtype=t.dtype, device=t.device))
-        keys = RecordSeeds(call.sample.keys.key, np.array([0]))
-        outputs = self.engine.record([RecordGroup(np.array([0]), record)], keys)[0].outputs
-        call.sample.calls.append(call)
-
-        def emptied(tensor: Tensor) -> Tensor:
-            left = tensor.detach()[:0]
-            return left.requires_grad_() if left.is_floating_point() else left
-
-        return [(np.arange(0), mapped(outputs, emptied))]
-
     # --- the step -----------------------------------------------------------------------------------------------
 
     @property
@@ -212,7 +190,7 @@ class CustomLoop(Loop):
             self._sum = torch.zeros(self.engine.dim, dtype=torch.float64, device=self.engine.device)
         passes = [each for call in sample.calls if call.reached for each in call.passes]
         sample.calls = []
-        if passes:
+        if passes and len(sample):
             self.engine.add_recorded(passes, len(sample), sample.units, self.clip, self._sum)
 
     def write_gradients(self) -> bool:
@@ -284,18 +262,10 @@ def _tried(module: nn.Module, record: PyTree) -> list[torch.Size] | None:
     return None
 
 
-def _outside() -> int:
-    """How far up the stack the loop's own code is, for a warning."""
-    depth, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("quietgrad.torch", "torch")):
-        depth, frame = depth + 1, frame.f_back
-    return depth
-
-
 class PrivateCriterion(nn.Module):
     """The loop's criterion: of batches and outputs as they were handed out it is made record by record."""
 
-    def __init__(self, criterion: Any, loop: CustomLoop, reduction: str) -> None:
+    def __init__(self, criterion: Called, loop: CustomLoop, reduction: str) -> None:
         super().__init__()
         self.criterion, self._loop, self.reduction = criterion, loop, reduction
 
@@ -311,24 +281,18 @@ class PrivateCriterion(nn.Module):
         parts = []
         for rows, stacked in aligned(values):
             record = refilled(given, iter(stacked))
-            parts.append(RecordBlock(rows, self._losses(record, sample.keys.rows(rows))))
+            losses = each_record(self._of_one, record, sample.row_keys.rows(rows), self.criterion)
+            parts.append(RecordBlock(rows, losses))
         return reduced(sample, parts, self.reduction)
 
-    def _losses(self, record: PyTree, keys: RecordSeeds) -> Tensor:
-        if not len(keys.indices):  # an empty sample's: none, of the graph that its outputs are of
-            return torch.stack([t.flatten()[:0].float() for t in tensors_of(record) if t.requires_grad]).sum(0)
-
-        def one(own: PyTree) -> Tensor:
-            with _NoParameters():
-                loss: Tensor = self.criterion(*own[0], **own[1])
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise DataError(
-                    "criterion: must give one number for one record; average or sum over its positions there."
-                )
-            return loss.reshape(())
-
-        losses: Tensor = each_record(one, record, keys, self.criterion)
-        return losses
+    def _of_one(self, record: PyTree) -> Tensor:
+        with _NoParameters():
+            loss: Tensor = self.criterion(*record[0], **record[1])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise DataError(
+                "criterion: must give one number for one record; average or sum over its positions there."
+            )
+        return loss.reshape(())
 
 
 class _NoParameters(TorchFunctionMode):

@@ -38,11 +38,11 @@ _REPORTS = 20  # reports of a run if `every` is not given
 def fit(
     model: nn.Module,
     loss_fn: LossFunction,
-    train_set: Any,
+    train_set: object,
     algorithm: Algorithm,
     *,
     budget: Budget | None,
-    person: Any = None,
+    person: object = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
     views: int = 1,
@@ -149,7 +149,7 @@ def fit(
 def resume(
     model: nn.Module,
     loss_fn: LossFunction,
-    train_set: Any,
+    train_set: object,
     algorithm: Algorithm,
     *,
     folder: str | Path,
@@ -187,10 +187,10 @@ class _Training:
     """What :func:`fit` and :func:`resume` share: the model as an objective, its data, and what watches the run."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, train_set: Any, algorithm: Algorithm, *, person: Any = None,
-        combine: Combine = "mean", records_per_person: int | None = None, evaluate: Evaluate | None = None,
-        every: int | None = None, callbacks: Sequence[Callback] = (), stop: Stop | None = None,
-        progress: bool = True, **settings: Any,
+        self, model: nn.Module, loss_fn: LossFunction, train_set: object, algorithm: Algorithm, *,
+        person: object = None, combine: Combine = "mean", records_per_person: int | None = None,
+        evaluate: Evaluate | None = None, every: int | None = None, callbacks: Sequence[Callback] = (),
+        stop: Stop | None = None, progress: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from quietgrad.objectives.base import ClippingRule
 from quietgrad.objectives.networks.gradients import (
     Collector,
-    Found,
     Gradients,
     OtherPath,
     Piece,
@@ -161,9 +160,8 @@ class PerExampleEngine:
         """out += Σ of what the rule makes of each record's gradients; returns their norms, (records, families).
 
         ``keys`` are the secrets by which the records draw random numbers; without them they are fresh. With
-        ``units`` the rule is applied to each unit's combined gradients, and the norms are theirs. A unit whose
-        records are all in one pass is combined there. The others are added up over passes before they are clipped:
-        in no case is anybody clipped twice.
+        ``units`` the rule is applied to each unit's combined gradients, and the norms are theirs. Where a unit's
+        records are in several passes, they are added up before they are clipped: no unit is clipped twice.
         """
         mix = GradientTerms(not rule.beta or rule.gamma > 0.0, rule.beta > 0.0, rule.beta)
         weights = _weights(rule, mix, self.dtype)
@@ -173,20 +171,15 @@ class PerExampleEngine:
         units = None if units is None or units.single else units
         who, norms = [np.arange(0)], [out.new_zeros((0, mix.families), dtype=torch.float64)]
         spread: dict[int, Tensor] = {}
-        for rows, whose, found in self._each_pass(points, groups, keys, mix, units):
-            if units is None or whose is not None:
-                norms.append(add_clipped(found, whose, weights, out))
+        for rows, whole, parts in self._each_pass(points, groups, keys, mix, units):
+            if units is None or whole:
+                norms.append(add_clipped(parts, weights, out))
                 who.append(rows if units is None else units.whole_in(rows))
                 continue
-            owners, whole = units.owners[rows], units.whole_in(rows)
-            inside = np.flatnonzero(np.isin(owners, whole))
-            if len(inside):
-                norms.append(add_clipped(_only(found, inside), _whole(units, rows[inside]), weights, out))
-                who.append(whole)
-            for unit in np.setdiff1d(owners, whole).tolist():
+            (part,) = parts
+            for unit in np.unique(units.owners[rows]).tolist():
                 total = spread.setdefault(unit, out.new_zeros((mix.families, self.dim), dtype=torch.float64))
-                (part,) = found(np.flatnonzero(owners == unit), None)
-                _add_families(part, total)
+                part.some(torch.from_numpy(units.owners[rows] == unit)).add_families(total)
         for unit, total in spread.items():
             assert units is not None
             factors = torch.from_numpy(units.factors[[unit]])
@@ -202,8 +195,8 @@ class PerExampleEngine:
     def _each_pass(
         self, points: Sequence[Tensor], groups: Sequence[RecordGroup], keys: RecordSeeds, mix: GradientTerms,
         units: UnitAssignment | None,
-    ) -> Iterator[tuple[Rows, UnitAssignment | None, Found]]:  # fmt: skip
-        """Rows of a pass, whose they are if all are whole units', and what makes their gradients."""
+    ) -> Iterator[tuple[Rows, bool, list[Gradients]]]:  # fmt: skip
+        """Rows of a pass, whether each unit has all its records there, and the gradients of units or of records."""
         for group in groups:
             if not len(group.rows):
                 continue
@@ -211,37 +204,21 @@ class PerExampleEngine:
             known = self._known(record)
             mine = keys if len(groups) == 1 else keys.rows(group.rows)
 
-            def run(rows: Rows) -> tuple[UnitAssignment | None, Found] | Rows:
-                whose = None if units is None else _whole(units, group.rows[rows])  # noqa: B023
-                made = self._pass(known.program, points, *_of(record, mine, rows), mix, whose)  # noqa: B023
-                return made if isinstance(made, np.ndarray) else (whose, made)
+            def run(rows: Rows) -> tuple[bool, list[Gradients]] | Rows:
+                whose, places = None, group.rows[rows]  # noqa: B023
+                if units is not None:
+                    owners, whole = units.owners[places], units.whole_in(places)
+                    if 0 < (inside := np.isin(owners, whole)).sum() < len(rows):
+                        return np.flatnonzero(inside)  # units with all their records here first
+                    if inside.all():
+                        whose = UnitAssignment(np.searchsorted(whole, owners), units.factors[whole])
+                made = self._together(known.program, points, *_of(record, mine, rows), mix, whose)  # noqa: B023
+                return made if isinstance(made, np.ndarray) else (whose is not None, made)
 
             most = self._pass_size(known, mix) or len(group.rows)
             for left in mine.passes(most):
-                for rows, (whose, found) in in_passes(left, run):
-                    yield group.rows[rows], whose, found
-
-    def _pass(
-        self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
-        mix: GradientTerms, whose: UnitAssignment | None,
-    ) -> Found | Rows:  # fmt: skip
-        """What makes these records' gradients, of all or of some rows; or which can be made together."""
-        made = self._together(program, points, record, keys, mix, whose)
-        if isinstance(made, np.ndarray):
-            return made
-        first = [made]
-
-        def found(kept: Rows | None, units: UnitAssignment | None) -> list[Gradients]:
-            if kept is None and units is whose and first:
-                return first.pop()
-            part, own = _of(record, keys, np.arange(len(keys.indices)) if kept is None else kept)
-            again = self._together(program, points, part, own, mix, units)
-            if isinstance(again, np.ndarray):
-                # Fewer records may answer otherwise, by a rounding, or in ways few enough for a pass.
-                return self._one_by_one(program, points, part, own, mix, units)
-            return again
-
-        return found
+                for rows, (whole, made) in in_passes(left, run):
+                    yield group.rows[rows], whole, made
 
     def _together(
         self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
@@ -304,11 +281,8 @@ class PerExampleEngine:
         self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, clip: float, out: Tensor
     ) -> None:
         """out += the clipped gradients of ``count`` records after the way back; several calls add up."""
-
-        def found(rows: Rows | None, units: UnitAssignment | None) -> list[Gradients]:
-            return recorded(passes, count, self.space, rows, units)
-
-        add_clipped(found, units, lambda norms: clip_weights(norms, clip, self.dtype), out)
+        parts = recorded(passes, count, self.space, units)
+        add_clipped(parts, lambda norms: clip_weights(norms, clip, self.dtype), out)
 
     # --- programs --------------------------------------------------------------------------------------------
 
@@ -377,27 +351,6 @@ def _of(record: PyTree, keys: RecordSeeds, rows: Rows) -> tuple[Any, RecordSeeds
         return record, keys
     where = torch.from_numpy(np.ascontiguousarray(rows))
     return mapped(record, lambda tensor: tensor[where.to(tensor.device)]), keys.rows(rows)
-
-
-def _whole(units: UnitAssignment, rows: Rows) -> UnitAssignment | None:
-    """Whose these rows are, if each unit has all its records among them."""
-    owners, whole = units.owners[rows], units.whole_in(rows)
-    if not np.isin(owners, whole).all():
-        return None
-    return UnitAssignment(np.searchsorted(whole, owners), units.factors[whole])
-
-
-def _only(found: Found, inside: Rows) -> Found:
-    """What makes gradients of some rows of a pass, and of some of these."""
-    return lambda rows, units: found(inside if rows is None else inside[rows], units)
-
-
-def _add_families(part: Gradients, total: Tensor) -> None:
-    """total[f] += Σ_i v_{i,f}."""
-    for family in range(part.families):
-        weights = total.new_zeros((part.count, part.families))
-        weights[:, family] = 1.0
-        Gradients([*part.pieces], part.count, part.families).add_weighted(weights, total[family])
 
 
 def _is_half(value: Tensor) -> bool:

@@ -9,7 +9,7 @@ can be run at once, how much is written out for each, and whether the kernels ag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -66,6 +66,14 @@ class Gradients:
         norms = squares.sqrt()
         return norms if self.factors is None else norms * self.factors.to(norms.device)[:, None]
 
+    def some(self, rows: Tensor) -> Gradients:
+        """Those of some records or units, given as a mask."""
+        where = rows.cpu()
+        units = None if self.units is None else self.units[where.numpy()]
+        factors = None if self.factors is None else self.factors[where]
+        pieces: list[Piece] = [(slot, piece.some(rows)) for slot, piece in self.pieces]
+        return Gradients(pieces, int(where.sum()), self.families, units, factors)
+
     @full_precision()
     def add_weighted(self, weights: Tensor, out: Tensor) -> None:
         """out += Σ_i w_i v_i, in float64; weights (records, families). Uses the vectors up."""
@@ -79,37 +87,34 @@ class Gradients:
         if total is not out:
             out += total.to(out.dtype)
 
-
-Found = Callable[[Rows | None, UnitAssignment | None], list[Gradients]]
-"""Makes the gradients of all rows of a pass, or of some; of records, or of the units whose they are."""
+    def add_families(self, total: Tensor) -> None:
+        """total[f] += Σ_i v_{i,f}."""
+        for family in range(self.families):
+            weights = total.new_zeros((self.count, self.families))
+            weights[:, family] = 1.0
+            replace(self, pieces=[*self.pieces]).add_weighted(weights, total[family])
 
 
 # The weights of the families of each record, or unit, from the norms of its vectors: (records, families).
 Weights = Callable[[Tensor], Tensor]
 
 
-def add_clipped(found: Found, units: UnitAssignment | None, weights: Weights, out: Tensor) -> Tensor:
+def add_clipped(parts: Sequence[Gradients], weights: Weights, out: Tensor) -> Tensor:
     """out += the weighted vectors of each record, or unit; returns their norms.
 
-    One whose norm is not finite counts as zero. 0 · inf is not 0, so the sum is then formed again without these;
-    the others draw as before.
+    One whose norm is not finite counts as zero. 0 · inf is not 0, so the sum is taken over the others alone.
     """
-    parts = found(None, units)
     measured = [part.norms() for part in parts]
-    norms = measured[0]
-    if units is not None:
-        norms = norms.new_empty((len(units), *norms.shape[1:]))
-        for part, each in zip(parts, measured, strict=True):
-            norms[slice(None) if part.units is None else torch.from_numpy(part.units)] = each
-    finite = norms.isfinite().flatten(1).all(1).cpu().numpy()
-    if not finite.all():
-        good = np.flatnonzero(finite)
-        rows, units = (good, None) if units is None else units.some(good)
-        parts = found(rows, units) if len(rows) else []
-        measured = [part.norms() for part in parts]
-    for part, each in zip(parts, measured, strict=True):
-        part.add_weighted(weights(each), out)
-    return norms
+    for part, norms in zip(parts, measured, strict=True):
+        finite = norms.isfinite().all(1)
+        if bool(finite.all()):
+            part.add_weighted(weights(norms), out)
+        elif bool(finite.any()):
+            part.some(finite).add_weighted(weights(norms[finite]), out)
+    if parts[0].units is None:
+        return measured[0]
+    order = np.argsort(np.concatenate([part.units for part in parts if part.units is not None]))
+    return torch.cat(measured)[torch.from_numpy(order)]
 
 
 class _Gathered:
@@ -287,33 +292,28 @@ def _clustered(covers: Sequence[slice]) -> list[_Cluster]:
 
 @full_precision()
 def recorded(
-    passes: Sequence[Pass], count: int, space: Workspace, rows: Rows | None = None,
-    units: UnitAssignment | None = None,
-) -> list[Gradients]:  # fmt: skip
-    """Vectors of ``count`` records from all passes that saw them: what several passes of a record left adds up.
-
-    With ``rows`` those of some records alone; ``units`` are theirs.
-    """
-    collector = Collector(GRADIENT, space, count if rows is None else len(rows), units)
+    passes: Sequence[Pass], count: int, space: Workspace, units: UnitAssignment | None = None
+) -> list[Gradients]:
+    """Vectors of ``count`` records from all passes that saw them: what several passes of a record left adds up."""
+    collector = Collector(GRADIENT, space, count, units)
     collector.begin([site for each in passes for site in each.sites])
     for each in passes:
         for site in each.sites:
             content = site.content(space.dtype)
             if content is not None:
-                collector.put(site, _placed(content, each, count, rows))
+                collector.put(site, _placed(content, each.rows, count))
     return collector.gradients()
 
 
-def _placed(content: Content, made: Pass, count: int, rows: Rows | None) -> Content:
-    """What a pass left, with a row for every record: zero for those that it did not see."""
-    whole = np.array_equal(made.rows, np.arange(count))
+def _placed(content: Content, rows: Rows, count: int) -> Content:
+    """What a pass left of the records at ``rows``, with a row for every record: zero for the others."""
+    if np.array_equal(rows, np.arange(count)):
+        return content
 
     def place(values: Tensor) -> Tensor:
-        if not whole:
-            full = values.new_zeros((count, *values.shape[1:]))
-            full[torch.from_numpy(made.rows).to(values.device)] = values
-            values = full
-        return values if rows is None else values[torch.from_numpy(rows).to(values.device)]
+        full = values.new_zeros((count, *values.shape[1:]))
+        full[torch.from_numpy(rows).to(values.device)] = values
+        return full
 
     if isinstance(content, LayerCall):
         return LayerCall(place(content.input), place(content.output_grad))
@@ -327,7 +327,7 @@ _RECORDS = 3
 class ProgramProfile:
     """What is known of a program in one mode of a module's layers."""
 
-    def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: Any = None) -> None:
+    def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: object = None) -> None:
         self.program = RecordProgram(module, slices, loss)
         self.sites: list[tuple[str, tuple[str, ...], int, bool]] = []  # operation, names, numbers copied, kernel
         self.copied = 0  # numbers that are written out for each record

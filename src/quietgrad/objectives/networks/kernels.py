@@ -13,7 +13,7 @@ a parameter that several operations use (weight tying) add up before they have a
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -179,9 +179,9 @@ _BLOCK = 1 << 20  # numbers of float64 written out at a time
 class TiedGradients:
     """Per-example vectors that are sums of several contributions to one parameter."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, parts: Sequence[PerExampleVectors] = ()) -> None:
         self.size = size
-        self.parts: list[PerExampleVectors] = []
+        self.parts = list(parts)
 
     def __len__(self) -> int:
         return len(self.parts[0])
@@ -220,6 +220,9 @@ class TiedGradients:
             return
         for where, block in self._blocks():
             out.addmv_(block.flatten(0, 1).T, weights[where].T.flatten().double())
+
+    def some(self, rows: Tensor) -> TiedGradients:
+        return TiedGradients(self.size, [part.some(rows) for part in self.parts])
 
     def _tied(self) -> tuple[OuterProducts, TokenSums] | None:
         if len(self.parts) != 2:

@@ -8,20 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.autograd.functional import vhp
 
 from quietgrad.objectives.base import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
-from quietgrad.objectives.networks.trees import ModuleState, PyTree, mapped
+from quietgrad.objectives.networks.trees import ModuleState, mapped
 from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
@@ -84,7 +82,7 @@ class ModuleObjective(BaseObjective):
             f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, views={self.views})"
         )
 
-    def prepare(self, data: Any) -> Examples:
+    def prepare(self, data: object) -> Examples:
         """Check records, module and loss on synthetic records, before anything is reserved."""
         module = self.module
         fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
@@ -236,7 +234,7 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
     tensor([0.5000, 2.0000])
     """
     engine = objective.engine
-    total = torch.zeros_like(params)
+    total, theta = torch.zeros_like(params), params.detach().clone().requires_grad_()
     state = ModuleState(objective.module)
     with torch.enable_grad(), objective.evaluating():
         for _, part in objective.passes(ReleaseBatch(records, None, bytes(32))):
@@ -244,15 +242,18 @@ def hessian_product(objective: ModuleObjective, records: Examples, params: Tenso
                 for k in range(len(group.rows)):
                     record = mapped(engine.on_device(group.record), itemgetter(k))
 
-                    def loss(theta: Tensor, record: PyTree = record) -> Any:
-                        with state.holding(engine.unflatten(theta)):
-                            return engine.loss_of(record)
-
-                    total += vhp(loss, params.detach(), vector)[1]  # type: ignore[no-untyped-call]
+                    with state.holding(engine.unflatten(theta)):
+                        value = engine.loss_of(record)
+                    (slope,) = torch.autograd.grad(value, theta, create_graph=True)
+                    total += _derivative(slope, theta, vector)
         total /= len(records)
-        theta = params.detach().clone().requires_grad_()
-        slope = objective.regularizer.gradient(theta)
-        if slope.requires_grad:
-            (bend,) = torch.autograd.grad(slope @ vector, theta)
-            total += bend
+        total += _derivative(objective.regularizer.gradient(theta), theta, vector)
     return total
+
+
+def _derivative(slope: Tensor, theta: Tensor, vector: Tensor) -> Tensor:
+    """∇(slope·v), zero where the slope does not depend on θ."""
+    if not slope.requires_grad:
+        return torch.zeros_like(vector)
+    (found,) = torch.autograd.grad(slope @ vector, theta, materialize_grads=True)
+    return found

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -41,7 +42,15 @@ from quietgrad.objectives.networks.taps import (
     Vectors,
     functorch,
 )
-from quietgrad.objectives.networks.trees import ModuleState, PyTree, mapped, refilled, replaced, tensors_of
+from quietgrad.objectives.networks.trees import (
+    Called,
+    ModuleState,
+    PyTree,
+    mapped,
+    refilled,
+    replaced,
+    tensors_of,
+)
 from quietgrad.objectives.networks.vectors import Rows
 
 Program = Callable[[Any], Any]
@@ -82,7 +91,7 @@ class RecordProgram:
     """
 
     def __init__(
-        self, module: nn.Module | None = None, slices: Mapping[str, slice] | None = None, beside: Any = None
+        self, module: nn.Module | None = None, slices: Mapping[str, slice] | None = None, beside: object = None
     ) -> None:
         self.module = nn.Identity() if module is None else module
         self.slices = slices or {}
@@ -135,7 +144,8 @@ class RecordProgram:
                 if not self.factories:
                     self.factories = True  # most often a record was written into a tensor that was made for none
                     continue
-                self.alone = _reason(error)
+                text = str(error).split("\n")[0]
+                self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
         return None
 
     def _vmapped(
@@ -182,10 +192,10 @@ class RecordProgram:
         own: dict[str, Tensor] = {}
         for name, param in params.items():
             slot = self.slices[name]
-            site = TapSite("alone", (name,), vectors=_vector_of(slot), covers=[slot], copied=param.numel())
+            site = TapSite("alone", (name,), vectors=partial(_vector, slot), covers=[slot], copied=param.numel())
             leaf = param.detach().clone().requires_grad_()
             # Told by backward() alone, not by a gradient that the program itself takes.
-            leaf.register_post_accumulate_grad_hook(_telling(site))  # type: ignore[no-untyped-call]
+            leaf.register_post_accumulate_grad_hook(partial(_tell, site))  # type: ignore[no-untyped-call]
             own[name] = leaf
             sites.append(site)
         part = mapped(record, lambda tensor: tensor[row])
@@ -197,7 +207,12 @@ class RecordProgram:
             except QuietgradError:
                 raise
             except Exception as error:
-                raise _failed(error) from (error if self.synthetic else None)
+                # Without a word of what a record holds.
+                raise DataError(
+                    f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with "
+                    "what collate_fn makes of one record: try them on one yourself. Other records are not in reach "
+                    "there (a contrastive loss, a batch statistic)."
+                ) from (error if self.synthetic else None)
             outputs = mapped(outputs, lambda tensor: tensor[None])
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:
@@ -227,31 +242,14 @@ class RecordProgram:
             yield
 
 
-def _vector_of(slot: slice) -> Callable[[TapSite, Tensor], Vectors]:
-    return lambda _, grad: [(slot, grad)]
+def _vector(slot: slice, site: TapSite, grad: Tensor) -> Vectors:
+    return [(slot, grad)]
 
 
-def _telling(site: TapSite) -> Callable[[Tensor], None]:
-    def tell(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
-        leaf.grad = None
-
-    return tell
-
-
-def _failed(error: Exception) -> DataError:
-    """What the user's program raised, without a word of what a record holds."""
-    return DataError(
-        f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with what "
-        "collate_fn makes of one record: try them on one yourself. Other records are not in reach there (a "
-        "contrastive loss, a batch statistic)."
-    )
-
-
-def _reason(error: Exception) -> str:
-    text = str(error).split("\n")[0]
-    return f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
+def _tell(site: TapSite, leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
+    leaf.grad = None
 
 
 def _copied(buffer: Tensor) -> Tensor:
@@ -275,11 +273,11 @@ def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 class _NotCheckpointed:
     @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    def apply(function: Called, preserve: bool, *args: Any) -> Any:
         return function(*args)
 
 
-def _refuse_own_rule(function: Any) -> bool:
+def _refuse_own_rule(function: type[torch.autograd.Function]) -> bool:
     if _has_own_rule(function):
         raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
     return False
@@ -305,7 +303,7 @@ def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:
     return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
 
 
-def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = None, beside: Any = None) -> Any:
+def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = None, beside: object = None) -> Any:
     """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
 
     What it keeps in the module or object ``beside`` is forgotten.

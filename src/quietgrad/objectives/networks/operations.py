@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from quietgrad.objectives.networks.taps import OPERATIONS, Operation, Taps
 from quietgrad.objectives.networks.trees import replaced
 
 MaybeTensor = Tensor | None
+Sizes = int | Sequence[int]  # the same for every axis, or one for each
 
 
 def _linear(taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -88,7 +89,7 @@ def _addmm(taps: Taps, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float
 _MATRICES = 64  # of one parameter that are multiplied one by one
 
 
-def _einsum(taps: Taps, equation: Any, *operands: Any) -> Any:
+def _einsum(taps: Taps, equation: object, *operands: Any) -> Any:
     """A sum of products as one product with a matrix of parameters, if these lie in the matrix's order."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -128,7 +129,7 @@ def _einsum(taps: Taps, equation: Any, *operands: Any) -> Any:
 
 
 def _convolution(spatial: int) -> Callable[..., Any]:
-    def each(value: Any) -> tuple[int, ...]:
+    def each(value: Sizes) -> tuple[int, ...]:
         return (
             (int(value),) * spatial
             if isinstance(value, int)
@@ -136,8 +137,8 @@ def _convolution(spatial: int) -> Callable[..., Any]:
         )
 
     def run(
-        taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0,
-        dilation: Any = 1, groups: int = 1,
+        taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sizes = 1,
+        padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
         if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
             return NotImplemented
@@ -169,10 +170,10 @@ def _convolution(spatial: int) -> Callable[..., Any]:
 
 
 def _max_pool2d(
-    taps: Taps, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-    ceil_mode: bool = False, return_indices: bool = False,
+    taps: Taps, input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0,
+    dilation: Sizes = 1, ceil_mode: bool = False, return_indices: bool = False,
 ) -> Any:  # fmt: skip
-    stride = _pair(kernel_size if stride is None or stride == [] else stride)
+    steps = _pair(kernel_size if stride is None or stride == [] else stride)
     form = _pair(kernel_size), _pair(padding), _pair(dilation)
     if form != ((2, 2), (0, 0), (1, 1)) or ceil_mode or return_indices or input.dim() != 4:
         return NotImplemented
@@ -183,11 +184,11 @@ def _max_pool2d(
         images = rows.flatten(0, 1).contiguous()
         if not compiled_sums.takes(images.detach()):
             return NotImplemented
-        out = torch.unflatten(compiled_sums.max_pool(images, stride), 0, (-1, rows.shape[1]))
+        out = torch.unflatten(compiled_sums.max_pool(images, steps), 0, (-1, rows.shape[1]))
     return taps.logical(out)
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _pair(value: Sizes) -> tuple[int, int]:
     return (int(value),) * 2 if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 

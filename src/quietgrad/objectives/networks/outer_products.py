@@ -353,9 +353,13 @@ class OuterProducts:
                     total += _scale(family, share)
                 out += self.layer.weight_gradient(total, right[part])
 
+    def some(self, rows: Tensor | slice) -> OuterProducts:
+        rows = rows.to(self.lefts[0].device) if isinstance(rows, Tensor) else rows
+        lefts, rights = ([side[rows] for side in sides] for sides in (self.lefts, self.rights))
+        return OuterProducts(self.layer, lefts, rights, self.families)
+
     def written(self, where: slice) -> Tensor:
-        lefts, rights = ([side[where] for side in sides] for sides in (self.lefts, self.rights))
-        return OuterProducts(self.layer, lefts, rights, self.families).stored().values
+        return self.some(where).stored().values
 
     @property
     def _block(self) -> int:

@@ -1,8 +1,8 @@
 """Randomness inside a query: every record draws its own, from a secret of the release and its own number.
 
 A number drawn for record i is a function of (key of the release, i, number of the draw) and of nothing else: the
-same at both points of a difference, in one pass or many, in a second summation, on one process or several. Given
-the key, a record's contribution is then a function of that record alone (docs/torch-proof.md).
+same at both points of a difference, in one pass or many, on one process or several. Given the key, a record's
+contribution is then a function of that record alone (docs/torch-proof.md).
 
 The seeds PRF(key, i) are AES. What is made of a seed need not be: the proof asks that the records' masks be
 independent of each other and of the data, and that holds whatever function makes a mask of a secret seed.
@@ -22,14 +22,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.networks.trees import Args, Called, Options
+from quietgrad.objectives.networks.trees import Args, Called, Options, name_of
 from quietgrad.privacy.rng import SecureStream, fresh_key
 
 Words = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.integer[Any]]
 Dtype = torch.dtype | None
 Device = torch.device | str | None
 
@@ -43,12 +45,12 @@ class RecordSeeds:
     """The secrets of some records in one release: record ``indices[k]`` belongs to row k."""
 
     key: bytes
-    indices: npt.NDArray[np.integer[Any]]
-    numbers: npt.NDArray[np.integer[Any]] | None = None
+    indices: Integers
+    numbers: Integers | None = None
     """What words are drawn for, where that is not the record itself but one of its views."""
 
     @staticmethod
-    def of(key: bytes | None, indices: npt.NDArray[np.integer[Any]]) -> RecordSeeds:
+    def of(key: bytes | None, indices: Integers) -> RecordSeeds:
         """Keys of a release; without one (an evaluation, your own sums) of a fresh secret."""
         return RecordSeeds(fresh_key() if key is None else key, indices)
 
@@ -67,7 +69,7 @@ class RecordSeeds:
         """One word of the release, for what all its records share."""
         return int(SecureStream(self.key, "records").at(_RELEASE, np.zeros(1, np.int64))[0])
 
-    def rows(self, where: slice | npt.NDArray[np.integer[Any]]) -> RecordSeeds:
+    def rows(self, where: slice | Integers) -> RecordSeeds:
         return RecordSeeds(self.key, self.indices[where], None if self.numbers is None else self.numbers[where])
 
     def views(self, count: int) -> RecordSeeds:
@@ -80,9 +82,7 @@ class RecordSeeds:
         indices = np.repeat(np.asarray(self.indices, np.int64), count)
         return RecordSeeds(self.key, indices, count * indices + np.tile(np.arange(count), len(self.indices)))
 
-    def passes(
-        self, most: int, sizes: npt.NDArray[np.integer[Any]] | None = None
-    ) -> Iterator[npt.NDArray[np.int64]]:
+    def passes(self, most: int, sizes: Integers | None = None) -> Iterator[npt.NDArray[np.int64]]:
         """Rows in passes of at most ``most``: the leaves of a binary tree on the records' secret words.
 
         If these are units with ``sizes`` records each, a pass has at most ``most`` records, or one unit. A leaf
@@ -140,15 +140,20 @@ class PerRecordRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.together = together
         self.number = 0
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Args = (), kwargs: Options = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
-        if not _draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        # All arguments by name: what equals its default does not arrive.
+        schema = func._schema.arguments
+        named = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+        given = {argument.name: named.get(argument.name, argument.default_value) for argument in schema}
+        if given.get("dropout_p") == 0.0 or given.get("dropout") == 0.0:
+            return func(*args, **kwargs)  # fused attention and recurrent layers draw for dropout only
         self.number += 1
-        refuse_own_generator(func._overloadpacket.__name__, (*args, *kwargs.values()))
+        refuse_own_generator(func._overloadpacket.__name__, given.values())
         make = _MAKERS.get(func._overloadpacket.__name__)
         if make is not None:
-            given = _arguments(func, args, kwargs)
             given.pop("generator", None)
             return make(self, *given.values())
         if self.together:
@@ -219,18 +224,6 @@ def _alike(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return like
 
 
-def _uniform(rng: PerRecordRNG, x: Tensor, low: float, high: float) -> Tensor:
-    return x.copy_(low + (high - low) * rng.uniform(x.shape, x.dtype))
-
-
-def _normal(rng: PerRecordRNG, x: Tensor, mean: float, std: float) -> Tensor:
-    return x.copy_(mean + std * rng.normal(x.shape))
-
-
-def _exponential(rng: PerRecordRNG, x: Tensor, rate: float) -> Tensor:
-    return x.copy_(-torch.log1p(-rng.uniform(x.shape, torch.float64)) / rate)
-
-
 _RAND, _RANDN = _shaped(PerRecordRNG.uniform), _shaped(lambda rng, size, _: rng.normal(size))
 # By name of the operation, with the arguments of its schema but the generator. What is not here is drawn by torch's
 # own generator, seeded for one record at a time.
@@ -242,25 +235,10 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "randn": _RANDN,
     "rand_like": _alike(_RAND),
     "randn_like": _alike(_RANDN),
-    "uniform_": _uniform,
-    "normal_": _normal,
-    "exponential_": _exponential,
+    "uniform_": lambda rng, x, low, high: x.copy_(low + (high - low) * rng.uniform(x.shape, x.dtype)),
+    "normal_": lambda rng, x, mean, std: x.copy_(mean + std * rng.normal(x.shape)),
+    "exponential_": lambda rng, x, rate: x.copy_(-torch.log1p(-rng.uniform(x.shape, torch.float64)) / rate),
 }
-
-
-def _draws(func: Any, args: Args, kwargs: dict[str, Any]) -> bool:
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = _arguments(func, args, kwargs)
-    # Fused attention and recurrent layers draw for dropout only.
-    return not (given.get("dropout_p") == 0.0 or given.get("dropout") == 0.0)
-
-
-def _arguments(func: Any, args: Args, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name: what equals its default does not arrive."""
-    schema = func._schema.arguments
-    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
 
 def refuse_own_generator(name: str, given: Iterable[object]) -> None:
@@ -277,7 +255,7 @@ class OwnGenerators(TorchFunctionMode):
 
     def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         if kwargs:
-            refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
+            refuse_own_generator(name_of(func), kwargs.values())
         return func(*args, **(kwargs or {}))
 
 

@@ -6,8 +6,9 @@ same are stacked and run together, so that no record's shape changes what is com
 
 from __future__ import annotations
 
+import pickle
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,7 +21,7 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved, seed_generators
-from quietgrad.objectives.networks.trees import PyTree, mapped, refilled, tensors_of
+from quietgrad.objectives.networks.trees import PyTree, like, mapped, refilled, tensors_of
 
 Collate = Callable[[list[Any]], Any]
 Rows = npt.NDArray[np.int64]
@@ -147,8 +148,9 @@ class Examples:
 
 
 def examples_of(
-    data: Any, dim: int, collate: Collate | None = None, pad: Padding | None = None, fixed: tuple[Tensor, ...] = ()
-) -> Examples:
+    data: object, dim: int, collate: Collate | None = None, pad: Padding | None = None,
+    fixed: tuple[Tensor, ...] = (),
+) -> Examples:  # fmt: skip
     """``data`` made ready: (X, y) of tensors or arrays, a ``TensorDataset``, or any map-style data set.
 
     >>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])), dim=4)
@@ -191,7 +193,7 @@ class _MapStyle(Protocol):
 class _InMemory:
     """(X, y), or ((X1, X2), y): records are (x, y), or ((x1, x2), y)."""
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
+    def __init__(self, parts: tuple[PyTree, ...]) -> None:
         if len(parts) < 2 or (len(parts) > 2 and any(isinstance(part, tuple) for part in parts)):
             raise DataError(f"data has {len(parts)} parts: give (X, y), several inputs as ((X1, X2), y).")
         lengths = {len(tensor) for tensor in tensors_of(parts)}
@@ -219,7 +221,7 @@ def _as_tensors(value: PyTree) -> Any:
     )
 
 
-def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordSeeds], list[RecordGroup]]:
+def _whole_rows(parts: tuple[PyTree, ...]) -> Callable[[RecordSeeds], list[RecordGroup]]:
     """Rows of tensors in memory: what the default collate function makes of each, all at once."""
 
     def read(keys: RecordSeeds) -> list[RecordGroup]:
@@ -233,7 +235,7 @@ def _whole_rows(parts: tuple[Any, ...]) -> Callable[[RecordSeeds], list[RecordGr
     return read
 
 
-def _reader(data: Any, collate: Collate, pad: Padding | None) -> Callable[[RecordSeeds], list[RecordGroup]]:
+def _reader(data: _MapStyle, collate: Collate, pad: Padding | None) -> Callable[[RecordSeeds], list[RecordGroup]]:
     def read(keys: RecordSeeds) -> list[RecordGroup]:
         groups: dict[Any, tuple[list[int], list[list[Tensor]], Any]] = {}
         with preserved():
@@ -253,7 +255,7 @@ def _reader(data: Any, collate: Collate, pad: Padding | None) -> Callable[[Recor
     return read
 
 
-def _one(data: Any, index: int, collate: Collate, pad: Padding | None) -> Any:
+def _one(data: _MapStyle, index: int, collate: Collate, pad: Padding | None) -> Any:
     try:
         batch = collate([data[index]])
     except DataError:
@@ -277,8 +279,7 @@ def _numbers_to_tensors(batch: PyTree) -> Any:
     if isinstance(batch, dict | UserDict):
         return {key: _numbers_to_tensors(item) for key, item in batch.items()}
     if isinstance(batch, tuple | list):
-        items = [_numbers_to_tensors(item) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else tuple(items)
+        return like(batch, [_numbers_to_tensors(item) for item in batch])
     return batch
 
 
@@ -293,11 +294,11 @@ def _constants(value: PyTree) -> Any:
     try:
         hash(value)
     except TypeError:
-        return repr(value)
+        return pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
     return value
 
 
-def refuse_repeated_records(data: Any) -> None:
+def refuse_repeated_records(data: object) -> None:
     """Raise DataError if a ``Subset`` or ``ConcatDataset`` names a record twice: its person would count twice."""
     if not isinstance(data, Subset | ConcatDataset):
         return
@@ -311,20 +312,20 @@ def refuse_repeated_records(data: Any) -> None:
         )
 
 
-def _places(data: Any) -> Rows:
+def _places(data: object) -> Rows:
     """(identity of a data set, place in it) of each record, through subsets and concatenations."""
     if isinstance(data, Subset):
         indices = np.asarray(data.indices, dtype=np.int64).reshape(-1)
         if isinstance(data.dataset, Subset | ConcatDataset):
             return _places(data.dataset)[indices]
-        length = len(data.dataset) if hasattr(data.dataset, "__len__") else 0
+        length = len(data.dataset) if isinstance(data.dataset, Sized) else 0
         return _at(data.dataset, np.where(indices < 0, indices + length, indices))
     if isinstance(data, ConcatDataset):
         return np.concatenate([_places(part) for part in data.datasets])
-    return _at(data, np.arange(len(data)))
+    return _at(data, np.arange(len(data) if isinstance(data, Sized) else 0))
 
 
-def _at(data: Any, indices: Rows) -> Rows:
+def _at(data: object, indices: Rows) -> Rows:
     # Two TensorDatasets of the same tensors are one.
     identity = data.tensors[0].data_ptr() if type(data) is TensorDataset else id(data)
     return np.stack([np.full(len(indices), identity, np.int64), indices], axis=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quietgrad.objectives.networks.kernels import linear_kernel
 from quietgrad.objectives.networks.taps import Taps, TapSite
-from quietgrad.objectives.networks.trees import applied
+from quietgrad.objectives.networks.trees import Called, applied
 
 
 class _CellFunctions(NamedTuple):
@@ -150,7 +150,7 @@ def _activated(activation: Callable[[Tensor], Tensor], slope: Callable[[Tensor],
     return _CellFunctions(forward, backward)
 
 
-def _recurrent(recur: Callable[..., Any]) -> Callable[..., Any]:
+def _recurrent(recur: Called) -> Callable[..., Any]:
     def run(taps: Taps, *args: Any) -> Any:
         if len(args) != 9 or not isinstance(args[0], Tensor) or not taps.is_records(args[0]) or args[0].dim() != 3:
             return NotImplemented  # packed sequences
@@ -160,8 +160,8 @@ def _recurrent(recur: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layers(
-    taps: Taps, recur: Callable[..., Any], x: Tensor, start: Any, weights: Any, biases: bool, layers: int,
-    dropout: float, training: bool, both: bool, batch_first: bool,
+    taps: Taps, recur: Called, x: Tensor, start: Tensor | tuple[Tensor, ...], weights: Sequence[Tensor],
+    biases: bool, layers: int, dropout: float, training: bool, both: bool, batch_first: bool,
 ) -> Any:  # fmt: skip
     starts = (start,) if isinstance(start, Tensor) else start
     each = 4 if biases else 2
@@ -183,7 +183,7 @@ def _layers(
         for side in range(1 + both):
             k = layer * (1 + both) + side
             one = weights[each * k : each * (k + 1)]
-            w_ih, w_hh, b_ih, b_hh = one if biases else (*one, None, None)
+            (w_ih, w_hh), (b_ih, b_hh) = one[:2], one[2:] if biases else (None, None)
             with taps.outside():
                 hidden, *ends = _one_way(
                     taps, recur, z.flip(0) if side else z, w_ih, w_hh, b_ih, b_hh, [s[k] for s in states], count
@@ -204,7 +204,7 @@ def _layers(
 
 
 def _one_way(
-    taps: Taps, recur: Callable[..., Any], x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
+    taps: Taps, recur: Called, x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None,
     b_hh: Tensor | None, start: list[Tensor], count: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """One layer in one direction, times first; its weights are those of linear layers on sequences."""

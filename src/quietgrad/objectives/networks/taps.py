@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quietgrad.objectives.networks.kernels import Kernel, embedding_kernel, kernel_vectors
 from quietgrad.objectives.networks.randomness import PerRecordRNG, refuse_own_generator
-from quietgrad.objectives.networks.trees import Args, Called, Options, applied
+from quietgrad.objectives.networks.trees import Args, Called, Kwargs, Options, PyTree, applied, name_of
 from quietgrad.objectives.networks.vectors import LayerCall
 
 functorch = torch._C._functorch
@@ -180,7 +180,7 @@ class Taps(TorchFunctionMode):
     def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
         kwargs = kwargs or {}
         if "generator" in kwargs:
-            refuse_own_generator(getattr(func, "__name__", "a draw"), kwargs.values())
+            refuse_own_generator(name_of(func), kwargs.values())
         if func in _QUESTIONS:
             return self._ask(func, args, kwargs)
         if isinstance(func, OpOverload | OpOverloadPacket) and str(func).partition(".")[0] != "aten":
@@ -206,7 +206,7 @@ class Taps(TorchFunctionMode):
                 return result
         return self.spread(func, args, kwargs)
 
-    def _derive(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def _derive(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         """An operation on parameters alone: plain autograd remembers what it is made of."""
         number = self.draws.number if self.draws is not None else 0
         result = func(*args, **kwargs)
@@ -383,23 +383,23 @@ class Taps(TorchFunctionMode):
             )  # fmt: skip
         return self._vector_site("copy", [value], lambda _, grad: self._pulled_back(value, grad))
 
-    def spread(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def spread(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         """An operation without a kernel: what it is given of parameters is copied for each record."""
         start = len(self.sites)
         args, kwargs = tree_map(lambda leaf: self.copy(leaf) if self.is_shared(leaf) else leaf, (args, kwargs))
         for site in self.sites[start:]:
             if site.operation == "copy":
-                site.operation = getattr(func, "__name__", str(func))
+                site.operation = name_of(func)
         return func(*args, **kwargs)
 
-    def _for_each(self, made: Any) -> Any:
+    def _for_each(self, made: PyTree) -> Any:
         if not isinstance(made, Tensor) or functorch.is_functorch_wrapped_tensor(made):
             return made
         return self.logical(made.expand(self.count, *made.shape).clone())
 
     # --- questions ------------------------------------------------------------------------------------------------
 
-    def _ask(self, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def _ask(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         if func in _COMPARISONS:
             if not any(isinstance(a, Tensor) and functorch.is_functorch_wrapped_tensor(a) for a in args[:2]):
                 return func(*args, **kwargs)
@@ -462,7 +462,7 @@ class Operation:
     handler: Callable[..., Any]
     always: bool = False
 
-    def run(self, taps: Taps, func: Called, args: Args, kwargs: dict[str, Any]) -> Any:
+    def run(self, taps: Taps, func: Called, args: Args, kwargs: Kwargs) -> Any:
         try:
             result = self.handler(taps, *args, **kwargs)
         except TypeError as error:

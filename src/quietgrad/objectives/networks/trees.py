@@ -7,7 +7,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ PyTree = (
 )
 Called = Callable[..., Any]  # a function of torch, as a mode sees it, and what it is given
 Args = tuple[Any, ...]
-Options = dict[str, Any] | None
+Kwargs = dict[str, Any]
+Options = Kwargs | None
 
 
 def tensors_of(value: PyTree) -> list[Tensor]:
@@ -34,7 +35,7 @@ def tensors_of(value: PyTree) -> list[Tensor]:
     return [tensor for item in value for tensor in tensors_of(item)]
 
 
-def mapped(value: PyTree, change: Callable[[Tensor], Any]) -> PyTree:
+def mapped(value: PyTree, change: Callable[[Tensor], object]) -> PyTree:
     """The same structure, of the same types, with every tensor that :func:`tensors_of` finds changed."""
     if isinstance(value, Tensor):
         return change(value)
@@ -55,12 +56,16 @@ def mapped(value: PyTree, change: Callable[[Tensor], Any]) -> PyTree:
             object.__setattr__(filled, name, item)  # a frozen one too
         return filled
     if isinstance(value, tuple | list):
-        items = [mapped(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return like(value, [mapped(item, change) for item in value])
     return value
 
 
-def refilled(value: PyTree, tensors: Iterator[Any]) -> PyTree:
+def like(value: PyTree, items: list[Any]) -> PyTree:
+    """Items in a tuple, a named one included, or a list of the type of ``value``."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def refilled(value: PyTree, tensors: Iterator[object]) -> PyTree:
     return mapped(value, lambda _: next(tensors))
 
 
@@ -74,13 +79,13 @@ class ModuleState:
     ``beside`` is what else a program may keep something in: a loss that is a module, or an object with a state.
     """
 
-    def __init__(self, module: nn.Module, beside: Any = None) -> None:
+    def __init__(self, module: nn.Module, beside: object = None) -> None:
         names = {id(param): name for name, param in module.named_parameters()}
         self.layers = list(module.modules())
         if isinstance(beside, nn.Module):
             self.layers += [layer for layer in beside.modules() if layer not in set(self.layers)]
         self._objects = [layer.__dict__ for layer in self.layers]
-        owner = getattr(beside, "__self__", beside)  # of a bound method
+        owner = beside.__self__ if isinstance(beside, MethodType) else beside
         if not isinstance(owner, nn.Module | FunctionType | ModuleType | type) and hasattr(owner, "__dict__"):
             self._objects.append(owner.__dict__)
         self.params: list[tuple[dict[str, Any], str, str]] = []
@@ -144,7 +149,7 @@ _OWN = set(nn.Module().__dict__)
 
 
 @contextmanager
-def replaced(owner: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
+def replaced(owner: ModuleType, values: Mapping[str, object]) -> Iterator[None]:
     """Names of a Python module with other values meanwhile."""
     names = vars(owner)
     held = {name: names[name] for name in values}
@@ -153,6 +158,10 @@ def replaced(owner: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         names.update(held)
+
+
+def name_of(func: Called) -> str:
+    return str(getattr(func, "__name__", func))
 
 
 def applied(function: type[Function], *given: object) -> Any:

@@ -197,6 +197,10 @@ class PerExampleVectors(Protocol):
         """
         ...
 
+    def some(self, rows: Tensor) -> PerExampleVectors:
+        """The vectors of some examples, given as a mask."""
+        ...
+
     def written(self, where: slice) -> Tensor:
         """The vectors of some examples, (families, examples, size)."""
         ...
@@ -266,6 +270,9 @@ class Stored:
         for start in range(0, len(rows), size):
             out.addmv_(rows[start : start + size].double().T, weights[start : start + size])
 
+    def some(self, rows: Tensor) -> Stored:
+        return Stored(self.values[:, rows.to(self.values.device)])
+
     def written(self, where: slice) -> Tensor:
         return self.values[:, where]
 
@@ -304,6 +311,10 @@ class TokenSums:
         for part in self._parts():
             weighted = (self.values[part] * shares[part]).sum(2)
             table.index_add_(0, self.tokens[part].flatten(), weighted.flatten(0, 1))
+
+    def some(self, rows: Tensor) -> TokenSums:
+        rows = rows.to(self.tokens.device)
+        return TokenSums(self.tokens[rows], self.values[rows], self.rows)
 
     def _parts(self) -> list[slice]:
         """A few examples at a time, so that the wider copy stays in the cache."""
