@@ -287,11 +287,12 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")  # torch's, about its own copy
-@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_layer_is_that_of_autograd(name: str, budget: float) -> None:
+def test_layer_is_that_of_autograd(name: str) -> None:
     torch.manual_seed(1)
-    agree(*LAYERS[name](), budget, RULES if budget else RULES[2:3])
+    agree(*LAYERS[name]())
+    if name.startswith(("linear", "conv", "reused", "tied", "gru", "chunks", "whole")):
+        agree(*LAYERS[name](), 0.0, RULES[2:3])
 
 
 RANDOM: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -19,7 +19,7 @@ from quietgrad.objectives.base import Batch, ClippingRule
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.module import ModuleObjective
 from quietgrad.objectives.networks.vectors import UnitAssignment
-from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UserLevelObjective
+from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
 from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, summed
 
 RULES = [
@@ -313,19 +313,6 @@ def test_ids_that_cannot_be_used_cost_nothing_and_are_not_shown(bad: str, tmp_pa
     assert not ledger.exists()
 
 
-def test_what_needs_the_mean_of_all_records_is_refused_before_anything_is_spent() -> None:
-    x, y, ids = visits()
-    with pytest.raises(ValueError, match="give person="):
-        qt.fit(
-            perceptron(), LOSS, (x, y), qg.DPGD(), budget=qg.Budget(2.0, 1e-5), records_per_person=3
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="give person="):
-        private(perceptron(), combine="sum")
-    with pytest.raises(ValueError, match="records_per_person=0"):
-        private(perceptron(), person=ids, records_per_person=0)
-    assert issubclass(PersonRefused, DataError)
-
-
 def private(model: nn.Module, **settings: Any) -> Any:
     x, y, _ = visits()
     settings = {"noise_multiplier": 1e-7, "max_grad_norm": 0.3, "seed": 3} | settings
@@ -386,5 +373,8 @@ def test_a_loop_is_about_people_and_says_so() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match="privacy units"):
         engine.get_epsilon(1e-5)
+    for wrong in ({"combine": "sum"}, {"person": ids, "records_per_person": 0}):
+        with pytest.raises(ValueError, match="person"):
+            private(perceptron(), **wrong)
     with pytest.raises(DataError, match="people of the data set"):
         private(perceptron(), person=ids, batch_size=60)

@@ -79,21 +79,6 @@ def all_steps(loop: qt.PrivateLoop) -> Privacy:
     return loop.privacy
 
 
-@script()
-def mnist_opacus_with_criterion() -> Privacy:
-    model, optimizer, loader, criterion = verbs(SampleConvNet(), images(), criterion=nn.CrossEntropyLoss())
-    for _epoch in range(2):
-        model.train()
-        for data, target in loader:
-            data, target = data.to("cpu"), target.to("cpu")
-            optimizer.zero_grad()
-            output = model(data)
-            loss = criterion(output, target)
-            loss.backward()
-            optimizer.step()
-    return loader.privacy
-
-
 @script(conditional=True)
 def mnist_opacus_example() -> Privacy:
     """Opacus' mnist.py: losses are read, a plain criterion is called."""

@@ -158,11 +158,6 @@ class RunningMean(nn.Module):
         return output
 
 
-def _counted(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    return m.layer(x) * (-1) ** m.calls  # type: ignore[no-any-return]
-
-
 def _stacked(samples: list[Any]) -> tuple[Tensor, Tensor]:
     x, y = zip(*samples, strict=True)
     return torch.stack(list(x)), torch.stack(list(y))
@@ -176,12 +171,6 @@ def _mixup(samples: list[Any]) -> tuple[Tensor, Tensor]:
 def _to_the_longest(samples: list[Any]) -> tuple[Tensor, Tensor]:
     x, y = zip(*samples, strict=True)
     return nn.utils.rnn.pad_sequence(list(x), batch_first=True), torch.stack(list(y))
-
-
-def _mined(output: Tensor, y: Tensor) -> Tensor:
-    """Records silence each other: only the harder half counts."""
-    each = loss(output, y)
-    return (each * (each >= each.mean())).mean()
 
 
 class Plain(Dataset[Any]):
@@ -209,18 +198,12 @@ def _linear() -> nn.Module:
 
 
 MIXERS: dict[str, tuple[Callable[[], nn.Module], Any, Any, Any]] = {  # model, loss, data set, collate function
-    "batch statistics": (
-        lambda: Apply(lambda m, x: m.layer(m.drop(x - 0.9 * x.mean(0))), drop=nn.Dropout(0.5), layer=_linear()),
-        loss, Plain, None,
-    ),
     "a running mean": (RunningMean, loss, Plain, None),
-    "calls that are counted": (lambda: Apply(_counted, layer=_linear(), calls=0), loss, Plain, None),
     "mixup while collating": (_linear, loss, Plain, _mixup),
     "padding to the longest": (
         lambda: Apply(lambda m, x: m.head(torch.tanh(m.lift(x)).mean(1)), lift=nn.Linear(8, 8), head=_linear()),
         loss, Lengths, _to_the_longest,
     ),
-    "hard examples": (_linear, _mined, Plain, None),
 }  # fmt: skip
 
 # --- what one record can move -------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 :func:`fit` trains a module with any algorithm of quietgrad. :class:`PrivateLoop` serves a custom training loop with
 any optimizer; :func:`make_private` and :func:`make_private_with_epsilon` do so under Opacus' names. :func:`explain`
-tells how a model is differentiated. :func:`clipped_gradient_sum` and :func:`clipped_difference_sum` are the sums
+reports how a model is differentiated. :func:`clipped_gradient_sum` and :func:`clipped_difference_sum` are the sums
 that all of these rest on.
 """
 

@@ -50,7 +50,7 @@ def clipped_gradient_sum(
         clip: the bound C > 0.
         person: the id of the person that each record is about; the norms are then those of people, in the order
             of their first records. All records of a person must be in the batch.
-        combine: ``"mean"`` if everybody counts once, ``"sum"`` if records count.
+        combine: ``"mean"`` if every person counts once, ``"sum"`` if records count.
 
     How the model is run is found out in the first call and kept with the model.
 
@@ -135,7 +135,7 @@ _ALONE = "one record at a time"
 
 @dataclass(frozen=True)
 class OperationCost:
-    """An operation on parameters: how its records' gradients are made, and at what price.
+    """An operation on parameters: how its records' gradients are made, and at what cost.
 
     ``how`` is "kernel", "copied" (for each record), "one record at a time" or "refused"; ``parameters`` counts the
     trained numbers, ``memory`` those that are written out for each record.
@@ -183,7 +183,7 @@ def explain(
 ) -> Explanation:
     """Explain how per-example gradients of each parameter are computed.
 
-    The model is run on synthetic records of the same shapes: the values of ``batch`` are not looked at.
+    The model is run on synthetic records of the same shapes: the values of ``batch`` are not read.
 
     Args:
         batch: (x, y), records first; x may be a tuple of tensors.

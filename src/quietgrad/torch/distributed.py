@@ -146,7 +146,7 @@ class SharedSession(CentralSession):
         return share_of(super()._batch(drawn), dist.get_rank(), dist.get_world_size())
 
     def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Tensor:
-        """The noisy sum over all shares; noise is added once, and everybody gets the same numbers."""
+        """The noisy sum over all shares; noise is added once, and every process gets the same numbers."""
         zero = torch.as_tensor(self._zero)
         dim = query.dim(self._records)
         # Behind the sum: whether a share failed, and of which sample it is.

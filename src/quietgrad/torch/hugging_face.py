@@ -37,7 +37,7 @@ _FLOAT32 = "what is clipped is computed in float32; leave it out"
 # Training arguments that cannot be honoured: the only values that they may have, and why; what to do instead.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "include_num_input_tokens_seen": (("no", False), "tokens of a secret sample are data; leave it out"),
-    "skip_memory_metrics": ((True,), "the memory of a step tells how long its records were; leave it out"),
+    "skip_memory_metrics": ((True,), "the memory of a step reveals the lengths of its records; leave it out"),
     "debug": (([], ""), "it prints activations, which are data; leave it out"),
     "auto_find_batch_size": ((False,), "whether a step failed depends on its records; set the batch size"),
     "train_sampling_strategy": (("random",), "samples are drawn by chance alone; leave it out, and use pad="),
@@ -82,8 +82,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     may be data. A trainer trains once. All other arguments are the ``Trainer``'s, honoured or refused by name. A
     sample's expected size is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``; the first of
     these is what is computed at a time. ``data_collator`` is called with one record. What is logged is ``step``,
-    ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: all else tells of
-    secret samples. Checkpoints are ordinary. Each training is a run in a folder ``private-run-…`` of the output;
+    ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: all else depends
+    on secret samples. Checkpoints are ordinary. Each training is a run in a folder ``private-run-…`` of the output;
     after an interruption ``train(resume_from_checkpoint=True)`` goes on, and nothing is spent twice.
     """
 
@@ -231,7 +231,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return None  # a model takes the mean over a record's own tokens
 
     def training_step(self, model: nn.Module, inputs: PrivateBatch, num_items_in_batch: object = None) -> Tensor:
-        """Release the noisy gradient of a sample into the parameters; its loss is not told."""
+        """Release the noisy gradient of a sample into the parameters; its loss is not returned."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -242,7 +242,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """None are counted: they tell the size of a secret sample."""
         return 0
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- what is logged -------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log what is public, and the scores of the evaluation data."""

@@ -48,7 +48,7 @@ CONDITION = (
     "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
 )
 _TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
-_NO_LIMIT = 1e9  # ε of a loop without a limit: what it costs so far is told by Loop.privacy
+_NO_LIMIT = 1e9  # ε of a loop without a limit: Loop.privacy states what it costs so far
 _OPEN_END = 10**9  # steps of such a loop
 
 
@@ -131,10 +131,10 @@ class LoopTerms:
         return kind(reading, data, account=payer, run=name, seed=self.seed, key=key)
 
     def plan(self, curator: CentralCurator, clip: float) -> Plan:
-        """What the loop may release, priced.
+        """The plan of what the loop may release, with its cost.
 
         n is the declared number, else counted privately with about 1 % of ε, and at least the size of a sample. A
-        noise multiplier has no ε to take that from: its price is stated for the length of the data set.
+        noise multiplier has no ε to take that from: its cost is stated for the length of the data set.
         """
         budget = self.budget
         if self.n_public is not None or self.noise_multiplier is not None:
@@ -182,7 +182,7 @@ class Loop:
         self._spent: SessionCost | None = None
         self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
 
-    # --- what is promised ---------------------------------------------------------------------------------------
+    # --- what is guaranteed -------------------------------------------------------------------------------------
 
     @property
     def condition(self) -> str | None:
@@ -190,7 +190,7 @@ class Loop:
         return self.plan.condition
 
     def rest_on_code(self) -> None:
-        """From now on ε rests on the loop's own code: the ledger is told before anything more is released."""
+        """From now on ε rests on the loop's own code: the ledger notes it before anything more is released."""
         if self.condition is None:
             config = {**self.plan.config, "condition": CONDITION}
             self._session.charge.set_condition(CONDITION)
@@ -266,7 +266,7 @@ class Loop:
     def refusal(self) -> str:
         spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
         if not self.total:
-            return f"no step is left of what was promised: {spent}. Use the model as it is, or plan a longer loop."
+            return f"no step of the plan is left: {spent}. Use the model as it is, or plan a longer loop."
         return (
             f"the {self.total} steps that were planned are made, and {spent}. Stop here, or plan a longer loop "
             "from the start."
@@ -299,8 +299,8 @@ class Loop:
                 gradient = gradient + param.grad
             param.grad = gradient
             self._released[param] = (gradient, gradient._version)
-            for told in list((param._post_accumulate_grad_hooks or {}).values()):
-                told(param)
+            for after in list((param._post_accumulate_grad_hooks or {}).values()):
+                after(param)
         return total
 
     def has_other_gradients(self) -> bool:

@@ -199,7 +199,7 @@ class PrivacyEngine:
     def make_private(self, **settings: Any) -> Any:
         """See :func:`quietgrad.torch.make_private`.
 
-        All of Opacus's modes give the same clipped sums here, at the same price. ``grad_sample_mode="ghost"``
+        All of Opacus's modes give the same clipped sums here, at the same cost. ``grad_sample_mode="ghost"``
         returns model, optimizer, criterion and loader in Opacus's order. ``batch_first`` must be true and
         ``noise_generator`` ``None``.
         """
@@ -251,7 +251,7 @@ class PrivacyEngine:
             raise ValueError(f"grad_sample_mode={mode!r}: {why}; use one of {', '.join(map(repr, _MODES))}.")
         if not settings.pop("batch_first", True):
             raise ValueError(
-                "batch_first=False: records are told apart along the first axis; move the batch to the front and "
+                "batch_first=False: records lie along the first axis; move the batch to the front and "
                 "transpose inside the module."
             )
         if settings.pop("noise_generator", None) is not None:

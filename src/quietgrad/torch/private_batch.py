@@ -1,7 +1,7 @@
 """The records that a loop has in hand, and the handles that stand for their tensors.
 
 A handle is a tensor that can be given to the private model and the private criterion, which run it record by
-record. Whatever else is done to it is done to the plain tensor of all rows, and the loop is told first: from
+record. Whatever else is done to it is done to the plain tensor of all rows, and the loop notes it first: from
 then on its ε is conditional, because nothing checks what the loop's own code does with the rows.
 """
 
@@ -80,7 +80,7 @@ class Sample:
         self.row_keys = keys if len(keys.indices) else RecordSeeds(keys.key, np.array([0]))
         self.calls: list[Call] = []
         self._next = 0  # the first row of the next piece that the loop cuts itself
-        self._forms: set[torch.Size] = set()  # what a row of its tensors looks like
+        self._forms: set[torch.Size] = set()  # shapes of a row of its tensors
 
     def __len__(self) -> int:
         return len(self.keys.indices)
@@ -220,7 +220,7 @@ _RAGGED = (
 
 
 class Handle(Tensor):
-    """Stands for one tensor of the records in hand, of a size that is not told."""
+    """Stands for one tensor of the records in hand, of a size that cannot be read."""
 
     _sample: Sample
     _parts: list[RecordBlock]

@@ -115,19 +115,19 @@ class PrivateLoop(Loop):
         optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
-        budget: the promise; the noise follows from it and from ``epochs`` or ``steps``.
+        budget: the guarantee; the noise follows from it and from ``epochs`` or ``steps``.
         noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
             is about.
         epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
-        sampling: ``"poisson"``; ``"random-allocation"``: everybody is in one secret sample of each epoch, drawn by
-            themselves; ``"turns"``: likewise, accounted without amplification.
+        sampling: ``"poisson"``; ``"random-allocation"``: every record is in one secret sample of each epoch, drawn
+            independently; ``"turns"``: likewise, accounted without amplification.
         person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
         folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
             state of ``optimizer`` that were saved last; :attr:`handed_out` says how many samples it has had. In the
             end the result is saved here. For one process.
         checkpoint_seconds: between saves to ``folder``, which are made between two samples.
-        callbacks: told a :class:`~quietgrad.training.callbacks.Progress` after each :meth:`step`; one that stops
+        callbacks: called with a :class:`~quietgrad.training.callbacks.Progress` after each :meth:`step`; one that stops
             the loop costs the whole plan.
         micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
 

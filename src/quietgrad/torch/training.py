@@ -213,7 +213,7 @@ class _Training:
         if slow := self.module_objective.engine.fallbacks:
             more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
             log.warning(
-                "without a kernel, and slower: %s%s; quietgrad.torch.explain tells what it costs.", slow[0], more
+                "without a kernel, and slower: %s%s; quietgrad.torch.explain shows what it costs.", slow[0], more
             )
         module = self.module_objective.module
         with modes_kept(module, training=True), progress_bar(quiet=not self.progress) as bar:

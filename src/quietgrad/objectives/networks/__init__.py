@@ -1,4 +1,4 @@
-"""Torch modules as objectives: per-example clipped sums at about the price of an ordinary gradient."""
+"""Torch modules as objectives: per-example clipped sums at about the cost of an ordinary gradient."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Clipped per-record gradients of a torch module, at about the price of an ordinary gradient.
+"""Clipped per-record gradients of a torch module, at about the cost of an ordinary gradient.
 
 `PerExampleEngine` sums what private methods need of each record's gradient g_i, clipped to an L2 bound C:
 

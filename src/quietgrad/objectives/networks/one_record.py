@@ -101,7 +101,7 @@ class RecordProgram:
         self.alone: str | None = None  # why each record is run by itself
         if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
             self.alone = "a layer has a backward hook, which may change gradients"
-        self.synthetic = False  # whether records are synthetic, so that errors may be told as they are
+        self.synthetic = False  # whether records are synthetic, so that errors may be shown as they are
 
     def passes(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds
@@ -123,7 +123,7 @@ class RecordProgram:
     ) -> Pass | Rows | None:  # fmt: skip
         """A pass of all records at ``rows``; which of these to begin again with; ``None``: each is run alone.
 
-        ``arrived`` is told of every site whose gradient has come.
+        ``arrived`` is called with every site whose gradient has come.
         """
         while self.alone is None:
             known = self.draws, self.factories
@@ -194,7 +194,7 @@ class RecordProgram:
             slot = self.slices[name]
             site = TapSite("alone", (name,), vectors=partial(_vector, slot), covers=[slot], copied=param.numel())
             leaf = param.detach().clone().requires_grad_()
-            # Told by backward() alone, not by a gradient that the program itself takes.
+            # Called by backward() alone, not by a gradient that the program itself takes.
             leaf.register_post_accumulate_grad_hook(partial(_tell, site))  # type: ignore[no-untyped-call]
             own[name] = leaf
             sites.append(site)

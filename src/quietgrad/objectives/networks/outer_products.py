@@ -254,7 +254,7 @@ class OuterProducts:
         self.families = families
         outputs, fan_in = layer.shape
         rank_one = self.positions == len(lefts) == 1
-        # Gram matrices are taken in float64, at twice the price of the same numbers in float32.
+        # Gram matrices are taken in float64, at twice the cost of the same numbers in float32.
         self.by_gram = rank_one or 2 * self.positions * (outputs + layer.groups * fan_in) < outputs * fan_in
 
     def __len__(self) -> int:

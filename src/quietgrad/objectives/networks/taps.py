@@ -115,7 +115,7 @@ class TapSite:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, whose way back tells a site. ``anchor`` is a leaf: the output always requires a gradient."""
+    """The identity, whose way back hands the gradient to a site. ``anchor`` is a leaf: the output always requires a gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, out: Tensor, site: TapSite) -> Tensor:
@@ -130,7 +130,7 @@ class _Tap(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """A parameter, n times; no memory is taken. The way back tells a site the gradients of all copies."""
+    """A parameter, n times; no memory is taken. The way back hands a site the gradients of all copies."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, count: int, site: TapSite) -> Tensor:

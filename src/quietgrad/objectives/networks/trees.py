@@ -74,7 +74,7 @@ def _is_dataclass(value: PyTree) -> bool:
 
 
 class ModuleState:
-    """Where a module keeps its parameters, buffers and other attributes: looked for once.
+    """Where a module keeps its parameters, buffers and other attributes, found once.
 
     ``beside`` is what else a program may keep something in: a loss that is a module, or an object with a state.
     """
