@@ -127,8 +127,8 @@ class PrivateLoop(Loop):
             state of ``optimizer`` that were saved last; :attr:`handed_out` says how many samples it has had. In the
             end the result is saved here. For one process.
         checkpoint_seconds: between saves to ``folder``, which are made between two samples.
-        callbacks: called with a :class:`~quietgrad.training.callbacks.Progress` after each :meth:`step`; one that stops
-            the loop costs the whole plan.
+        callbacks: called with a :class:`~quietgrad.training.callbacks.Progress` after each :meth:`step`; a stop by
+            one of them costs the whole plan.
         micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
 
     >>> import torch

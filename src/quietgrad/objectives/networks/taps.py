@@ -115,7 +115,7 @@ class TapSite:
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, whose way back hands the gradient to a site. ``anchor`` is a leaf: the output always requires a gradient."""
+    """The identity; its way back hands the gradient to a site. ``anchor`` is a leaf: there always is one."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, out: Tensor, site: TapSite) -> Tensor:
