@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -195,14 +195,13 @@ class Pictures:
     size: int
     channels: int = 1
     normalization: Normalization = "picture"
-    scattering: Scattering = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.channels not in (1, 3) or isinstance(self.channels, bool):
             raise ValueError(f"channels={self.channels!r}: must be 1 or 3.")
         if self.normalization not in get_args(Normalization):
             raise ValueError(f"normalization={self.normalization!r}: must be 'picture' or 'photographs'.")
-        object.__setattr__(self, "scattering", Scattering(self.size))
+        Scattering(self.size)  # refuses other sizes
 
     @classmethod
     def of(cls, pixels: int) -> Pictures:
@@ -220,6 +219,10 @@ class Pictures:
             f"rows of {pixels} numbers are no square pictures with one or three channels and a side that is a "
             "multiple of 4, such as 784 = 28 × 28 or 3072 = 3 × 32 × 32. Pad them first."
         )
+
+    @cached_property
+    def scattering(self) -> Scattering:
+        return Scattering(self.size)
 
     @property
     def pixels(self) -> int:
@@ -242,8 +245,7 @@ class Pictures:
 
     def to_json(self) -> dict[str, Any]:
         """Public words from which :meth:`from_json` makes the same."""
-        given = {key: value for key, value in asdict(self).items() if key != "scattering"}
-        return {"features": "scattering", **given}
+        return {"features": "scattering", **asdict(self)}
 
     @classmethod
     def from_json(cls, words: Any) -> Pictures:

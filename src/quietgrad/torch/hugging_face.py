@@ -118,7 +118,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if self.model_init is not None:
             raise ValueError("model_init: a private training begins with the model that is there; give model=.")
         for name, (allowed, why) in _ONLY.items():
-            value = getattr(self.args, name)
+            value = vars(self.args)[name]
             if value not in allowed:
                 raise ValueError(f"{name}={value!r}: {why}.")
         optimizer = str(self.args.optim).lower()
@@ -225,7 +225,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """The public number of records, or of people."""
         if isinstance(dataloader, _Samples):
             return self._loop.plan.n_public
-        return super().num_examples(dataloader)  # type: ignore[no-any-return]
+        found: int = super().num_examples(dataloader)
+        return found
 
     def _get_num_items_in_batch(self, batch_samples: object, device: object) -> None:
         return None  # a model takes the mean over a record's own tokens

@@ -19,7 +19,7 @@ from quietgrad.objectives.base import Batch as ReleaseBatch
 from quietgrad.objectives.networks.engine import PerExampleEngine
 from quietgrad.objectives.networks.randomness import RecordSeeds, preserved
 from quietgrad.objectives.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
-from quietgrad.objectives.networks.trees import ModuleState, mapped
+from quietgrad.objectives.networks.trees import ModuleState, mapped, name_of
 from quietgrad.objectives.networks.usable import LossFunction, modes_kept
 from quietgrad.objectives.networks.vectors import UnitAssignment
 from quietgrad.objectives.privacy_units import GroupIndex
@@ -76,7 +76,7 @@ class ModuleObjective(BaseObjective):
         # A hint for messages and for comparing processes. What a loss or a forward does is not in its name:
         # whether a replayed release is the same is decided by its sum.
         engine = self.engine
-        loss = getattr(engine.loss, "__qualname__", None) or repr(engine.loss)
+        loss = None if engine.loss is None else name_of(engine.loss)
         return (
             f"ModuleObjective({engine.module}, {loss}, {self.regularizer}, {engine.names}, {engine.dtype}, "
             f"micro_batch={self.micro_batch}, memory_budget={engine.memory_budget}, views={self.views})"

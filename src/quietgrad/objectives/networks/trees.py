@@ -29,7 +29,7 @@ def tensors_of(value: PyTree) -> list[Tensor]:
     if isinstance(value, dict | UserDict):
         value = value.values()
     elif _is_dataclass(value):
-        value = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        value = _fields(value).values()
     elif not isinstance(value, tuple | list):
         return []
     return [tensor for item in value for tensor in tensors_of(item)]
@@ -50,10 +50,9 @@ def mapped(value: PyTree, change: Callable[[Tensor], object]) -> PyTree:
                 filled.__dict__[name] = filled[name]
         return filled
     if _is_dataclass(value):
-        new = {field.name: mapped(getattr(value, field.name, None), change) for field in dataclasses.fields(value)}
         filled = copy.copy(value)
-        for name, item in new.items():
-            object.__setattr__(filled, name, item)  # a frozen one too
+        for name, item in _fields(value).items():
+            object.__setattr__(filled, name, mapped(item, change))  # a frozen one too
         return filled
     if isinstance(value, tuple | list):
         return like(value, [mapped(item, change) for item in value])
@@ -71,6 +70,10 @@ def refilled(value: PyTree, tensors: Iterator[object]) -> PyTree:
 
 def _is_dataclass(value: PyTree) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: PyTree) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
 
 
 class ModuleState:
