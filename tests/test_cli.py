@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typer.main import get_command
 
 from quietgrad.cli import COMMANDS, app_of, main
 
-HEAVY = ("numpy", "scipy", "sklearn", "torch", "matplotlib", "numba", "dp_accounting", "pandas", "typer", "rich")
+HEAVY = ("numpy", "scipy", "sklearn", "torch", "numba", "dp_accounting", "pandas", "pyarrow", "typer", "rich")
 
 
 @pytest.fixture
@@ -58,6 +57,7 @@ def program(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ("import quietgrad", ()),
         ("from quietgrad.cli import main; main(['--help'])", ()),
         ("import quietgrad.algorithms", ("numpy",)),
+        ("from quietgrad.data import load, split_even", ("numpy",)),
         ("import quietgrad.cli.train, quietgrad.cli.predict", ("numpy", "scipy", "typer", "rich")),
     ],
 )
@@ -223,25 +223,6 @@ def test_what_cannot_be_done_is_refused_with_exit_code_one(
     (tmp_path / "file").write_text("")
     said = refusal(capsys, 1, "data", "schema", str(tmp_path / "nothing.csv"))
     assert said.startswith("quietgrad data:")
-
-
-def test_a_damaged_gz_is_one_error_however_it_is_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = gzip.compress(b"x,y\n" + b"1,0\n2,1\n" * 200)
-    damaged = {
-        "cut": whole[:-12],
-        "start": b"\x00\x00" + whole[2:],
-        "middle": whole[:30] + b"\xff\xff" + whole[32:],
-        "sum": whole[:-5] + b"\x00" + whole[-4:],
-    }
-    for name, content in damaged.items():
-        for suffix in (".csv.gz", ".libsvm.gz"):
-            file = tmp_path / (name + suffix)
-            file.write_bytes(content)
-            error = refusal(capsys, 1, "train", str(file), "--epsilon", "1", "--out", str(tmp_path / "run"))
-            assert "cut short or damaged" in error
-            assert error.endswith("[QG-DATA]\n")
 
 
 def test_warnings_of_a_command_do_not_outlive_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from quietgrad.objectives.tables.scanned import Task
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
+dask = pytest.importorskip("dask")
 distributed = pytest.importorskip("distributed")
 pytestmark = [
     pytest.mark.filterwarnings("ignore:random_state=5"),
@@ -35,7 +36,8 @@ N, D = 4000, 4
 def client() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", "src")
-        with _started() as cluster, distributed.Client(cluster, set_as_default=False) as client:
+        one = dask.config.set({"distributed.scheduler.allowed-failures": 1})  # a piece may take one worker down
+        with one, _started() as cluster, distributed.Client(cluster, set_as_default=False) as client:
             yield client
 
 

@@ -137,10 +137,7 @@ def test_what_was_declared_is_not_refused_for_what_a_row_holds(tmp_path: Path) -
     assert encode_labels("t", np.array(["1", "x", "0"]), classes=(0, 1))[0].tolist() == [1, 0, 0]
 
 
-def test_csv_without_schema_refuses_gaps_and_headerless_files() -> None:
-    for bad in (b"a,y\n,0\n1,1\n", b"a,y\nnan,0\n1,1\n", b"a,y\n-inf,0\n1,1\n", b"a,y\n1,0\n1,nan\n"):
-        with pytest.raises(DataError, match=r"NaN or infinite|missing entries"):
-            parse_csv(bad)
+def test_csv_without_a_header_is_refused() -> None:
     with pytest.raises(DataError, match="header line"):
         parse_csv(b"1,0\n2,1\n")
 
@@ -245,15 +242,6 @@ def test_idx_round_trip_and_refusals() -> None:
         parse_idx(build_idx(array)[:-1])
     with pytest.raises(DataError, match="not an idx"):
         parse_idx(b"\x00\x00\x0d\x01")
-
-
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
-def test_truncated_archives(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / "rows.txt.gz"
-    whole = pack(ROWS * 200)
-    path.write_bytes(whole[:-6])
-    with pytest.raises(DataError, match="cut short or damaged"):
-        load(path)
 
 
 def test_empty_and_missing_files(tmp_path: Path) -> None:

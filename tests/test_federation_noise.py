@@ -7,6 +7,7 @@ Rows of zeros have zero gradients, so a release is nothing but its noise. With N
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -142,6 +143,31 @@ def generated() -> Table:
     return X, (X @ rng.normal(size=40) > 0.1).astype(np.float64)
 
 
+@dataclass(frozen=True)
+class Released:
+    """One release: what was asked, and the sum that left."""
+
+    slot: str
+    query: Query
+    total: Floats
+
+
+class Door:
+    """A session that remembers what it released."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+        self.released: list[Released] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._session, name)
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Floats:
+        total: Floats = self._session.release(slot, query, rho=rho)
+        self.released.append(Released(slot, query, total.copy()))
+        return total
+
+
 class Federation:
     """One run of ten parties with the noise on, everyone present in every round."""
 
@@ -156,21 +182,14 @@ class Federation:
             OBJECTIVE, InProcess(people.handlers), identity=people.identity, roster=people.roster, seed=SEED
         )
         session = curator.open(plan)
-        release = session.release
-        self.released: list[tuple[str, Query, Floats]] = []
-
-        def remember(slot: str, query: Query, *, rho: float | None = None) -> Floats:
-            total: Floats = release(slot, query, rho=rho)
-            self.released.append((slot, query, total.copy()))
-            return total
-
-        session.release = remember  # type: ignore[method-assign]
-        self.plan: FederatedPlan = plan
+        door = Door(session)
         self.start: Floats = np.zeros(plan.shape.dim)
         state = self.algorithm.init(self.start)
         while not state.done:
-            state = self.algorithm.step(state, session)
+            state = self.algorithm.step(state, door)
         assert session.faults == []
+        self.plan: FederatedPlan = plan
+        self.released = door.released
 
     @cached_property
     def noise_units(self) -> list[Integers]:
@@ -182,9 +201,12 @@ class Federation:
 
     def unit(self, t: int) -> float:
         """What one grid unit of round t's secure sum is worth."""
-        slot, query, _ = self.released[t]
-        d = self.start.size
-        return self.plan.terms(d).step * self.plan.scale(self.plan.multiplier(slot), query.bound, d)
+        release = self.released[t]
+        return self.plan.terms(self.start.size).step * self.scale(release)
+
+    def scale(self, release: Released) -> float:
+        multiplier = self.plan.multiplier(release.slot)
+        return self.plan.scale(multiplier, release.query.bound, self.start.size)
 
 
 def whole(values: Floats, unit: float) -> Integers:
@@ -207,20 +229,21 @@ def test_released_sum_minus_its_noise_is_the_sum_of_rounded_vectors(run: Any, mo
     n = federation.table[1].size
     schedule = federation.plan.schedule
     draws = dict.fromkeys((slot.name for slot in schedule.slots), 0)
-    for t, (slot, query, released) in enumerate(federation.released):
-        stream = SecureStream(seed_key(SEED), f"sample/{slot}")
-        sampler = schedule[slot].sampling.by_id(np.arange(n), stream)
+    for t, release in enumerate(federation.released):
+        stream = SecureStream(seed_key(SEED), f"sample/{release.slot}")
+        sampler = schedule[release.slot].sampling.by_id(np.arange(n), stream)
         sampled = np.zeros(n, bool)
-        sampled[sampler.batch(draws[slot])] = True
-        draws[slot] += 1
+        sampled[sampler.batch(draws[release.slot])] = True
+        draws[release.slot] += 1
         expected = np.zeros(federation.start.size, np.int64)
         for party in federation.parties:
             records = OBJECTIVE.prepare(party.data)
             own = np.flatnonzero(sampled[np.asarray(party.ids)])
             total = np.zeros(federation.start.size)
-            query.sum_into(OBJECTIVE, Batch(records, own), total)
-            expected += np.rint(total / federation.unit(t)).astype(np.int64)
-        got = whole(released, federation.unit(t))
+            release.query.sum_into(OBJECTIVE, Batch(records, own), total)
+            step = federation.plan.terms(total.size).step
+            expected += np.rint(total / federation.scale(release) / step).astype(np.int64)
+        got = whole(release.total, federation.unit(t))
         np.testing.assert_array_equal(got - federation.noise_units[t], expected)
 
 

@@ -153,7 +153,7 @@ def test_a_process_with_a_key_leaves_no_core_dump() -> None:
     assert resource.RLIMIT_CORE is not None
 
 
-def test_keys_and_journals_are_not_written_through_a_link(tmp_path: Path, state: Path) -> None:
+def test_a_key_is_not_written_through_a_link(tmp_path: Path, state: Path) -> None:
     (state / "keys").mkdir(parents=True, mode=0o700)
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
@@ -162,10 +162,16 @@ def test_keys_and_journals_are_not_written_through_a_link(tmp_path: Path, state:
         KeyFile.create("run")
     with pytest.raises(KeyFileError):
         KeyFile.destroy("run")
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"")
     (tmp_path / "p.journal").symlink_to(victim)
     with pytest.raises(DataError, match="ELOOP"):
         Journal(tmp_path, "p", "digest")
-    assert victim.read_bytes() == b"precious"
+    assert victim.read_bytes() == b""
 
 
 # --- texts -----------------------------------------------------------------------------------------------------

@@ -41,14 +41,13 @@ def run(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
-def forge(run: Path, change: Callable[[dict[str, Any]], None], file: str = "result.json") -> None:
-    data = json.loads((run / file).read_text())
+def forge(run: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    data = json.loads((run / "result.json").read_text())
     change(data)
-    (run / file).write_text(json.dumps(data))
+    (run / "result.json").write_text(json.dumps(data))
 
 
-def less_epsilon(data: dict[str, Any]) -> None:
-    data["privacy"]["epsilon"] = 0.01
+Forgery = Callable[[dict[str, Any]], None]
 
 
 def less_epsilon_and_more_noise(data: dict[str, Any]) -> None:
@@ -58,28 +57,8 @@ def less_epsilon_and_more_noise(data: dict[str, Any]) -> None:
     data["details"]["epsilon_curve"] = []
 
 
-def smaller_delta(data: dict[str, Any]) -> None:
-    data["privacy"]["delta"] = 1e-12
-
-
-def another_relation(data: dict[str, Any]) -> None:
-    data["privacy"]["relation"] = "replace-one"
-
-
-def no_events(data: dict[str, Any]) -> None:
-    data["privacy"]["event"] = None
-
-
-def another_account(data: dict[str, Any]) -> None:
-    data["privacy"]["account"] = "somebody else"
-
-
-def more_releases(data: dict[str, Any]) -> None:
-    data["privacy"]["releases"]["gradient"] = 5000
-
-
-def no_statement(data: dict[str, Any]) -> None:
-    data["privacy"]["epsilon"] = None
+def stating(**changes: object) -> Forgery:
+    return lambda data: data["privacy"].update(changes)
 
 
 def test_the_run_itself_is_believed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,13 +71,12 @@ def test_the_run_itself_is_believed(run: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     "change",
     [
-        less_epsilon, less_epsilon_and_more_noise, smaller_delta, another_relation, no_events, another_account,
-        more_releases, no_statement,
+        stating(epsilon=0.01), less_epsilon_and_more_noise, stating(delta=1e-12), stating(relation="replace-one"),
+        stating(event=None), stating(account="somebody else"), stating(releases={"gradient": 5000}),
+        stating(epsilon=None),
     ],
 )  # fmt: skip
-def test_an_edited_statement_is_refuted(
-    run: Path, change: Callable[[dict[str, Any]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_edited_statement_is_refuted(run: Path, change: Forgery, capsys: pytest.CaptureFixture[str]) -> None:
     forge(run, change)
     assert main(["report", str(run), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["refuted"][str(run)]
@@ -109,7 +87,7 @@ def test_an_edited_statement_is_refuted(
 
 
 def test_loading_proves_again(run: Path) -> None:
-    forge(run, less_epsilon)
+    forge(run, stating(epsilon=0.01))
     privacy = load(run).privacy
     assert not privacy.is_private
     assert str(privacy).startswith("REFUTED: ε = 0.01 is stated")
@@ -129,15 +107,14 @@ def test_a_ledger_without_the_run_refutes(run: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d["privacy"].update(epsilon="small"), lambda d: d["privacy"].update(epsilon=float("nan")),
-        lambda d: d["privacy"].update(delta=-1.0), lambda d: d.update(privacy=[]), lambda d: d.update(data=None),
-        lambda d: d["privacy"].update(releases=[1]), lambda d: d.update(history=7),
+        stating(epsilon="small"), stating(epsilon=float("nan")), stating(delta=-1.0), stating(releases=[1]),
+        lambda d: d.update(privacy=[]), lambda d: d.update(data=None), lambda d: d.update(history=7),
         lambda d: d["details"].update(slots=3), lambda d: d["metrics"].update(test_accuracy="high"),
         lambda d: d["details"].update(epsilon_curve=[[1]]),
     ],
 )  # fmt: skip
 def test_a_statement_of_another_kind_is_one_error(
-    run: Path, change: Callable[[dict[str, Any]], None], capsys: pytest.CaptureFixture[str]
+    run: Path, change: Forgery, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forge(run, change)
     assert main(["report", str(run)]) == 1

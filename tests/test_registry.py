@@ -13,7 +13,7 @@ import typer
 import quietgrad as qg
 from quietgrad.algorithms.learning_rates import StepDecay
 from quietgrad.algorithms.registry import ALGORITHMS, entry
-from quietgrad.cli.settings import algorithm_from, objective_from
+from quietgrad.cli.run_spec import algorithm_from, objective_from
 from quietgrad.errors import DataError
 from quietgrad.federation.plan_file import objective_of
 from quietgrad.objectives.registry import TABLE_LOSSES

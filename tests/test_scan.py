@@ -158,18 +158,16 @@ def test_a_scaled_scan_is_a_scan(folder: Path, tmp_path: Path) -> None:
     X, y = pandas.DataFrame(rows()[0], columns=[f"x{j}" for j in range(D)]), rows()[1]
     bounds = [(-3.0, 3.0)] * D
     options: dict[str, Any] = {"epsilon": 4.0, "classes": [0, 1], "random_state": 5}
-    for turner in (PrivateScaler(feature_bounds=bounds),):
-        seen = turner.fit(scan(folder, target="y")).transform(scan(folder, target="y"))
-        Z = pandas.DataFrame(turner.transform(X), columns=turner.get_feature_names_out())
-        assert seen.shape == Z.shape
-        limits = [(-1.0, 1.0)] * Z.shape[1]
-        mine = PrivateLogisticRegression(feature_bounds=limits, **options).fit(seen)
-        other = PrivateLogisticRegression(feature_bounds=limits, **options).fit(Z, y)
-        np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)
-        out = tmp_path.parent / f"{type(turner).__name__}.parquet"
-        mine.predict_to(seen, out)
-        written = pq.read_table(out)["prediction"].to_numpy()
-        assert (written == mine.predict(Z)).all()
+    turner = PrivateScaler(feature_bounds=bounds)
+    seen = turner.fit(scan(folder, target="y")).transform(scan(folder, target="y"))
+    Z = pandas.DataFrame(turner.transform(X), columns=turner.get_feature_names_out())
+    assert seen.shape == Z.shape
+    limits = [(-1.0, 1.0)] * Z.shape[1]
+    mine = PrivateLogisticRegression(feature_bounds=limits, **options).fit(seen)
+    other = PrivateLogisticRegression(feature_bounds=limits, **options).fit(Z, y)
+    np.testing.assert_allclose(mine.coef_, other.coef_, rtol=1e-7, atol=1e-9)
+    mine.predict_to(seen, tmp_path.parent / "scaled.parquet")
+    assert (pq.read_table(tmp_path.parent / "scaled.parquet")["prediction"].to_numpy() == mine.predict(Z)).all()
     found = PrivateScaler(epsilon=4.0).fit(scan(folder, target="y"))
     assert found.privacy_.epsilon == pytest.approx(4.0, rel=0.02)
     with pytest.raises(DataError, match="other columns"):

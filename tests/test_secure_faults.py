@@ -50,29 +50,26 @@ class Masked:
         signature = SurvivorAttestation.sign(self.server._identity, self.server.context, t, packed)
         return self.server._seal(to, FrameType.SURVIVORS, t, packed + signature)
 
-    def prepare(self, t: int, away: Set[int] = NONE) -> None:
-        here = [p for p in self.parties if p.me not in away]
-        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in here})
-        for p in here:
-            p.deliver(t, delivery[p.me])
-
     def submitted(self, t: int) -> dict[int, bytes]:
-        """Everybody's vectors, on their way."""
-        self.prepare(t)
+        """Everybody up to the masked vectors."""
+        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in self.parties})
+        for p in self.parties:
+            p.deliver(t, delivery[p.me])
         return {p.me: p.submit(t, self.vectors[p.me]) for p in self.parties}
-
-    def finish(self, t: int, at_submit: Set[int] = NONE, at_reveal: Set[int] = NONE) -> None:
-        live = [p for p in self.parties if p.me not in at_submit]
-        ask = self.server.survivors(t, {p.me: p.submit(t, self.vectors[p.me]) for p in live})
-        total = self.server.finish(t, {p.me: p.reveal(t, ask[p.me]) for p in live if p.me not in at_reveal})
-        np.testing.assert_allclose(total, self.vectors[[p.me for p in live]].sum(0), atol=1e-9)
 
     def run(
         self, t: int, at_prepare: Set[int] = NONE, at_submit: Set[int] = NONE, at_reveal: Set[int] = NONE
     ) -> None:
         """One round in which the given parties go silent at the given phase; checks the sum of the rest."""
-        self.prepare(t, at_prepare)
-        self.finish(t, at_prepare | at_submit, at_reveal)
+        live = [p for p in self.parties if p.me not in at_prepare]
+        delivery = self.server.relay(t, {p.me: p.prepare(t) for p in live})
+        for p in live:
+            p.deliver(t, delivery[p.me])
+        live = [p for p in live if p.me not in at_submit]
+        ask = self.server.survivors(t, {p.me: p.submit(t, self.vectors[p.me]) for p in live})
+        answers = {p.me: p.reveal(t, ask[p.me]) for p in live if p.me not in at_reveal}
+        total = self.server.finish(t, answers)
+        np.testing.assert_allclose(total, self.vectors[[p.me for p in live]].sum(0), atol=1e-9)
 
 
 @pytest.mark.parametrize("silent", [(), ({0},), (NONE, {4}), (NONE, NONE, {2}), (NONE, {1}), ({3},)], ids=str)
@@ -119,15 +116,27 @@ def test_rounds_never_go_back() -> None:
 
 def test_the_next_round_may_be_prepared_during_one_and_aborted_rounds_are_forgotten() -> None:
     world = Masked(honest=4)
-    world.prepare(0)
-    world.prepare(7)
-    world.finish(0)
-    world.finish(7)
+    parties, server = world.parties, world.server
+
+    def prepare(t: int) -> None:
+        delivery = server.relay(t, {p.me: p.prepare(t) for p in parties})
+        for p in parties:
+            p.deliver(t, delivery[p.me])
+
+    def finish(t: int) -> None:
+        ask = server.survivors(t, {p.me: p.submit(t, world.vectors[p.me]) for p in parties})
+        total = server.finish(t, {p.me: p.reveal(t, ask[p.me]) for p in parties})
+        np.testing.assert_allclose(total, world.vectors.sum(0), atol=1e-9)
+
+    prepare(0)
+    prepare(7)
+    finish(0)
+    finish(7)
     for t in (8, 9, 10):
-        world.prepare(t)
+        prepare(t)
     with pytest.raises(ProtocolError, match="round 8 was not prepared, or is over"):
-        world.parties[0].submit(8, np.zeros(D))
-    world.finish(9)
+        parties[0].submit(8, np.zeros(D))
+    finish(9)
 
 
 Frames = dict[int, bytes]

@@ -79,11 +79,23 @@ def test_table_holds_the_masses_exactly_and_they_are_gaussian(sigma: float, magn
     assert distance <= Decimal(2) ** -56
 
 
-@pytest.mark.parametrize(("sigma", "tables", "draws"), [(0.5, 1, 4), (24.0, 1, 4), (1599.0, 1, 4), (2500.0, 2, 10)])
-def test_draws_follow_the_mass_function(sigma: float, tables: int, draws: int) -> None:
+def test_alias_table_refuses_masses_that_do_not_fill_it() -> None:
+    for masses in ([1, 1], [2, 2, 2], [5, -1]):
+        with pytest.raises(ValueError, match="add up"):
+            alias_table(masses, 1)
+
+
+@pytest.mark.parametrize("sigma", [0.5, 24.0, 1599.0])
+def test_single_table_draws_follow_the_mass_function(sigma: float) -> None:
+    draws = DiscreteGaussian(sigma).sample(stream(1), 0, 400_000)
+    assert chi_square_p(draws, sigma) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("sigma", [2500.0])
+def test_convolved_draws_follow_the_mass_function(sigma: float) -> None:
     noise = DiscreteGaussian(sigma)
-    assert len(noise.parts) == tables
-    assert chi_square_p(noise.sample(stream(tables), 0, 100_000 * draws), sigma) > FALSE_ALARM
+    assert len(noise.parts) == 2
+    assert chi_square_p(noise.sample(stream(2), 0, 1_000_000), sigma) > FALSE_ALARM
 
 
 @pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 / math.sqrt(3)])
@@ -248,8 +260,13 @@ def test_overflow_is_refused_before_anything_is_sent(mode: str) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        ({"mode": "magic"}, "mode"),
         ({"dimension": 0}, "dimension"),
+        ({"bound": 0.0}, "bound"),
         ({"bound": math.nan}, "bound"),
+        ({"sigma": -1.0}, "sigma"),
+        ({"sigma": math.nan}, "sigma"),
+        ({"parties": 1}, "parties"),
         ({"honest": 0}, "honest"),
         ({"honest": 5, "colluders": 1}, "honest"),
         ({"servers": 2}, "servers"),

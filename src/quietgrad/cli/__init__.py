@@ -69,11 +69,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    name = args[0] if args else "--help"
+    name, rest = (args[0], args[1:]) if args else ("--help", [])
+    code: object = 0
     try:
-        code = _answer(name, args[1:])
+        if name in ("-h", "--help", "help"):
+            print(_help())
+        elif name in ("-V", "--version"):
+            print(f"quietgrad {__version__}")
+        elif name not in COMMANDS:
+            near = get_close_matches(name, COMMANDS, n=1)
+            advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
+            what = "option" if name.startswith("-") else "command"
+            print(sanitize(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
+            code = 2
+        else:
+            from typer.main import get_command
+
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning  # type: ignore[assignment]
+                command = get_command(app_of(name))
+                code = command.main(rest, prog_name=f"quietgrad {name}", standalone_mode=False)
         sys.stdout.flush()
-        return code
+        return code if isinstance(code, int) else 0
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
@@ -83,28 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             print(sanitize_lines(traceback.format_exc()), file=sys.stderr)
         return _refuse(name, error)
-
-
-def _answer(name: str, args: list[str]) -> int:
-    if name in ("-h", "--help", "help"):
-        print(_help())
-        return 0
-    if name in ("-V", "--version"):
-        print(f"quietgrad {__version__}")
-        return 0
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
-        advice = f"did you mean `quietgrad {near[0]}`?" if near else "see `quietgrad --help`."
-        what = "option" if name.startswith("-") else "command"
-        print(sanitize(f"quietgrad: {name!r} is no {what}; {advice}"), file=sys.stderr)
-        return 2
-    from typer.main import get_command
-
-    with warnings.catch_warnings():
-        warnings.showwarning = _show_warning  # type: ignore[assignment]
-        command = get_command(app_of(name))
-        code = command.main(args, prog_name=f"quietgrad {name}", standalone_mode=False)
-    return code if isinstance(code, int) else 0
 
 
 def app_of(name: str) -> Any:

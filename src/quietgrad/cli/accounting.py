@@ -65,11 +65,6 @@ def _proved(proof: ProvedGuarantee, event: Event) -> list[tuple[str, str]]:
 
 calibrate_app = typer.Typer(add_completion=False)
 
-_NEEDS = {
-    "noise-multiplier": ("steps",),
-    "steps": ("noise_multiplier",),
-}
-
 
 @calibrate_app.command(
     epilog="Example: quietgrad calibrate --epsilon 1.2 --delta 1e-5 --n 60000 --batch-size 512 --steps 2000"
@@ -91,28 +86,22 @@ def calibrate(
 ) -> None:
     """Find the least noise or the most steps within a budget; ε is proved."""
     promise = budget(epsilon, delta, relation)
-    given: dict[str, Any] = {"steps": steps, "noise_multiplier": noise_multiplier, "n": n}
-    if find not in _NEEDS:
-        raise typer.BadParameter(f"{find!r}: must be one of {', '.join(_NEEDS)}.", param_hint="--find")
-    for name in _NEEDS[find]:
-        if given[name] is None:
-            option = "--" + name.replace("_", "-")
-            raise typer.BadParameter(f"it is needed to find the {find}.", param_hint=option)
-    shared: dict[str, Any] = {**promise.to_json(), "sampling": sampling, "n": n}
-    sample: dict[str, Any] = {"batch_size": batch_size, "rate": rate}
+    sample: dict[str, Any] = {"sampling": sampling, "n": n, "batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
-            given["noise_multiplier"] = accounting.calibrate(**shared, **sample, steps=given["steps"])
+            if steps is None:
+                raise typer.BadParameter(f"it is needed to find the {find}.", param_hint="--steps")
+            noise_multiplier = accounting.calibrate(**promise.to_json(), **sample, steps=steps)
+        elif find == "steps":
+            if noise_multiplier is None:
+                raise typer.BadParameter(f"it is needed to find the {find}.", param_hint="--noise-multiplier")
+            steps = accounting.calibrate_steps(**promise.to_json(), **sample, noise_multiplier=noise_multiplier)
         else:
-            given["steps"] = accounting.calibrate_steps(
-                **shared, **sample, noise_multiplier=given["noise_multiplier"]
-            )
-        event = accounting.sampled_gaussian(**given, **sample, sampling=sampling)
+            raise typer.BadParameter(f"{find!r}: must be one of noise-multiplier, steps.", param_hint="--find")
+        event = accounting.sampled_gaussian(noise_multiplier, steps, **sample)
         proof = prove(event, delta=delta, relation=relation)
-    answers = {**given, **sample}
-    numbers = {name: answers[name] for name in ("noise_multiplier", "steps", "batch_size")}
+    numbers = {"noise_multiplier": noise_multiplier, "steps": steps, "batch_size": batch_size}
     told = {"found": find, **numbers, **proof.to_json(), "target_epsilon": promise.epsilon}
-    value = answers[find.replace("-", "_")]
-    title = f"{find.replace('-', ' ')} = {value:.6g}"
+    title = f"{find.replace('-', ' ')} = {numbers[find.replace('-', '_')]:.6g}"
     epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})")
     answer(as_json, told, table=(title, [epsilon_row, *_proved(proof, event)]))

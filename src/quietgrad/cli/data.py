@@ -42,7 +42,7 @@ def list_sets(as_json: Json = False) -> None:
                 "features": entry.features,
                 "available": found is not None,
                 "sources": [source.label for source in carriers] or ([] if entry.files else ["scikit-learn"]),
-                "sha256": {file.name: list(file.checksums) for file in entry.files},
+                "sha256": {f["name"]: [f["sha256"], *f.get("copies", {}).values()] for f in entry.files},
             }
         )
     if as_json:

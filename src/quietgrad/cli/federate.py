@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
@@ -11,7 +11,6 @@ from typer import Argument, Option
 from quietgrad.cli.federate_roles import (
     approval,
     coordinate,
-    handing_out,
     member_logger,
     remember_reading,
     simulated,
@@ -76,12 +75,10 @@ def simulate(
     spec.budget()
     if trust == "secure" and secure is None:
         secure = "masks"
-    federation: dict[str, Any] = {
-        "trust": trust, "secure": secure, "weights": weights, "quorum": quorum,
-        "colluders": colluders, "spare": spare,
-    }  # fmt: skip
-    split = {"unevenness": unevenness, "dirichlet": dirichlet}
-    result = simulated(spec, out, parties, split, federation, quiet=quiet or as_json)
+    result = simulated(
+        spec, out, parties, unevenness=unevenness, dirichlet=dirichlet, quiet=quiet or as_json, trust=trust,
+        secure=secure, weights=weights, quorum=quorum, colluders=colluders, spare=spare,
+    )  # fmt: skip
     show_result(result, out, as_json=as_json, explain=explain)
 
 
@@ -114,7 +111,15 @@ def provision(
                 raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
             sent[name] = path
         made = provisioning.provision(file.members, out, sent)
-        advice = handing_out(file, out, sent)
+        own = [name for name in file.members if name not in sent]
+        lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
+        if own:
+            lines.append(
+                f"made here, secret keys included, for {', '.join(own)}: "
+                "hand each folder to its member over a safe channel, and remove it here."
+            )
+        lines.append(f"remove {out / 'authority' / 'ca.key'} too: its holder can make certificates of any member.")
+        advice = "\n".join(lines)
     told = {"made": [str(path) for path in made], "plan": file.digest}
     answer(as_json, told, advice, table=(f"keys of {file.name}", [(path.name, str(path)) for path in made]))
 

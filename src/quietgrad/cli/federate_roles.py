@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ import typer
 from quietgrad import federation as federations
 from quietgrad.cli.ledger import reminder
 from quietgrad.cli.options import usage
-from quietgrad.cli.run_spec import RunSpec
+from quietgrad.cli.run_spec import RunSpec, objective_from
 from quietgrad.cli.scanned_data import ScannedData
-from quietgrad.cli.settings import objective_from
 from quietgrad.cli.train import check_folder, finish
 from quietgrad.errors import BudgetError, DataError, QuietgradError
 from quietgrad.federation import approved
@@ -80,29 +79,6 @@ def approval(
     return found
 
 
-def tell_state(out: Path, name: str, tell: Tell) -> None:
-    """Say where the run's only secret waits, and remind of keys that other runs left."""
-    tell(
-        f"what was answered is in {out / f'{name}.journal'}, the key of the samples beside it, until the run is "
-        "over: neither copy nor restore them"
-    )
-    if (words := reminder()) is not None:
-        tell(words)
-
-
-def handing_out(file: PlanFile, out: Path, sent: Mapping[str, Path]) -> str:
-    """What to do with the folders that were just provisioned."""
-    own = [name for name in file.members if name not in sent]
-    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
-    if own:
-        lines.append(
-            f"made here, secret keys included, for {', '.join(own)}: "
-            "hand each folder to its member over a safe channel, and remove it here."
-        )
-    lines.append(f"remove {out / 'authority' / 'ca.key'} too: its holder can make certificates of any member.")
-    return "\n".join(lines)
-
-
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
     """The threat model of a plan, as questions and answers."""
     if not plan.is_private:
@@ -119,7 +95,7 @@ def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
 
 
 def simulated(
-    spec: RunSpec, out: Path, m: int, split: Mapping[str, Any], federation: Mapping[str, Any], *, quiet: bool
+    spec: RunSpec, out: Path, m: int, *, unevenness: float, dirichlet: float | None, quiet: bool, **federation: Any
 ) -> Result:
     """Deal a table to ``m`` parties and train; each party has its own ledger below ``out``."""
     data = spec.load_data()
@@ -129,14 +105,14 @@ def simulated(
     check_folder(out, overwrite=False)
     with usage():
         loss = objective_from(spec.describe_objective(data))
-        people = federations.deal(data.X, data.y, m, **split)
-    homes = [out / "parties" / f"party-{i + 1}" for i in range(m)]
+        people = federations.deal(data.X, data.y, m, unevenness=unevenness, dirichlet=dirichlet)
     if not spec.non_private:
+        homes = [out / "parties" / f"party-{i + 1}" for i in range(m)]
+        for home in homes:
+            home.mkdir(parents=True, exist_ok=True)
         people = [
             dataclasses.replace(p, ledger=home / "ledger.jsonl") for p, home in zip(people, homes, strict=True)
         ]
-        for home in homes:
-            home.mkdir(parents=True, exist_ok=True)
     spec.save(out)  # tells `predict` how the data were read
     tell, next_line = member_logger("simulation", quiet), time.monotonic()
 
@@ -205,7 +181,21 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     try:
         site = mine.site(member, tell)
         where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
-        tell(f"{_what_is_approved(member, file, out, tell)}; {where}")
+        plan = f"plan {readable_digest(file.digest)}"
+        if not isinstance(member, PartyCurator):
+            words = f"adding up for {plan}"
+        else:
+            tell(
+                f"what was answered is in {out / f'{member.name}.journal'}, the key of the samples beside it, "
+                "until the run is over: neither copy nor restore them"
+            )
+            if (stale := reminder()) is not None:
+                tell(stale)
+            rounds = sum(member.answered().values())
+            words = f"continuing the run of {plan} that was approved before, with {rounds} rounds answered"
+            if member.run is None:
+                words = f"approved one run of {plan}"
+        tell(f"{words}; {where}")
         most = largest_reply(file.plan)
         if listen is not None:
             serve(site, listen, most=most)
@@ -233,18 +223,6 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
     return {**facts, "ledger": str(mine.books)}
-
-
-def _what_is_approved(member: Any, file: PlanFile, out: Path, tell: Tell) -> str:
-    """Whether this is a new run, or one that goes on, in words."""
-    plan = f"plan {readable_digest(file.digest)}"
-    if member.name in file.plan.servers:
-        return f"adding up for {plan}"
-    tell_state(out, member.name, tell)
-    rounds = sum(member.answered().values())
-    if member.run is None:
-        return f"approved one run of {plan}"
-    return f"continuing the run of {plan} that was approved before, with {rounds} rounds answered"
 
 
 def remember_reading(file: PlanFile, out: Path) -> None:

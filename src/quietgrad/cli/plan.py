@@ -12,8 +12,7 @@ from quietgrad.algorithms.base import Algorithm
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.cli.options import Explain, Json, budget, say, say_meaning, show_json, show_rows, show_table, usage
-from quietgrad.cli.run_spec import RunSpec, with_options
-from quietgrad.cli.settings import algorithm_from
+from quietgrad.cli.run_spec import RunSpec, algorithm_from, with_options
 from quietgrad.plans.explain import ScanCostEstimate, expected_cost
 from quietgrad.plans.schedule import Plan
 from quietgrad.plans.schedule import plan as make_plan
@@ -92,7 +91,14 @@ def plan(
             "on new records: the mean of a loss in [0, 1], such as the error rate, is expected to differ from that "
             f"on these by at most {the_plan.generalization:.3g}, because of the noise"
         )
-        show_slots(the_plan)
+        sensitivity = f"{sensitivity_factor(spec.relation):g}·C"
+        filtered = the_plan.schedule.composition == "filter"
+        lines = []
+        for slot in the_plan.schedule.slots:
+            scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
+            noise = "within the filter" if filtered else f"{scale:.4g}·C"
+            lines.append((slot.name, slot.count, sampling_words(slot.sampling.to_json()), sensitivity, noise))
+        show_table(("release", "at most", "sampling", "sensitivity", "noise σ"), lines)
 
 
 def whole(number: float, option: str) -> int:
@@ -108,19 +114,6 @@ def expected(the_plan: Plan, columns: int, cluster: str) -> ScanCostEstimate:
     if not (machines.isdigit() and cores.isdigit() and int(machines) and int(cores)):
         raise typer.BadParameter(f"{cluster!r}: must be MACHINESxCORES, such as 64x8.", param_hint="--cluster")
     return expected_cost(the_plan, columns, int(machines), int(cores))
-
-
-def show_slots(the_plan: Plan) -> None:
-    """Print the plan's releases as a table."""
-    assert the_plan.budget is not None
-    sensitivity = f"{sensitivity_factor(the_plan.budget.relation):g}·C"
-    filtered = the_plan.schedule.composition == "filter"
-    rows = []
-    for slot in the_plan.schedule.slots:
-        scale = slot.multiplier(the_plan.noise_multiplier) * slot.mechanism.factor
-        noise = "within the filter" if filtered else f"{scale:.4g}·C"
-        rows.append((slot.name, slot.count, sampling_words(slot.sampling.to_json()), sensitivity, noise))
-    show_table(("release", "at most", "sampling", "sensitivity", "noise σ"), rows)
 
 
 def _list(as_json: bool) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import typer
 from scipy import sparse
 from scipy.sparse import linalg
@@ -23,7 +21,7 @@ from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import TRAINING_PEOPLE, Details, save_score, score_values, were_trained_on
 from quietgrad.data.columns import is_number
-from quietgrad.data.dataset import Matrix
+from quietgrad.data.dataset import Dataset, Labels
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, write_atomically
 from quietgrad.privacy.ledger import project_path
@@ -75,12 +73,12 @@ def predict(
         if as_json:
             show_json({"records": count, "scores": {}})
         return
-    found = records_for(folder, data, facts, keep=keep)
+    found, labels, ids = records_for(folder, data, facts, keep=keep)
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     answers = model.predict(found.X)
     if names is not None:
         answers = answers.astype(str)
-    said: Columns = {} if found.ids is None else {found.id_column: list(found.ids)}
+    said: Columns = {} if found.ids is None else {ids: list(found.ids)}
     said["prediction"] = answers.tolist()
     if names and "predict_proba" in dir(model):
         chances = model.predict_proba(found.X)
@@ -88,10 +86,10 @@ def predict(
         column = f"probability_of_{names[1]}" if two else "probability"
         said[column] = np.round(chances[:, 1] if two else chances.max(axis=1), 6).tolist()
     scores: dict[str, float] = {}
-    if found.y is not None and names is None:
-        scores["rmse"] = float(np.sqrt(np.mean((answers - found.y) ** 2)))
-    elif found.y is not None:
-        scores["accuracy"] = float(np.mean(answers == np.array(facts["class_names"])[found.y.astype(int)]))
+    if labels is not None and names is None:
+        scores["rmse"] = float(np.sqrt(np.mean((answers - labels) ** 2)))
+    elif labels is not None:
+        scores["accuracy"] = float(np.mean(answers == np.array(facts["class_names"])[labels.astype(int)]))
     if output is not None:
         _write(writable(output), said)
         say(f"{len(answers)} predictions written to {output}.", err=as_json)
@@ -116,88 +114,64 @@ def _spec_of(folder: Path) -> RunSpec:
     return RunSpec.load(folder) if (folder / RUN_FILE).exists() else RunSpec()
 
 
-@dataclass(frozen=True)
-class _ModelInput:
-    """Records as a run's model takes them; ``y`` is ``None`` without labels, ``ids`` stand beside predictions."""
-
-    X: Matrix
-    y: npt.NDArray[Any] | None
-    person: npt.NDArray[Any] | None
-    ids: tuple[str, ...] | None = None
-    id_column: str = "id"
-
-
 def records_for(
     folder: Path, data: str, facts: Details, person: str | None = None, keep: str | None = None
-) -> _ModelInput:
-    """A file or a registered set, with ids from the columns named here or in the run's options."""
+) -> tuple[Dataset, Labels | None, str]:
+    """Records as a run's model takes them, their labels if they have any, and the name of their column of ids."""
     if not Path(data).is_file():
         if person is not None or keep is not None:
             raise DataError(f"{data}: is no file with a column of people's ids.")
-        loaded = datasets.load(data)
-        found = _ModelInput(loaded.X, loaded.y, loaded.person)
-        if loaded.X_test is not None:
-            found = replace(found, X=loaded.X_test, y=loaded.y_test)
+        found, labelled = datasets.load(data), True
+        if found.X_test is not None and found.y_test is not None:
+            found = replace(found, X=found.X_test, y=found.y_test)
     else:
-        found = _from_file(folder, data, facts, person, keep)
-    if found.X.shape[1] != facts["features"]:
-        raise DataError(f"{data}: has {found.X.shape[1]} features, the model was trained on {facts['features']}.")
+        reading = _reading(folder, data, facts, person, keep)
+        found, labelled, keep = datasets.load(data, **reading), reading["labelled"], reading["keep"]
+        known, given = facts.get("feature_names"), found.feature_names
+        if known and given and list(known) != list(given):
+            same = "in another order" if sorted(known) == sorted(given) else "with other names"
+            raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
+    if found.d != facts["features"]:
+        raise DataError(f"{data}: has {found.d} features, the model was trained on {facts['features']}.")
     if facts.get("rows") == "normalize":
         lengths = linalg.norm(sparse.csr_matrix(found.X), axis=1)
         factors = facts["row_bound"] / np.where(lengths > 0.0, lengths, 1.0)
         scaled: Any = sparse.diags(factors) @ found.X
         found = replace(found, X=scaled)
-    return found
+    return found, found.y if labelled else None, str(keep)
 
 
-def _from_file(folder: Path, data: str, facts: Details, person: str | None, keep: str | None) -> _ModelInput:
-    """The records of a file, with their labels if it has a label column."""
+def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: str | None) -> dict[str, Any]:
+    """How a file is loaded that is like the one trained on, with or without a label column."""
     reading = {**_spec_of(folder).reading, "task": facts["task"]}
+    schema = None
     if "schema" in reading:
         own = folder / f"schema{Path(reading['schema']).suffix}"
-        reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
-        keep = keep or reading.get("keep") or next(iter(reading["schema"].ids), None)
+        schema = reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
+        keep = keep or reading.get("keep") or next(iter(schema.ids), None)
     header: tuple[str, ...] = ()
     if {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
         from quietgrad.data.tables import read_header  # loads pyarrow
 
-        header = read_header(Path(data), reading.get("schema"), reading.get("delimiter"), reading.get("encoding"))
+        header = read_header(Path(data), schema, reading.get("delimiter"), reading.get("encoding"))
     if person is not None:
         reading["person"] = person
     elif reading.get("person") not in header:  # a prediction needs no ids
         reading.pop("person", None)
-    named, keep = keep, keep or reading.pop("keep", None)
-    reading |= {"keep": keep if keep in header or named is not None else None}
+    beside = keep or reading.get("keep")
+    reading["keep"] = beside if beside in header or keep is not None else None
     reading["drop"] = tuple(column for column in reading.get("drop", ()) if column in header)
-    if "schema" not in reading and facts["task"] != "regression":
+    if schema is None and facts["task"] != "regression":
         names = facts["class_names"]
         reading.setdefault("classes", [float(name) if is_number(name) else name for name in names])
     if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
-    label = _missing_label(header, facts, reading)
-    if label is not None:
-        reading |= {"labelled": False} | ({} if "schema" in reading else {"label": label})
-    loaded = datasets.load(data, **reading)
-    known, given = facts.get("feature_names"), loaded.feature_names
-    if known and given and list(known) != list(given):
-        same = "in another order" if sorted(known) == sorted(given) else "with other names"
-        raise DataError(f"{data}: has its columns {same} than the file the model was trained on.")
-    y = None if label is not None else loaded.y
-    return _ModelInput(loaded.X, y, loaded.person, loaded.ids, str(keep))
-
-
-def _missing_label(header: Sequence[str], facts: Details, reading: Details) -> str | None:
-    """A name for the label column that a file lacks; ``None`` if it has one or cannot be told."""
-    aside = (reading.get("person"), reading.get("keep"), *reading["drop"])
-    header = [name for name in header if name not in aside]
-    if "schema" in reading:
-        schema = reading["schema"]
-        there = schema.names is None and set(schema.columns) <= set(header)
-        return schema.label if there and schema.label not in header else None
-    known, label = facts.get("feature_names"), reading.get("label")
-    if not known or (label is not None and label in header):
-        return None
-    return (label or "__label__") if sorted(header) == sorted(known) else None
+    if schema is not None:
+        unlabelled = schema.names is None and set(schema.columns) <= set(header) and schema.label not in header
+    else:
+        features = {*header} - {reading.get("person"), reading["keep"], *reading["drop"]}
+        unlabelled = reading.get("label") not in header and features == set(facts.get("feature_names") or [None])
+    return {**reading, "labelled": not unlabelled}
 
 
 def _csv(columns: Columns) -> str:
@@ -263,16 +237,16 @@ def evaluate(
         if X.classes is not None:
             model.classes_ = np.asarray(X.classes)
     else:
-        records = records_for(folder, data, facts, spec.person)
+        records, found, _ = records_for(folder, data, facts, spec.person)
         X, ids = records.X, records.person
         if ids is None and model.privacy_.unit == "person":
             raise DataError(
                 f"{data}: has no column of people's ids, and the model was trained by person: name --person."
             )
-        if records.y is None:
+        if found is None:
             raise DataError(f"{data}: has no labels to score against.")
-        labels = records.y if facts["task"] == "regression" else model.classes_[records.y.astype(int)]
-        if were_trained_on(folder, X, records.y, ids) and not training_people:
+        labels = found if facts["task"] == "regression" else model.classes_[found.astype(int)]
+        if were_trained_on(folder, X, found, ids) and not training_people:
             raise DataError(
                 f"{data}: holds people that the model was trained on, so its score would be no held-out score. "
                 "Give held-out records; or pass --training-people, which charges the run's account and says so. "

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from typer import Argument, Option
@@ -24,6 +24,7 @@ import quietgrad
 from quietgrad.cli.options import Json, say, show_json
 from quietgrad.errors import QuietgradError
 
+Record: TypeAlias = dict[str, Any]  # of results, as a script leaves it
 app = typer.Typer(add_completion=False)
 _WIDEST = 120  # characters of a cell; --json has all of it
 
@@ -75,7 +76,17 @@ def reproduce(
         if as_json:
             show_json({**chosen.about(), "ran": "quick"})
         return
-    _show(chosen, as_json)
+    record, about = chosen.record(), chosen.about()
+    tables = tables_of(record)
+    if as_json:
+        made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
+        show_json({**about, **made, "tables": tables})
+        return
+    say(about["what"])
+    say(f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}")
+    for table in tables:
+        say(f"\n{table['title']}")
+        _print(table["rows"], table["columns"])
 
 
 @dataclass(frozen=True)
@@ -92,12 +103,12 @@ class Reproduction:
     def results(self) -> Path:
         return self.script.parent / "results" / f"{self.script.stem}.json"
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """The numbers, with the command, date and versions that made them."""
-        record: dict[str, Any] = json.loads(self.results.read_text(encoding="utf-8"))
+        record: Record = json.loads(self.results.read_text(encoding="utf-8"))
         return record
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> Record:
         """Name, paper, what and how long, as the docstring has it."""
         text = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or ""
         paper, takes = re.search(r"[Pp]aper (\d{3})", text), re.search(r"Takes ([^.]+)\.", text)
@@ -141,7 +152,7 @@ def reproductions(root: Path) -> dict[str, Reproduction]:
     return {each.name: each for each in runnable}
 
 
-def tables_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+def tables_of(record: Record) -> list[Record]:
     """The record's own tables, or its lists of rows with what in them is a plain value.
 
     >>> tables_of({"date": "…", "rows": [{"ε": 1.0, "error": 0.25, "settings": {"steps": 3}}]})
@@ -162,30 +173,12 @@ def tables_of(record: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _show(chosen: Reproduction, as_json: bool) -> None:
-    record, about = chosen.record(), chosen.about()
-    tables = tables_of(record)
-    if as_json:
-        made = {key: record.get(key) for key in ("command", "date", "machine", "versions")}
-        show_json({**about, **made, "tables": tables})
-        return
-    say(about["what"])
-    say(f"made by `{record['command']}` on {record['date'][:10]}, quietgrad {record['versions']['quietgrad']}")
-    for table in tables:
-        say(f"\n{table['title']}")
-        _print(table["rows"], table["columns"])
-
-
-def _print(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
+def _print(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> None:
     """Aligned columns, never cut: a reader may pipe them on."""
-    lines = [list(columns), *([_text(value) for value in row] for row in rows)]
+    lines = [list(columns)]
+    for row in rows:
+        texts = ["–" if v is None else f"{v:.4g}" if isinstance(v, float) else str(v) for v in row]
+        lines.append([text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…" for text in texts])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         say("  ".join(f"{value:<{width}}" for value, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "–"
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"

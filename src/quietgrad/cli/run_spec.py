@@ -14,31 +14,35 @@ import json
 import secrets
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 from scipy import sparse
 from typer import Argument, BadParameter, Option
 
 from quietgrad import data as datasets
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.registry import entry
 from quietgrad.algorithms.whitened_design import for_table
-from quietgrad.cli.options import Delta, RelationName, budget, class_labels
+from quietgrad.cli.options import Delta, RelationName, budget, class_labels, usage
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import hold_out_records
-from quietgrad.cli.settings import algorithm_from, key_values
 from quietgrad.curators.account import Account
 from quietgrad.data.dataset import Dataset, check_task
 from quietgrad.errors import DataError
 from quietgrad.files import is_multi_file, read_json, write_atomically
 from quietgrad.objectives.privacy_units import check_combination
-from quietgrad.objectives.registry import usual_loss
+from quietgrad.objectives.registry import make_objective, usual_loss
+from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.oracles.gradient_estimators import ORACLES, oracle_class
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.ledger_state import LONGEST, check_account_name
+from quietgrad.settings import fields_of
 
 RUN_FILE = "run.json"
+Options: TypeAlias = Mapping[str, Any]  # by name, as a file or a command line has them
 _PATHS = ("schema", "test", "ledger")
 _LISTS = ("settings", "drop", "classes")
 _READING = (
@@ -182,7 +186,7 @@ class RunSpec:
             path = Path(self.schema)
             write_atomically(folder / f"schema{path.suffix}", path.read_bytes())
         values = dataclasses.asdict(self)
-        model, score = self.budget(), self.score_budget()
+        model, score = self.budget(), self.budget(of_score=True)
         if model is not None and score is not None:  # checks of the run compare its own part with what was asked
             values |= {"epsilon": model.epsilon, "delta": model.delta, "whole": [self.epsilon, self.delta]}
         write_atomically(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
@@ -266,21 +270,20 @@ class RunSpec:
         held_out = self.holdout is not None or self.test is not None
         return held_out and not self.exact_score and not self.non_private
 
-    def budget(self) -> Budget | None:
-        """The guarantee of the training: all of ε and δ but the score's share; ``None`` if it is not private."""
-        return self._share(1.0 - self.score_share if self.scores_privately else 1.0)
+    def budget(self, *, of_score: bool = False) -> Budget | None:
+        """The guarantee of the training, or of the private score of held-out records; ``None`` if there is none.
 
-    def score_budget(self) -> Budget | None:
-        """The guarantee of the private score of held-out records, which the same account pays."""
-        return self._share(self.score_share) if self.scores_privately else None
-
-    def _share(self, share: float) -> Budget | None:
+        The same account pays both; together they are all of ε and δ.
+        """
         if not 0.0 < self.score_share < 1.0:
             raise ValueError(f"score_share={self.score_share:g}: must be between 0 and 1.")
-        if self.non_private:
+        if self.non_private or (of_score and not self.scores_privately):
             return None
         whole = budget(self.epsilon, self.delta, self.relation)
-        return whole if share == 1.0 else replace(whole, epsilon=whole.epsilon * share, delta=whole.delta * share)
+        if not self.scores_privately:
+            return whole
+        share = self.score_share if of_score else 1.0 - self.score_share
+        return replace(whole, epsilon=whole.epsilon * share, delta=whole.delta * share)
 
     def cap(self) -> Budget | None:
         """The most that the account as a whole may spend."""
@@ -413,3 +416,69 @@ def account_of(data: str | Path | None, name: str | None, ledger: Path | None, c
             name = "default"
     paid = Account.of(name, ledger, cap)
     return replace(paid, table=Path(data)) if data is not None and Path(data).is_file() else paid
+
+
+def algorithm_from(name: str, flags: Options, settings: Sequence[str] | None = None) -> Algorithm:
+    """The algorithm called ``name`` with the flags that were given and the settings ``KEY=VALUE``.
+
+    An algorithm that takes any oracle gets the one that ``oracle=NAME`` names, with settings ``oracle.KEY=VALUE``
+    and the flags that are the oracle's.
+
+    >>> algorithm_from("dp-srm", {"steps": 100, "gamma": None}, ["joint-clip=true", "first_batch_size=400"])
+    DPSRM(steps=100, ..., joint_clip=True, ..., first_batch_size=400, ...)
+    >>> algorithm_from("perturbed-sgd", {"batch_size": 500}, ["oracle=adaptive-spider", "oracle.kappa=0.01"])
+    PerturbedSGD(oracle=AdaptiveSpider(batch_size=500, ..., kappa=0.01), ...)
+    """
+    given = {key: value for key, value in flags.items() if value is not None}
+    said = key_values(settings)
+    with usage():
+        found = entry(name)
+        known = fields_of(found.kind)
+        if "oracle" in known:
+            source = said.pop("oracle", next(iter(ORACLES)))
+            its = fields_of(oracle_class(source))
+            own = {key: given.pop(key) for key in list(given) if key not in known and key in its}
+            there = {key.partition(".")[2]: said.pop(key) for key in list(said) if key.startswith("oracle.")}
+            said["oracle"] = {"name": source, **_merged(own, there)}
+        made: Algorithm = found.make(_merged(given, said))
+    return made
+
+
+def _merged(flags: Options, said: Options) -> dict[str, Any]:
+    """Both together; what is given by its flag and by ``--set`` is refused: the two may differ."""
+    for key in flags.keys() & said.keys():
+        raise ValueError(f"{key!r} is set twice: by its option and by --set.")
+    return {**flags, **said}
+
+
+def key_values(settings: Sequence[str] | None) -> dict[str, Any]:
+    """The texts ``KEY=VALUE`` of ``--set``.
+
+    >>> key_values(["joint-clip=true"])
+    {'joint_clip': 'true'}
+    """
+    values: dict[str, Any] = {}
+    for text in settings or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise BadParameter(f"{text!r}: must be KEY=VALUE.", param_hint="--set")
+        name = key.strip().replace("-", "_")
+        if name in values:
+            raise BadParameter(f"{name!r} is set twice.", param_hint="--set")
+        values[name] = value.strip()
+    return values
+
+
+def objective_from(facts: Options) -> LinearObjective:
+    """The objective that ``RunSpec.describe_objective`` describes.
+
+    >>> facts = {"objective": "huber:0.5", "regularizer": "l2:0.1", "intercept": True, "row_bound": None,
+    ...          "rows": "clip", "task": "regression", "classes": None}
+    >>> objective_from(facts)
+    Huber(regularizer=L2(strength=0.1, unpenalized=1), intercept=True, ..., threshold=0.5)
+    """
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    with usage():
+        loss: LinearObjective
+        loss, _ = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])
+    return loss

@@ -174,7 +174,7 @@ def held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> Private
 
     model = estimators.from_run(out)
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
-    promise = spec.score_budget()
+    promise = spec.budget(of_score=True)
     assert promise is not None
     classes = 0 if data.classes is None else len(data.classes)
     if spec.holdout is not None:  # how many a --test file holds is a secret until the score counts them

@@ -15,7 +15,7 @@ from quietgrad.cli import models
 from quietgrad.cli.ledger import reminder, so_far
 from quietgrad.cli.options import Explain, Json, Quiet, say, say_meaning, show_json, show_rows, usage
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.run_spec import RunSpec, with_options
+from quietgrad.cli.run_spec import RunSpec, objective_from, with_options
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.scoring import (
     clipped_features,
@@ -25,7 +25,6 @@ from quietgrad.cli.scoring import (
     remember_trained,
     save_score,
 )
-from quietgrad.cli.settings import objective_from
 from quietgrad.data.dataset import Dataset
 from quietgrad.errors import DataError
 from quietgrad.objectives.privacy_units import UnitGrouping

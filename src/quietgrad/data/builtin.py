@@ -17,6 +17,7 @@ import numpy.typing as npt
 from quietgrad.data.columns import Categorical, to_numbers
 from quietgrad.data.dataset import Dataset, Matrix, check, encode_labels, hold_out, public_order
 from quietgrad.data.file_formats import open_npz, parse_idx, parse_libsvm
+from quietgrad.data.schema import read_schema
 from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
@@ -58,8 +59,7 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
     from quietgrad.data.registry import REGISTRY
     from quietgrad.data.tables import text_columns
 
-    schema = REGISTRY["adult"].schema
-    assert schema is not None
+    schema = read_schema(REGISTRY["adult"].schema or {})
     assert schema.names is not None
     columns = text_columns(adult_rows(content), CSVDialect(",", schema.names, False), schema.names, name)
     hot: list[npt.NDArray[Any]] = []
@@ -81,7 +81,7 @@ def a9a_from_adult(content: bytes, name: str = "adult") -> tuple[Matrix, npt.NDA
 def _parsed(spec: DatasetSpec, text: bytes) -> Dataset:
     from quietgrad.data.tables import parse_csv
 
-    return parse_csv(text, spec.schema, name=spec.name)
+    return parse_csv(text, read_schema(spec.schema or {}), name=spec.name)
 
 
 def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
@@ -132,7 +132,7 @@ def _idx_images(spec: DatasetSpec, contents: Contents) -> Dataset:
         parts.append(pixels.reshape(len(pixels), -1).astype(np.float32) / np.float32(255))
         parts.append(parse_idx(contents[f"{spec.name}-{part}-labels-idx1-ubyte"], spec.name).astype(np.int64))
     X, y, X_test, y_test = parts
-    names, notes = spec.class_names or _DIGITS, ("published test set",)
+    names, notes = tuple(spec.class_names or _DIGITS), ("published test set",)
     return Dataset(spec.name, X, y, X_test, y_test, "multiclass", 28.0, tuple(range(10)), notes, names)
 
 
@@ -145,15 +145,15 @@ def _cifar10(spec: DatasetSpec, contents: Contents) -> Dataset:
     )
     y, y_test = (arrays[key].astype(np.int64) for key in ("y_train", "y_test"))
     bound, notes = float(np.sqrt(3072)), ("published test set",)
-    names = spec.class_names
+    names = tuple(spec.class_names or ())
     return Dataset(spec.name, X, y, X_test, y_test, "multiclass", bound, tuple(range(10)), notes, names)
 
 
 # scikit-learn's breast_cancer: ten measurements, each as mean, standard error and worst of a nucleus. Upper bounds
 # are rounded from the ranges of this public set.
-_NUCLEUS_MEAN = (30, 40, 200, 2500, 0.2, 0.4, 0.5, 0.25, 0.4, 0.1)
-_NUCLEUS_ERROR = (3, 5, 25, 500, 0.05, 0.2, 0.5, 0.1, 0.1, 0.05)
-_NUCLEUS_WORST = (40, 50, 300, 5000, 0.3, 1.0, 1.5, 0.3, 0.7, 0.25)
+_MEAN = (30, 40, 200, 2500, 0.2, 0.4, 0.5, 0.25, 0.4, 0.1)
+_ERROR = (3, 5, 25, 500, 0.05, 0.2, 0.5, 0.1, 0.1, 0.05)
+_WORST = (40, 50, 300, 5000, 0.3, 1.0, 1.5, 0.3, 0.7, 0.25)
 
 
 def _bundled(spec: DatasetSpec, contents: Contents) -> Dataset:
@@ -162,25 +162,18 @@ def _bundled(spec: DatasetSpec, contents: Contents) -> Dataset:
 
     name = spec.name
     bunch = getattr(datasets, f"load_{name.replace('-', '_')}")()
-    X, raw = np.asarray(bunch.data, dtype=np.float64), np.asarray(bunch.target)
-    note = ("bundled with scikit-learn",)
-    features = tuple(str(f) for f in bunch.feature_names)
-    if name == "diabetes":  # scikit-learn ships the columns centred, with unit sum of squares over 442 rows
-        X = np.clip(X, -0.2, 0.2) / 0.2
-        data = Dataset(
-            name, X, raw.astype(np.float64), task="regression", row_bound=float(np.sqrt(10)), notes=note,
-            label_bounds=(0.0, 400.0), feature_names=features,
-        )  # fmt: skip
-    else:
-        high = np.array(_NUCLEUS_MEAN + _NUCLEUS_ERROR + _NUCLEUS_WORST) if name == "breast-cancer" else 16.0
-        X = np.clip(X / high, 0, 1)
-        names = tuple(str(c) for c in bunch.target_names)
-        y, task, classes, _ = encode_labels(name, raw, classes=tuple(range(len(names))))
-        data = Dataset(
-            name, X, y, task=task, row_bound=float(np.sqrt(X.shape[1])), classes=classes, notes=note,
-            class_names=names, feature_names=features,
-        )  # fmt: skip
-    return hold_out(check(data))
+    # scikit-learn ships the columns of diabetes centred, with unit sum of squares over 442 rows.
+    high = {"diabetes": [0.2], "digits": [16.0], "breast-cancer": [*_MEAN, *_ERROR, *_WORST]}[name]
+    X = np.clip(np.asarray(bunch.data, dtype=np.float64) / high, -1 if name == "diabetes" else 0, 1)
+    data = Dataset(
+        name, X, np.asarray(bunch.target, np.float64), task="regression", row_bound=float(np.sqrt(X.shape[1])),
+        notes=("bundled with scikit-learn",), feature_names=tuple(str(f) for f in bunch.feature_names),
+    )  # fmt: skip
+    if name == "diabetes":
+        return hold_out(check(replace(data, label_bounds=(0.0, 400.0))))
+    names = tuple(str(c) for c in bunch.target_names)
+    y, task, classes, _ = encode_labels(name, bunch.target, classes=tuple(range(len(names))))
+    return hold_out(check(replace(data, y=y, task=task, classes=classes, class_names=names)))
 
 
 BUILDERS: Mapping[str, Builder] = {

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from quietgrad.data.file_formats import read_content
 from quietgrad.errors import DataError
 from quietgrad.sanitize import sanitize
 
-_ENCODINGS = ("utf-8-sig", "cp1252")
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _MONEY = r"[+-]?(?:[$€£¥]|EUR|USD|GBP|CHF)?\s?[+-]?"
 _UNIT = r"\s?(?:[$€£¥%]|EUR|USD|GBP|CHF)?"
@@ -45,10 +44,37 @@ class DraftColumn:
     thousands: str = ""
     format: str = ""
 
-    def format_lines(self) -> list[str]:
-        """How numbers are written, if not as Python writes them."""
-        lines = [f"decimal = {json.dumps(self.decimal)}"] if self.decimal != "." else []
-        return [*lines, *([f"thousands = {json.dumps(self.thousands)}"] if self.thousands else [])]
+    def lines(self, *, is_label: bool) -> list[str]:
+        """The column's part of a schema file, with comments on what to fill in."""
+        is_class = is_label and "number" not in self.kind and self.kind != "yes/no"
+        lines = [f'kind = "{"category" if is_class else self.kind}"']
+        if is_class:
+            lines.append('classes = []  # all class labels, such as ["no", "yes"]: needed')
+        elif "number" in self.kind:
+            if self.decimal != ".":
+                lines.append(f"decimal = {json.dumps(self.decimal)}")
+            if self.thousands:
+                lines.append(f"thousands = {json.dumps(self.thousands)}")
+            ends = "possible value, such as [0, 100000]; [] is found privately"
+            plausible = "plausible value, such as [0, 120]"
+            lines.append(f"bounds = []  # the lowest and highest {ends if is_label else plausible}")
+        elif self.kind == "category":
+            lines.append(
+                'categories = []  # all values that matter, such as ["a", "b"]; others set no feature: needed'
+            )
+        elif self.kind == "date":
+            lines += [
+                f"format = {json.dumps(self.format)}",
+                'bounds = []  # the first and last plausible day, such as ["2000-01-01", "2030-12-31"]',
+                'parts = ["days", "month", "weekday"]',
+            ]
+        elif self.kind in ("id", "text"):
+            lines[0] += (
+                "  # no feature; it can be kept beside predictions" if self.kind == "id" else "  # no feature"
+            )
+        if self.gaps and not is_label and self.kind not in ("id", "text"):
+            lines.append('missing = "indicator"  # some cells are empty: a constant in their place, and a flag')
+        return lines
 
 
 @dataclass(frozen=True)
@@ -74,45 +100,15 @@ class Draft:
             "",
         ]
         target = next(column for column in self.columns if column.name == self.label)
-        out += ["[label]", f"column = {_quoted(target.name)}"]
-        if target.kind == "yes/no":
-            out.append('kind = "yes/no"')
-        elif "number" in target.kind:
-            ends = "the lowest and highest possible value, such as [0, 100000]; [] is found privately"
-            out += [f'kind = "{target.kind}"', *target.format_lines(), f"bounds = []  # {ends}"]
-        else:
-            out += ['kind = "category"', 'classes = []  # all class labels, such as ["no", "yes"]: needed']
-        out.append("")
+        out += ["[label]", f"column = {_quoted(target.name)}", *target.lines(is_label=True), ""]
         for column in self.columns:
             if column is not target:
-                out += [f"[columns.{_quoted(column.name)}]", *_column_lines(column), ""]
+                out += [f"[columns.{_quoted(column.name)}]", *column.lines(is_label=False), ""]
         return "\n".join(out)
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _column_lines(column: DraftColumn) -> list[str]:
-    lines = [f'kind = "{column.kind}"']
-    if "number" in column.kind:
-        plausible = "bounds = []  # the lowest and highest plausible value, such as [0, 120]"
-        lines += [*column.format_lines(), plausible]
-    elif column.kind == "category":
-        lines.append('categories = []  # all values that matter, such as ["a", "b"]; others set no feature: needed')
-    elif column.kind == "date":
-        lines += [
-            f"format = {json.dumps(column.format)}",
-            'bounds = []  # the first and last plausible day, such as ["2000-01-01", "2030-12-31"]',
-            'parts = ["days", "month", "weekday"]',
-        ]
-    elif column.kind == "id":
-        lines[0] += "  # no feature; it can be kept beside predictions"
-    elif column.kind == "text":
-        lines[0] += "  # no feature"
-    if column.gaps and column.kind not in ("id", "text"):
-        lines.append('missing = "indicator"  # some cells are empty: a constant in their place, and a flag')
-    return lines
 
 
 def draft_schema(
@@ -136,17 +132,31 @@ def draft_schema(
     """
     name = Path(path).name
     content = read_content(Path(path))
-    text, encoding = _decoded(content, encoding, name)
+    for one in (encoding,) if encoding else ("utf-8-sig", "cp1252"):
+        try:
+            text = content.decode(one)
+            break
+        except (UnicodeDecodeError, LookupError):
+            continue
+    else:
+        raise DataError(f"{name}: the file is not {encoding or 'UTF-8 or cp1252'} text; say its --encoding.")
     first = text[: text.find("\n") + 1 or len(text)]
     mark = delimiter or max(",;\t|", key=first.count)
     try:
-        rows = csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True)
-        header = [cell.strip() for cell in next(rows, [])]
-        cells, problems = _by_column(rows, header, name)
+        rows = [
+            [cell.strip() for cell in row]
+            for row in csv.reader(io.StringIO(text, newline=""), delimiter=mark, skipinitialspace=True)
+        ]
     except (csv.Error, TypeError):
         raise DataError(f"{name}: not readable as delimited text; say --delimiter and --encoding.") from None
+    header, body = rows[0] if rows else [], [row for row in rows[1:] if row]
     if not header or len(set(header)) != len(header):
         raise DataError(f"{name}: the header names a column twice, or none.")
+    whole = [row for row in body if len(row) == len(header)]
+    if not whole:
+        raise DataError(f"{name}: the file holds no rows of {len(header)} fields; is the delimiter another one?")
+    ragged = len(body) - len(whole)
+    problems = [f"{ragged} rows do not have the header's {len(header)} fields"] if ragged else []
     if all(is_number(cell) for cell in header if cell):
         problems.append("the first line holds only numbers; a CSV file needs a header line of names")
     target = label or header[-1]
@@ -156,48 +166,22 @@ def draft_schema(
     for place, column in enumerate(header):
         if column in drop:
             continue
-        one = (
+        drafted = (
             DraftColumn(column, "id")
             if column == keep
-            else _column(column, cells[place], is_label=column == target)
+            else _column(column, [row[place] for row in whole], is_label=column == target)
         )
-        if one.kind == "empty":
+        if drafted.kind == "empty":
             problems.append(f"column {column!r} is empty and left out")
         else:
-            found.append(one)
-        if column == target and one.gaps:
+            found.append(drafted)
+        if column == target and drafted.gaps:
             problems.append(
                 f"the label {target!r} has empty cells: they count as the first class; remove those rows"
             )
     if target not in [column.name for column in found]:
         raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
-    return Draft(name, tuple(found), target, mark, encoding, tuple(problems))
-
-
-def _decoded(content: bytes, encoding: str | None, name: str) -> tuple[str, str]:
-    for one in (encoding,) if encoding else _ENCODINGS:
-        try:
-            return content.decode(one), "utf-8" if one == "utf-8-sig" else one
-        except (UnicodeDecodeError, LookupError):
-            continue
-    raise DataError(f"{name}: the file is not {encoding or 'UTF-8 or cp1252'} text; say its --encoding.")
-
-
-def _by_column(rows: Iterator[list[str]], header: list[str], name: str) -> tuple[list[list[str]], list[str]]:
-    cells: list[list[str]] = [[] for _ in header]
-    ragged = 0
-    for row in rows:
-        if not row:
-            continue
-        if len(row) != len(header):
-            ragged += 1
-            continue
-        for column, cell in zip(cells, row, strict=True):
-            column.append(cell.strip())
-    if not any(cells):
-        raise DataError(f"{name}: the file holds no rows of {len(header)} fields; is the delimiter another one?")
-    wrong = [f"{ragged} rows do not have the header's {len(header)} fields"] if ragged else []
-    return cells, wrong
+    return Draft(name, tuple(found), target, mark, "utf-8" if one == "utf-8-sig" else one, tuple(problems))
 
 
 def _column(name: str, cells: Sequence[str], *, is_label: bool) -> DraftColumn:

@@ -95,7 +95,7 @@ def load(
         found = locate(name)
         assert found is not None
         contents, remarks = read_verified(*found)
-        data = BUILDERS[wanted.builder](wanted, contents)
+        data = BUILDERS[wanted.build](wanted, contents)
         data = check(replace(data, notes=(*data.notes, *remarks)))
     if normalize_rows:
         data = normalized(data)

@@ -10,89 +10,74 @@ import gzip
 import hashlib
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from quietgrad.data.dataset import Task
 from quietgrad.data.download import Contents, DownloadSource, source_of
 from quietgrad.data.file_formats import open_npz, read_content, sha256
-from quietgrad.data.schema import Schema, read_schema
+from quietgrad.data.schema import Said
 from quietgrad.errors import DataError
 from quietgrad.files import write_atomically
 
 
 @dataclass(frozen=True)
-class DataFile:
-    """One file of a set. `checksums` maps each accepted SHA-256 of its *decompressed* content to a remark."""
-
-    name: str
-    checksums: Mapping[str, str]
-
-    def verify(self, content: bytes, where: str) -> tuple[str, ...]:
-        """The remark that belongs to this copy; DataError if the content is not a known copy.
-
-        >>> DataFile("x", {sha256(b"1"): ""}).verify(b"2", "x.csv")
-        Traceback (most recent call last):
-        quietgrad.errors.DataError: x.csv: wrong checksum ...
-        """
-        digest = sha256(content)
-        if self.name.endswith(".npz"):  # of its arrays in the order of their names: zip timestamps do not matter
-            total = hashlib.sha256()
-            for key, array in sorted(open_npz(content, where).items()):
-                total.update(f"{key}{array.dtype.str}{array.shape}".encode())
-                total.update(array.tobytes())
-            digest = total.hexdigest()
-        if digest not in self.checksums:
-            raise DataError(
-                f"{where}: wrong checksum (sha256 of the content is {digest[:12]}…, expected "
-                f"{' or '.join(c[:12] + '…' for c in self.checksums)}). Delete the file and fetch it again."
-            )
-        remark = self.checksums[digest]
-        return (remark,) if remark else ()
-
-
-@dataclass(frozen=True)
 class DatasetSpec:
-    """A registered data set; `rows` are (training, test) and `features` the columns that `load` gives."""
+    """A registered data set, as a table of registry.toml describes it.
+
+    ``rows`` are (training, test) and ``features`` the columns that `load` gives. ``files`` have a ``name``, the
+    ``sha256`` of their decompressed content, and other accepted ``copies`` by what is to be remarked of them.
+    """
 
     name: str
     title: str
     task: Task
     rows: tuple[int, int]
     features: int
-    builder: str
-    files: tuple[DataFile, ...] = ()
-    sources: tuple[DownloadSource, ...] = ()
-    schema: Schema | None = None
+    build: str
+    files: Sequence[Said] = ()
+    sources: Sequence[DownloadSource] = ()
+    schema: Said | None = None
     by_hand: str = ""
     made_from: str | None = None
     """Another set whose files can be turned into this one."""
     row_bound: float | None = None
-    class_names: tuple[str, ...] | None = None
+    class_names: Sequence[str] | None = None
 
-    @classmethod
-    def from_toml(cls, name: str, said: Mapping[str, Any]) -> DatasetSpec:
-        """The data set that a table of registry.toml describes."""
-        listed = (
-            DataFile(f["name"], {f["sha256"]: "", **{digest: why for why, digest in f.get("copies", {}).items()}})
-            for f in said.get("files", ())
+
+def verify(file: Said, content: bytes, where: str) -> tuple[str, ...]:
+    """The remark that belongs to this copy of a file; DataError if the content is not a known copy.
+
+    >>> verify({"name": "x", "sha256": sha256(b"1")}, b"2", "x.csv")
+    Traceback (most recent call last):
+    quietgrad.errors.DataError: x.csv: wrong checksum ...
+    """
+    digest = sha256(content)
+    if file["name"].endswith(".npz"):  # of its arrays in the order of their names: zip timestamps do not matter
+        total = hashlib.sha256()
+        for key, array in sorted(open_npz(content, where).items()):
+            total.update(f"{key}{array.dtype.str}{array.shape}".encode())
+            total.update(array.tobytes())
+        digest = total.hexdigest()
+    known = {file["sha256"]: (), **{copy: (why,) for why, copy in file.get("copies", {}).items()}}
+    if digest not in known:
+        raise DataError(
+            f"{where}: wrong checksum (sha256 of the content is {digest[:12]}…, expected "
+            f"{' or '.join(c[:12] + '…' for c in known)}). Delete the file and fetch it again."
         )
-        return cls(
-            name, said["title"], said["task"], tuple(said["rows"]), said["features"], said["build"], tuple(listed),
-            sources=tuple(source_of(source) for source in said.get("sources", ())),
-            schema=read_schema(said["schema"]) if "schema" in said else None,
-            by_hand=said.get("by_hand", ""),
-            made_from=said.get("made_from"),
-            row_bound=said.get("row_bound"),
-            class_names=tuple(said["class_names"]) if "class_names" in said else None,
-        )  # fmt: skip
+    return known[digest]
 
 
-_MANIFEST = tomllib.loads(files("quietgrad.data").joinpath("registry.toml").read_text(encoding="utf-8"))
-REGISTRY: Mapping[str, DatasetSpec] = {name: DatasetSpec.from_toml(name, said) for name, said in _MANIFEST.items()}
+def _registry() -> Iterator[DatasetSpec]:
+    manifest = tomllib.loads(files("quietgrad.data").joinpath("registry.toml").read_text(encoding="utf-8"))
+    for name, said in manifest.items():
+        sources = [source_of(source) for source in said.pop("sources", ())]
+        yield DatasetSpec(name, sources=sources, **said)
+
+
+REGISTRY: Mapping[str, DatasetSpec] = {spec.name: spec for spec in _registry()}
 """All registered data sets by name."""
 
 
@@ -124,11 +109,11 @@ def find(name: str) -> dict[str, Path] | None:
     chosen = os.environ.get("QUIETGRAD_DATA")
     folders = ((Path(chosen),) if chosen else ()) + (cache_dir(),)
     for file in entry(name).files:
-        candidates = (folder / (file.name + suffix) for folder in folders for suffix in ("", ".gz", ".bz2"))
+        candidates = (folder / (file["name"] + suffix) for folder in folders for suffix in ("", ".gz", ".bz2"))
         path = next((p for p in candidates if p.is_file()), None)
         if path is None:
             return None
-        paths[file.name] = path
+        paths[file["name"]] = path
     return paths
 
 
@@ -156,8 +141,8 @@ def fetch(name: str) -> dict[str, Path]:
         try:
             contents = source.get()
             for file in carrier.files:
-                file.verify(contents[file.name], f"{file.name} from {source.label}")
-            return {file.name: _keep(file.name, contents[file.name]) for file in carrier.files}
+                verify(file, contents[file["name"]], f"{file['name']} from {source.label}")
+            return {file["name"]: _keep(file["name"], contents[file["name"]]) for file in carrier.files}
         except DataError as error:
             reasons.append(str(error).rstrip("."))
     if not carrier.sources:
@@ -172,8 +157,9 @@ def read_verified(holder: DatasetSpec, paths: dict[str, Path]) -> tuple[Contents
     contents: Contents = {}
     remarks: list[str] = []
     for file in holder.files:
-        contents[file.name] = read_content(paths[file.name])
-        remarks.extend(file.verify(contents[file.name], str(paths[file.name])))
+        path = paths[file["name"]]
+        contents[file["name"]] = read_content(path)
+        remarks.extend(verify(file, contents[file["name"]], str(path)))
     return contents, tuple(remarks)
 
 

@@ -1,22 +1,31 @@
-"""Reading the partitions of a scan: blocks of rows on the cores of this machine, checked on the first reading."""
+"""Reading the partitions of a scan: blocks of rows on the cores of this machine, checked on the first reading.
+
+With people as privacy units, which rows are whose must be known without a list of the people. So ids must not
+decrease from row to row: equal ones then lie together, and a person's rows can be read as one block. That is
+checked in every pass, in the memory of one id. A person whose rows go on in the next pieces belongs to the piece
+where they begin: its reader goes on reading there, and the next piece leaves them out. No person is summed in
+fragments, in any process.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quietgrad.data.scan_sources import FilePartition, Partition
 from quietgrad.data.tables import RowLayout
-from quietgrad.errors import DataError
+from quietgrad.errors import ChangedError, DataError
 from quietgrad.objectives.base import RecordAdapter
+from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
 from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
 from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
 
@@ -49,8 +58,6 @@ class ScanParts:
     def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
         """(X, y) and the people that rows are about, block by block; a person's rows are in one block."""
         if self.whose is not None:
-            from quietgrad.data.scan_people import whole_people
-
             yield from whole_people(self, task, self.whose)
         else:
             yield from ((X, y, None) for X, y, _ in self.rows_of(task.unit, task.rows))
@@ -170,3 +177,260 @@ def copied(pieces: Sequence[Partition], found: Sequence[Verified]) -> bool:
         if sum(each.rows for each in of) >= _COPY and any(each.varied for each in of)
     ]
     return len(set(long)) < len(long)
+
+
+# --- people -------------------------------------------------------------------------------------------------
+
+UNSORTED = (
+    "person: the rows of a scan must be sorted by the column of people's ids, so that each person's lie together. "
+    "Sort the whole table by it, over all its files, and write it again."
+)
+_CHANGED = (
+    "person: the ids are not those of the first reading. Nothing is released from a table that changes under a "
+    "run: let it rest, scan it again, and resume or start again."
+)
+
+
+@dataclass(frozen=True)
+class UserAlignedPartition:
+    """A piece without its first ``skip`` rows, which belong to a person who began earlier, and with the ``tail`` of
+    its own last person: the first rows of later pieces.
+    """
+
+    unit: Partition
+    skip: int
+    tail: tuple[tuple[Partition, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class IdRuns:
+    """What a piece tells of its people: secret, and held for as long as the scan is being cut.
+
+    ``orders`` says whether ids never decrease: by value, and of texts by length first, as whole numbers do.
+    """
+
+    kind: str
+    first: Any
+    last: Any
+    rows: int
+    people: int
+    head: int
+    orders: tuple[bool, bool]
+
+    def __repr__(self) -> str:
+        return "IdRuns()"
+
+    def then(self, other: IdRuns) -> IdRuns:
+        """Both, one after the other."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        if self.kind != other.kind:
+            raise DataError(KINDS)
+        same = self.last == other.first
+        by_value = by_length = bool(self.last <= other.first)
+        if isinstance(self.last, str | bytes):
+            before, after = (len(id.encode() if isinstance(id, str) else id) for id in (self.last, other.first))
+            by_length = before < after or (before == after and by_value)
+        return IdRuns(
+            self.kind,
+            self.first,
+            other.last,
+            self.rows + other.rows,
+            self.people + other.people - same,
+            self.head + other.head if same and self.people == 1 else self.head,
+            (
+                self.orders[0] and other.orders[0] and by_value,
+                self.orders[1] and other.orders[1] and by_length,
+            ),
+        )
+
+
+_EMPTY = IdRuns("", None, None, 0, 0, 0, (True, True))
+
+
+def comparable(values: pa.Array) -> tuple[str, pa.Array]:
+    """(kind of ids, the ids as an Arrow column of numbers, texts or bytes); times become numbers."""
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if values.null_count:
+        raise DataError(MISSING)
+    kind, types = values.type, pa.types
+    if types.is_floating(kind):
+        return "number", pa.array(whole_numbers(values.to_numpy(zero_copy_only=False)))
+    if types.is_integer(kind):  # files may hold one id in different widths
+        return "number", values if types.is_uint64(kind) else values.cast(pa.int64())
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "text", values.cast(pa.large_string())
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind):
+        return "bytes", values.cast(pa.large_binary())
+    if types.is_date32(kind):
+        return str(kind), values.cast(pa.int32())
+    if types.is_date64(kind) or types.is_timestamp(kind):
+        return str(kind), values.cast(pa.int64())
+    raise DataError(KINDS)
+
+
+def starts_of(ids: pa.Array) -> tuple[Array, tuple[bool, bool]]:
+    """Where people begin among sorted ids, and whether they are: by value, and by length before value."""
+    before, after = ids.slice(0, len(ids) - 1), ids.slice(1)
+    begins = np.asarray(pc.not_equal(after, before).to_numpy(zero_copy_only=False), dtype=bool)
+    less = np.asarray(pc.less(after, before).to_numpy(zero_copy_only=False), dtype=bool)
+    by_length = not less.any()
+    if not pa.types.is_integer(ids.type):
+        sizes = np.asarray(pc.binary_length(ids).to_numpy(zero_copy_only=False), dtype=np.int64)
+        shorter, as_long = sizes[1:] < sizes[:-1], sizes[1:] == sizes[:-1]
+        by_length = not (shorter | (as_long & less)).any()
+    starts = np.concatenate([[0], np.flatnonzero(begins) + 1]).astype(np.int64)
+    return starts, (not less.any(), bool(by_length))
+
+
+@dataclass(frozen=True)
+class RunsOf:
+    """The people of a piece, as work: reads the ids alone where no rows are left out."""
+
+    layout: RowLayout
+
+    def __call__(self, parts: ScanParts, task: Task) -> list[IdRuns]:
+        found = _EMPTY
+        if self.layout.may_drop:  # who is left out only all columns tell
+            columns = (ids for _, _, ids in parts.rows_of(task.unit))
+        else:
+            columns = (batch.column(0) for batch in task.unit.batches([self.layout.person], 1 << 17))
+        for values in columns:
+            kind, ids = comparable(values)
+            if not len(ids):
+                continue
+            starts, orders = starts_of(ids)
+            for text in ids.take(starts).to_pylist() if kind in ("text", "bytes") else ():
+                if not len(text) or text in NO_ONE:
+                    raise DataError(MISSING)
+                if not is_plain_text(text):
+                    raise DataError(
+                        "person: an id has spaces around or doubled, accents written in parts, or what cannot be "
+                        "seen. Write ids plainly: ones that look alike would be taken for two people."
+                    )
+            head = int(starts[1]) if len(starts) > 1 else len(ids)
+            some = IdRuns(kind, ids[0].as_py(), ids[-1].as_py(), len(ids), len(starts), head, orders)
+            found = found.then(some)
+        return [found]
+
+
+def cut_by_person(
+    units: Sequence[Partition], runs: Sequence[IdRuns]
+) -> tuple[tuple[Partition | UserAlignedPartition, ...], tuple[int, ...]]:
+    """The partitions with a person's rows in one of them, and how many people begin in each.
+
+    Raises:
+        DataError: ids are not sorted.
+    """
+    everyone = _EMPTY
+    for found in runs:
+        everyone = everyone.then(found)
+    if not any(everyone.orders):
+        raise DataError(UNSORTED)
+    pieces: list[Partition | UserAlignedPartition] = list(units)
+    people = [found.people for found in runs]
+    owner, last = -1, None
+    for place, found in enumerate(runs):
+        if not found.rows:
+            continue
+        if owner >= 0 and found.first == last:
+            begun = pieces[owner]
+            if not isinstance(begun, UserAlignedPartition):
+                begun = UserAlignedPartition(begun, 0)
+            pieces[owner] = replace(begun, tail=(*begun.tail, (units[place], found.head)))
+            pieces[place] = UserAlignedPartition(units[place], found.head)
+            people[place] -= 1
+        if people[place]:
+            owner = place
+        last = found.last
+    return tuple(pieces), tuple(people)
+
+
+def whole_people(
+    parts: ScanParts, task: Task, whose: ContributionBounds
+) -> Iterator[tuple[Array, Array, UnitGrouping]]:
+    """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
+
+    Of a person with more rows than are read at a time, the first so many are looked at: a rule about a person's own
+    rows, as a refusal would not be.
+    """
+    if not task.people:
+        return
+    kept: tuple[Array, Array, Any] | None = None
+    met, orders = 0, (True, True)
+    for X, y, ids in _carried(parts, task.unit):
+        if kept is not None:
+            joined = pa.concat_arrays([kept[2], ids]) if kept[2].type == ids.type else None
+            if joined is None:
+                raise DataError(KINDS)
+            X, y, ids = np.concatenate([kept[0], X]), np.concatenate([kept[1], y]), joined
+        starts, here = starts_of(ids)
+        orders = (orders[0] and here[0], orders[1] and here[1])
+        if not any(orders):
+            raise DataError(UNSORTED)
+        end = int(starts[-1])  # the last person may go on in the next block
+        if end:
+            yield from _asked(X[:end], y[:end], starts, met, task, whose, parts.rows)
+            met += len(starts) - 1
+        kept = X[end : end + parts.rows], y[end : end + parts.rows], ids.slice(end, parts.rows)
+    if kept is not None:
+        yield from _asked(kept[0], kept[1], np.array([0, len(kept[0])]), met, task, whose, parts.rows)
+        met += 1
+    if met != task.people:
+        raise ChangedError(_CHANGED)
+
+
+def _asked(
+    X: Array, y: Array, starts: Array, met: int, task: Task, whose: ContributionBounds, most: int
+) -> Iterator[tuple[Array, Array, UnitGrouping]]:
+    sizes = np.diff(starts)
+    if (sizes > most).any():
+        first = np.flatnonzero(np.arange(starts[-1]) - np.repeat(starts[:-1], sizes) < most)
+        X, y = X[first], y[first]
+        starts = np.concatenate([[0], np.cumsum(np.minimum(sizes, most))])
+    numbers = np.arange(met, met + len(starts) - 1)
+    people = UnitGrouping(np.arange(len(X)), starts, *whose, task.first + numbers)
+    if task.rows is None:
+        yield np.ascontiguousarray(X), y, people
+        return
+    wanted = np.flatnonzero(np.isin(numbers, task.rows, assume_unique=True))
+    if len(wanted):
+        rows, only = people.only(wanted)
+        yield np.ascontiguousarray(X[rows]), y[rows], only
+
+
+def _carried(parts: ScanParts, unit: Partition | UserAlignedPartition) -> Iterator[tuple[Array, Array, Any]]:
+    """The rows of a piece from the first person who begins in it to the end of its last one."""
+    if not isinstance(unit, UserAlignedPartition):
+        yield from ((X, y, comparable(ids)[1]) for X, y, ids in parts.rows_of(unit) if len(X))
+        return
+    left, before, last = unit.skip, None, None
+    for X, y, values in parts.rows_of(unit.unit):
+        if not len(X):
+            continue
+        ids = comparable(values)[1]
+        gone = min(left, len(X))
+        left -= gone
+        for id in (ids[0].as_py(), ids[gone - 1].as_py()) if gone else ():
+            if id != (id if before is None else before):  # those who are left out are one person
+                raise ChangedError(_CHANGED)
+            before = id
+        if gone < len(X):
+            if last is None and before is not None and ids[gone].as_py() == before:
+                raise ChangedError(_CHANGED)
+            last = ids[-1].as_py()
+            yield X[gone:], y[gone:], ids.slice(gone)
+    for other, rows in unit.tail:
+        for X, y, values in parts.rows_of(other):
+            ids = comparable(values)[1].slice(0, rows)
+            if len(ids) and (ids[0].as_py() != last or ids[-1].as_py() != last):
+                raise ChangedError(_CHANGED)
+            if len(ids):
+                yield X[: len(ids)], y[: len(ids)], ids
+            rows -= len(ids)
+            if not rows:
+                break
+        left += rows
+    if left:
+        raise ChangedError(_CHANGED)

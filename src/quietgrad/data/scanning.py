@@ -11,14 +11,24 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from joblib import cpu_count
 
 from quietgrad.data.dataset import Task as Kind
-from quietgrad.data.scan_people import IdRuns, RunsOf, UserAlignedPartition, cut_by_person
-from quietgrad.data.scan_reader import Array, ScanParts, ScanWork, Threads, Verification, copied
+from quietgrad.data.scan_reader import (
+    Array,
+    IdRuns,
+    RunsOf,
+    ScanParts,
+    ScanWork,
+    Threads,
+    UserAlignedPartition,
+    Verification,
+    copied,
+    cut_by_person,
+)
 from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
 from quietgrad.data.schema import SchemaSource, read_schema
 from quietgrad.data.tables import RowLayout
@@ -26,6 +36,9 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.base import RecordAdapter
 from quietgrad.objectives.privacy_units import Combine, ContributionBounds
 from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task
+
+if TYPE_CHECKING:
+    from quietgrad.cluster import DaskRunner
 
 Value = TypeVar("Value")
 
@@ -50,14 +63,6 @@ class _ScanMetadata:
         return _ScanMetadata(self.lock, sizes=self.sizes, passes=self.passes)
 
 
-class Runner(Protocol):
-    """Does work on pieces of a scan: on threads of this process, or on a cluster."""
-
-    def total(self, parts: ScanParts, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
-        """``work`` of all tasks, merged in their order whichever is done first."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Scan:
     """A table that is never materialised; made by :func:`scan`."""
@@ -66,7 +71,7 @@ class Scan:
 
     layout: RowLayout
     pieces: tuple[Partition, ...]
-    runner: Runner
+    runner: Threads | DaskRunner
     rows_at_once: int
     memory: int
     notes: tuple[str, ...] = ()
@@ -145,13 +150,8 @@ class Scan:
         """Rows of each piece; read off the files' own records of them where there are any."""
         with self._seen.lock:
             if self._seen.sizes is None:
-                counted = replace(self, whose=None).total(_count_rows, self._all_rows, _join)
-                self._seen.sizes = tuple(counted or ())
+                self._seen.sizes = tuple(self._of_all_rows(_count_rows, _join) or ())
             return self._seen.sizes
-
-    @property
-    def _all_rows(self) -> list[Task]:
-        return [Task(unit, None) for unit in self.pieces]
 
     @property
     def _people(self) -> tuple[tuple[Partition | UserAlignedPartition, ...], tuple[int, ...]]:
@@ -161,9 +161,11 @@ class Scan:
                 if self.person is None:
                     raise DataError("person: name the column of people's ids: scan(..., person=...).")
                 read: ScanWork[list[IdRuns]] = RunsOf(self.layout)
-                runs = replace(self, whose=None).total(read, self._all_rows, _join) or []
-                self._seen.by_person = cut_by_person(self.pieces, runs)
+                self._seen.by_person = cut_by_person(self.pieces, self._of_all_rows(read, _join) or [])
             return self._seen.by_person
+
+    def _of_all_rows(self, work: ScanWork[Value], merge: Merge) -> Value | None:
+        return replace(self, whose=None).total(work, [Task(unit, None) for unit in self.pieces], merge)
 
     def total(self, work: ScanWork[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged in a fixed order."""
@@ -266,6 +268,7 @@ class Scan:
         return replace(self, begun=self._seen.digests is not None)
 
     def labelled(self, labels: Callable[[Array], Array]) -> Scan:
+        """The same records with ``labels(y)`` for their targets."""
         return self.with_rows(partial(_labelled, labels))
 
     def label_pair(self) -> tuple[int, int] | None:
@@ -273,7 +276,7 @@ class Scan:
 
         That a table has two classes and how they are written is taken as public, as when a file is loaded.
         """
-        found = self.total(partial(_pairs, self.layout), self._all_rows, np.logical_and)
+        found = self._of_all_rows(partial(_pairs, self.layout), np.logical_and)
         if found is None or not np.any(found):
             return None
         return (0, 1) if found[0] else (-1, 1)
@@ -364,7 +367,7 @@ def scan(
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
     units = tuple(unit for unit, _ in pieces)
     if cluster is None:
-        runner: Runner = Threads(_affordable(threads, memory, layout, rows, units))
+        runner: Threads | DaskRunner = Threads(_affordable(threads, memory, layout, rows, units))
     else:
         from quietgrad.cluster import connected
 

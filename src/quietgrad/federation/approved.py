@@ -61,6 +61,10 @@ class RunStatus:
             "member": name, "federation": file.name, "plan": file.digest, "of": file.plan.schedule.releases,
             "spent": spent, "rounds": 0, "lost": 0,
         }  # fmt: skip
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # of a run that goes on
+            before = read_json(folder / PROGRESS)
+            if before.get("plan") == file.digest and before.get("member") == name:
+                self._facts |= {key: int(before[key]) for key in ("rounds", "lost") if key in before}
 
     def callback(self, progress: Progress) -> None:
         if progress.step:

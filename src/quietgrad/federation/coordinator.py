@@ -29,10 +29,17 @@ from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.base import SessionCost
 from quietgrad.curators.transcript import LockedAppendFile
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.federation import rounds
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.rounds import FailedRoundError, named, quorate
+from quietgrad.federation.rounds import (
+    FailedRoundError,
+    PlainRounds,
+    RoundRequest,
+    SecureRounds,
+    largest_reply,
+    named,
+    quorate,
+)
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Message, encode, pack, template_mismatch
 from quietgrad.objectives.base import Objective, Query, Regularizer
@@ -166,9 +173,9 @@ class FederatedSession:
         curator.admitted = self._admitted
         self.seeded = curator.seeded
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
-        self._rounds: rounds.PlainRounds | rounds.SecureRounds = rounds.PlainRounds(plan, curator.exchange)
+        self._rounds: PlainRounds | SecureRounds = PlainRounds(plan, curator.exchange)
         if plan.secure is not None:
-            self._rounds = rounds.SecureRounds(plan, curator.exchange, curator._identity, curator._roster)
+            self._rounds = SecureRounds(plan, curator.exchange, curator._identity, curator._roster)
         self._zero = zeros_like(curator.objective.initial(plan.shape))
         self._sources = {
             slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
@@ -254,7 +261,7 @@ class FederatedSession:
                 raise DropoutError(list(last[1]), f"{why} are used up")
             faults: dict[str, str] = {}
             words = {"run": self.store.run, "round": t, "slot": slot, "draw": draw, "dim": dim, "query": fields}
-            ask = rounds.RoundRequest(
+            ask = RoundRequest(
                 self._present(faults), slot, words, arrays, float(query.bound), multiplier, faults,
                 partial(self._begin, slot, t),
             )  # fmt: skip
@@ -359,7 +366,7 @@ class FederatedCurator:
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
         seed: fixed randomness, for tests: the run is then **not private**.
-        tell: called at once, in words, for every round that went wrong.
+        tell: is told in words, at once, of every round that went wrong.
     """
 
     def __init__(
@@ -381,7 +388,7 @@ class FederatedCurator:
         self._account = account if isinstance(account, Account) else Account(account, ledger, cap)
         self.tell = tell
         self.admitted: Callable[[str, Message], None] = lambda name, reply: None
-        """Called for every party that comes back in mid-run."""
+        """Is told of every party that comes back in mid-run."""
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._identity, self._roster = identity, roster
@@ -399,7 +406,7 @@ class FederatedCurator:
         public = self._key if self.seeded else os.urandom(32)
         event = plan.event if plan.is_private else None
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
-        self.exchange.most = rounds.largest_reply(plan)
+        self.exchange.most = largest_reply(plan)
         charge = None
         try:
             if store.resumed:

@@ -109,7 +109,7 @@ class Exchange:
         self._grace, self._revoked, self._tell = min(grace, timeout), revoked, tell
         self._agreement, self._session, self._number = agreement_of(agreement), os.urandom(16), 0
         self.opening = bytearray()
-        """The message that opens the run at a member that does not know it."""
+        """What a member is told that does not know the run."""
         self.admit: Callable[[str, Message], None] = lambda name, reply: None
         """Looks at a returning member's ``ready`` before it is asked."""
         self.away: dict[str, str] = {}
@@ -195,7 +195,7 @@ class _Asking:
     away: dict[str, tuple[float, str]] = field(default_factory=dict)  # since when, and why
     damaged: Counter[str] = field(default_factory=Counter)
     readmitted: set[str] = field(default_factory=set)
-    reported: bool = False
+    told: bool = False
 
     def run(self) -> dict[str, Message]:
         self.clock = self.over.transport.clock
@@ -300,9 +300,9 @@ class _Asking:
         self.over.away.pop(name, None)
 
     def _tell(self) -> None:
-        if self.reported or self.enough(self.good) or not self.away or self.clock.now() < self.begun + 1.0:
+        if self.told or self.enough(self.good) or not self.away or self.clock.now() < self.begun + 1.0:
             return
-        self.reported = True
+        self.told = True
         missing = "; ".join(f"{name} ({why})" for name, (_, why) in list(self.away.items())[:5])
         self.over._tell(f"waiting for {missing}, up to {self.patience:g} s; it costs nothing")
 

@@ -96,7 +96,7 @@ class PlanFile:
 
     @cached_property
     def plan(self) -> FederatedPlan:
-        """The calibrated plan; its noise multiplier is rounded up to four digits, so that all machines agree."""
+        """The priced plan; its noise multiplier is rounded up to four digits, so that all machines agree on it."""
         dim = (self.features + self.objective.intercept) * self.objective.outputs
         try:
             plan = federate(
@@ -149,7 +149,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     if extra := sorted(content.keys() - known):
         raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
     sections = (_checked(content.get(name, {}), f"[{name}]", allowed) for name, allowed in _SECTIONS.items())
-    federation, where, data, guarantee = sections
+    federation, where, data, promise = sections
     parties = content.get("party", [])
     if not isinstance(parties, list) or not parties:
         raise ValueError("parties are missing: add a [[party]] with name and records for each.")
@@ -157,7 +157,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     if any(name == COORDINATOR or re.fullmatch(r"server-\d+", name) for name in names):
         raise ValueError("a party cannot be called 'coordinator' or 'server-1': these names are taken.")
     private = federation.pop("private", True)
-    if private != bool(guarantee):
+    if private != bool(promise):
         raise ValueError("[budget] must state epsilon and delta, exactly when [federation] private is not false.")
     if weights is not None:
         if "weights" in federation:
@@ -176,8 +176,8 @@ def _plan(content: dict[str, Any]) -> PlanFile:
             raise ValueError(f"[coordinator] {name}={value!r}: must be a number of seconds > 0.")
     budget = None
     if private:
-        epsilon, delta = (needed(guarantee, name, "[budget]") for name in ("epsilon", "delta"))
-        budget = Budget(epsilon, delta, Relation.parse(guarantee.get("relation", DEFAULT_RELATION)))
+        epsilon, delta = (needed(promise, name, "[budget]") for name in ("epsilon", "delta"))
+        budget = Budget(epsilon, delta, Relation.parse(promise.get("relation", DEFAULT_RELATION)))
     reading: dict[str, Any] = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
     reading["n_features"] = features
     if model["task"] == "binary":

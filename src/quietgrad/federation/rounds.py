@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
+from quietgrad.secure.discrete_gaussian import check_length
 from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
 from quietgrad.secure.masking import MaskingServer
 
@@ -134,7 +135,8 @@ class SecureRounds:
             total, present = self._shared(ask) if server is None else self._masked(server, ask)
             # In the query's own units, if the records of those in it can have such a sum.
             scale = self._plan.scale(ask.multiplier, ask.bound * self._plan.reach, ask.dim)
-            self._plan.terms(ask.dim).check_length(total, longest(self._plan, present, ask.bound) / scale)
+            most = longest(self._plan, present, ask.bound) / scale
+            check_length(total, self._plan.terms(ask.dim).possible_length(most))
             return total * scale
         except (ProtocolError, WireError) as fault:
             # A failed round leaves roles in different states: begin again with new keys.

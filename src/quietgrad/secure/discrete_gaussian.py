@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.privacy.rng import SecureStream
+from quietgrad.secure.identity import SumOutOfBoundsError
 
 Words = npt.NDArray[np.uint64]
 
@@ -242,6 +243,16 @@ def require_headroom(*, parties: int, bound: float, step: float, noise_support: 
             "Raise the noise or lower the bound."
         )
     return largest
+
+
+def check_length(total: Vector, most: float) -> None:
+    """Refuse a sum longer than what was proved possible: a mask did not cancel, or a share was falsified.
+
+    It looks at the released sum only, so it costs no privacy.
+    """
+    length = float(np.linalg.norm(total))
+    if not length <= most:
+        raise SumOutOfBoundsError(length, most)
 
 
 def sensitivity_growth(dimension: int) -> float:

@@ -180,11 +180,11 @@ class MaskingParty(Endpoint):
         survivors, signature = self._read_members(payload)
         if not state.submitted or not set(survivors) <= set(state.members):
             raise ProtocolError(self._server_name, f"asks to open round {t} for others than its members")
-        said = Attestation.of(self.context, t, payload[: len(payload) - len(signature)], signature)
-        if not said.is_from(self.roster.keys[self._server]):
+        told = Attestation.of(self.context, t, payload[: len(payload) - len(signature)], signature)
+        if not told.is_from(self.roster.keys[self._server]):
             raise ProtocolError(self._server_name, f"did not sign the survivors of round {t}")
         del self._rounds[t]
-        self.witness, here = said, set(survivors)
+        self.witness, here = told, set(survivors)
         given = [shares[j in here] for j, shares in sorted(state.shares.items())]
         return self._seal(self._server, FrameType.REVEAL, t, b"".join(given))
 

@@ -18,10 +18,19 @@ from typing import TYPE_CHECKING, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.secure import discrete_gaussian as grid
-from quietgrad.secure.discrete_gaussian import SMOOTHING, Vector, Words, smoothing_error
+from quietgrad.secure.discrete_gaussian import (
+    SMOOTHING,
+    Vector,
+    Words,
+    check_length,
+    decode,
+    discrete_gaussian,
+    encode,
+    require_headroom,
+    rounded_gaussian_distance,
+    smoothing_error,
+)
 from quietgrad.secure.graph import GRAPHS_PER_RELEASE, CommunicationGraph, choose_graph, left_out
-from quietgrad.secure.identity import SumOutOfBoundsError
 
 if TYPE_CHECKING:
     from quietgrad.privacy.correlated import BufferedToeplitzNoise
@@ -122,9 +131,7 @@ class SecureSumConfig:
             self._set("quorum", m if self.quorum is None else self.quorum)
             if not 1 <= self.least_parties <= m:
                 raise ValueError(f"quorum={self.quorum}: must be between 1 and {m}.")
-        grid.require_headroom(
-            parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support
-        )
+        require_headroom(parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support)
 
     def _set(self, name: str, value: float | None) -> None:
         object.__setattr__(self, name, value)
@@ -177,19 +184,18 @@ class SecureSumConfig:
 
     def encoded(self, vector: npt.ArrayLike) -> Words:
         """One party's vector, clipped to the bound, on the grid."""
-        return grid.encode(vector, dimension=self.dimension, bound=self.bound, step=self.step)
+        return encode(vector, dimension=self.dimension, bound=self.bound, step=self.step)
 
     def released(self, total: Words) -> Vector:
         """The sum as numbers; raises if no vectors within the bound and no noise can give it."""
-        found = grid.decode(total, self.step)
-        self.check_length(found, self.parties * self.bound)
+        found = decode(total, self.step)
+        check_length(found, self.possible_length(self.parties * self.bound))
         return found
 
-    def check_length(self, total: Vector, data: float) -> None:
-        """Raise for a sum that is longer than possible, if the data in it have at most the L2 norm ``data``.
+    def possible_length(self, data: float) -> float:
+        """The largest L2 norm that a sum can have, if the data in it have at most ``data``.
 
-        A mask did not cancel then, or a share was falsified. Only the released sum is looked at, which costs no
-        privacy. Rounding adds √d grid steps per party; the noise has variance s² = variance_factor·σ², and exceeds
+        Rounding adds √d grid steps per party; the noise has variance s² = variance_factor·σ², and exceeds
         s(√d + √(2·40·ln 2)) with probability 2⁻⁴⁰ (plus :meth:`slack`): its norm is 1-Lipschitz in d normals.
         """
         d = self.dimension
@@ -197,10 +203,7 @@ class SecureSumConfig:
         if self.correlated is not None:
             noise *= self.correlated.loudness / self.correlated.factor
         tail = math.sqrt(d) + math.sqrt(2.0 * IMPOSSIBLE_BITS * math.log(2.0))
-        most = (data + self.parties * math.sqrt(d) * self.step + noise * tail) * (1.0 + 1e-9)
-        length = float(np.linalg.norm(total))
-        if not length <= most:
-            raise SumOutOfBoundsError(length, most)
+        return (data + self.parties * math.sqrt(d) * self.step + noise * tail) * (1.0 + 1e-9)
 
     @property
     def noise_units(self) -> float:
@@ -241,7 +244,7 @@ class SecureSumConfig:
             largest = 13.0 * float(np.abs(self.correlated.inverse).sum())  # normals reach 13
             return shares * math.ceil(self.share_sigma * largest + 1.0)
         coarse = COARSE_TOP * COARSE_STEP if self.mode == "mpc" else 0
-        return shares * grid.discrete_gaussian(self.share_sigma).support + coarse
+        return shares * discrete_gaussian(self.share_sigma).support + coarse
 
     def slack(self) -> float:
         """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
@@ -255,7 +258,7 @@ class SecureSumConfig:
         graph = GRAPHS_PER_RELEASE * self.graph.failure if self.masked else 0.0
         if self.correlated is not None:
             return self.dimension * self._fractions(self.correlated) + graph
-        share, honest = grid.discrete_gaussian(self.share_sigma), self.honest or 1
+        share, honest = discrete_gaussian(self.share_sigma), self.honest or 1
         if self.mode == "mpc":
             pair = share.sigma * math.sqrt(2.0)
             distance = 2.0 * share.total_variation + smoothing_error(share.sigma, 1, share.sigma)
@@ -264,7 +267,7 @@ class SecureSumConfig:
             distance = honest * share.total_variation
             # Adding share k + 1 to the sum of k: the narrower of the two smooths.
             distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
-        return self.dimension * (distance + grid.rounded_gaussian_distance(self.noise_units)) + graph
+        return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
     def _fractions(self, correlated: BufferedToeplitzNoise) -> float:
         """What rounding every share on its own adds, per coordinate and release.

@@ -69,19 +69,19 @@ class TlsServer(Calls):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=64)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+        threading.Thread(target=self._accept, name="door", daemon=True).start()
 
     def close(self) -> None:
         super().close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread at the door
         link.hang_up(self._listener)
         for seat in self._seats.values():
             if seat.connection is not None:
                 _end(seat, seat.connection)
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """As every transport; a member that was revoked meanwhile is sent away, and learns why when it calls."""
+        """As every transport; a member that was revoked meanwhile is sent away, and told so when it calls again."""
         for name in revoked(self._keys):
             seat = self._seats.get(name)
             if seat is not None and seat.connection is not None:
@@ -125,7 +125,7 @@ class TlsServer(Calls):
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
-                time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: go on listening
+                time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: the door stays open
                 continue
             try:
                 link.tune(sock)
@@ -236,23 +236,23 @@ class TlsParty:
 
     def run(self) -> str:
         """Answer until the end and return its words; raises if the coordinator refuses or stays away."""
-        since, pause, reported = time.monotonic(), 0.1, ""
+        since, pause, told = time.monotonic(), 0.1, ""
         while True:
             try:
                 connection = self._call()
             except OSError as error:
                 why = _why(error)
-                if reported != why:
+                if told != why:
                     self._tell(f"the coordinator {why}; calling again for up to {self._patience:g} s")
-                    reported = why
+                    told = why
             else:
-                if reported != "silent":
+                if told != "silent":
                     self._tell(f"connected to {self._address[0]}:{self._address[1]}")
-                since, pause, reported = time.monotonic(), 0.1, ""
+                since, pause, told = time.monotonic(), 0.1, ""
                 try:
                     return self._answer(connection)
                 except TimeoutError:  # it waits for others, or is gone without a word: calling shows which
-                    reported = "silent"
+                    told = "silent"
                     continue
                 except OSError as error:
                     why, since = _why(error), time.monotonic()
