@@ -85,23 +85,23 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Find the least noise or the most steps within a budget; ε is proved."""
-    promise = budget(epsilon, delta, relation)
+    guarantee = budget(epsilon, delta, relation)
     sample: dict[str, Any] = {"sampling": sampling, "n": n, "batch_size": batch_size, "rate": rate}
     with usage():
         if find == "noise-multiplier":
             if steps is None:
                 raise typer.BadParameter(f"it is needed to find the {find}.", param_hint="--steps")
-            noise_multiplier = accounting.calibrate(**promise.to_json(), **sample, steps=steps)
+            noise_multiplier = accounting.calibrate(**guarantee.to_json(), **sample, steps=steps)
         elif find == "steps":
             if noise_multiplier is None:
                 raise typer.BadParameter(f"it is needed to find the {find}.", param_hint="--noise-multiplier")
-            steps = accounting.calibrate_steps(**promise.to_json(), **sample, noise_multiplier=noise_multiplier)
+            steps = accounting.calibrate_steps(**guarantee.to_json(), **sample, noise_multiplier=noise_multiplier)
         else:
             raise typer.BadParameter(f"{find!r}: must be one of noise-multiplier, steps.", param_hint="--find")
         event = accounting.sampled_gaussian(noise_multiplier, steps, **sample)
         proof = prove(event, delta=delta, relation=relation)
     numbers = {"noise_multiplier": noise_multiplier, "steps": steps, "batch_size": batch_size}
-    told = {"found": find, **numbers, **proof.to_json(), "target_epsilon": promise.epsilon}
+    told = {"found": find, **numbers, **proof.to_json(), "target_epsilon": guarantee.epsilon}
     title = f"{find.replace('-', ' ')} = {numbers[find.replace('-', '_')]:.6g}"
-    epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {promise.epsilon:g})")
+    epsilon_row = ("ε", f"{proof.epsilon:.4g} (target {guarantee.epsilon:g})")
     answer(as_json, told, table=(title, [epsilon_row, *_proved(proof, event)]))

@@ -124,10 +124,10 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
     """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
     held = book.of(name)
     cap = book.cap(name)
-    promise = cap or held[-1].reservation  # an account exists by a cap or by a reservation
-    row: Row = {"account": name, "delta": delta or promise.delta, "relation": str(promise.relation)}
+    guarantee = cap or held[-1].reservation  # an account exists by a cap or by a reservation
+    row: Row = {"account": name, "delta": delta or guarantee.delta, "relation": str(guarantee.relation)}
     try:
-        proof = ledger.spent(name, delta=row["delta"], relation=promise.relation)
+        proof = ledger.spent(name, delta=row["delta"], relation=guarantee.relation)
         row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
     except (UnprovableError, OverflowError) as error:
         row |= {"epsilon": None, "accountant": None, "problem": str(error)}
@@ -196,8 +196,8 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
     named = canonical_account_name(account) == canonical_account_name(privacy.account or "")
-    whom = repr(account) if named else "this table"
-    return [("spent so far", f"ε = {spent:.4g} by {many} on {whom}")]
+    people = repr(account) if named else "this table"
+    return [("spent so far", f"ε = {spent:.4g} by {many} on {people}")]
 
 
 _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter in a table

@@ -40,11 +40,11 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     if kind is None:
         wanted = "a regression: --task regression" if not regression else "classes: --classes no,yes"
         raise DataError(f"--model {name} is of {wanted}, or say so in the schema's label.")
-    promise = spec.budget()
-    if promise is None:
+    guarantee = spec.budget()
+    if guarantee is None:
         raise DataError("--model: an estimator is private; leave --non-private out, or --model.")
     given: dict[str, Any] = {
-        "epsilon": promise.epsilon, "delta": promise.delta, "relation": str(promise.relation),
+        "epsilon": guarantee.epsilon, "delta": guarantee.delta, "relation": str(guarantee.relation),
         "account": account, "n_public": spec.n_public, "fit_intercept": spec.intercept,
         "feature_bounds": None if data.feature_bounds is None else list(data.feature_bounds),
         "row_bound": spec.row_bound if data.feature_bounds is None else None,

@@ -179,7 +179,7 @@ def _ask(
 ) -> None:
     """Say what the curve costs and how uncertain it is, by n and ε alone; refuse, or ask, before a charge."""
     assert table.X_test is not None
-    promise = budget(score_epsilon, spec.delta, spec.relation)
+    guarantee = budget(score_epsilon, spec.delta, spec.relation)
     classes = 0 if table.classes is None else len(table.classes)
     cost = (
         f"{len(levels)} fits of together at most ε = {math.fsum(levels):g}, and {len(levels)} scores of "
@@ -187,7 +187,7 @@ def _ask(
     )
     if spec.n_public is None and spec.relation != "replace-one":
         # The number of records is a secret, of which nothing may be told unpaid.
-        few, many = (expected_error(n, promise, classes=classes) for n in (1_000, 10_000))
+        few, many = (expected_error(n, guarantee, classes=classes) for n in (1_000, 10_000))
         cost += f"; a point will be uncertain by about ± {few:.1g} if 1 000 are held out, ± {many:.1g} if 10 000"
         if not force:
             raise BudgetError(
@@ -196,7 +196,7 @@ def _ask(
             )
     else:
         held = table.X_test.shape[0] if spec.n_public is None else _HELD_OUT * spec.n_public
-        error = expected_error(held, promise, classes=classes)
+        error = expected_error(held, guarantee, classes=classes)
         cost += f"; every point will be uncertain by about ± {error:.1g}"
         if error > _WIDEST and not force:
             raise BudgetError(

@@ -298,16 +298,16 @@ class RunSpec:
         if self.algorithm is not None:
             return algorithm_from(self.algorithm, self.flags, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
-        promise = self.budget()
-        if promise is None or self.flags or self.settings:  # settings by hand replace the default design
-            name, usual = ("dp-gd", _FULL_BATCH) if promise is None else ("whitened-gd", {"row_bound": bound})
+        guarantee = self.budget()
+        if guarantee is None or self.flags or self.settings:  # settings by hand replace the default design
+            name, usual = ("dp-gd", _FULL_BATCH) if guarantee is None else ("whitened-gd", {"row_bound": bound})
             by_hand = key_values(self.settings)  # comes before what is usual
             flags = {key: value for key, value in usual.items() if key not in by_hand} | self.flags
             return algorithm_from(name, flags, self.settings)
         return for_table(
             n,
             data.d,
-            budget=promise,
+            budget=guarantee,
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
             row_bound=bound,
             feature_bounds=data.feature_bounds if bound is None else None,

@@ -174,14 +174,14 @@ def held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> Private
 
     model = estimators.from_run(out)
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
-    promise = spec.budget(of_score=True)
-    assert promise is not None
+    guarantee = spec.budget(of_score=True)
+    assert guarantee is not None
     classes = 0 if data.classes is None else len(data.classes)
     if spec.holdout is not None:  # how many a --test file holds is a secret until the score counts them
-        error = expected_error(n * spec.holdout / (1.0 - spec.holdout), promise, classes=classes)
+        error = expected_error(n * spec.holdout / (1.0 - spec.holdout), guarantee, classes=classes)
         if error > TOO_NOISY:
             return (
-                f"not released: at this n and ε = {promise.epsilon:.3g} its error would be about ± {error:.1g}; "
+                f"not released: at this n and ε = {guarantee.epsilon:.3g} its error would be about ± {error:.1g}; "
                 "hold out more, or give the score more of ε (--score-share). This share of ε was not spent"
             )
     if not classes and data.label_bounds is None and not np.isfinite(model.target_range_).all():
@@ -193,8 +193,9 @@ def held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> Private
         labels = np.asarray(model.classes_)[np.asarray(labels).astype(int)]
     try:
         return estimators.private_score(
-            model, data.X_test, labels, epsilon=promise.epsilon, delta=promise.delta, relation=promise.relation,
-            account=spec.payer(out), person=data.person_test, target_bounds=data.label_bounds,
+            model, data.X_test, labels, epsilon=guarantee.epsilon, delta=guarantee.delta,
+            relation=guarantee.relation, account=spec.payer(out), person=data.person_test,
+            target_bounds=data.label_bounds,
         )  # fmt: skip
     except BudgetError as refused:  # the model is trained and paid for: it is not undone for want of a score
         return f"not released: {refused}"

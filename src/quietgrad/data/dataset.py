@@ -84,7 +84,7 @@ class Dataset:
         return int(self.X.shape[1])
 
     def refuse_uncounted(self, budget: Budget | None) -> None:
-        """Raise DataError if the promise fixes the number of records and what they hold decides it."""
+        """Raise DataError if the guarantee fixes the number of records and what they hold decides it."""
         from quietgrad.objectives.tables.scanned import UNCOUNTED
         from quietgrad.privacy.budget import Relation
 

@@ -103,7 +103,7 @@ class FilePartition:
         if self.dialect is not None:
             return 4 * _PAGE
         facts = parquet_facts(self.path, self.filesystem, self.stamp)
-        # pyarrow ends the process if a column's facts are damaged and nobody has read the column before it is asked
+        # pyarrow ends the process if a column's facts are damaged and the column was not read before it is asked
         # for them; a reader meets the same damage as an error.
         next(self.batches(columns, 1), None)
         group, total = facts.row_group(self.groups[0]), 0

@@ -338,8 +338,8 @@ def scan(
         columns: the features, where there is no schema; all columns but the target if not given.
         classes, task: what the targets are; an estimator knows itself.
         labelled: whether there is a target; not where records are only predicted.
-        person: the column of the ids of the people rows are about, by which the whole table must be sorted. A fit's
-            promise is then to people, with all their rows.
+        person: the column of the ids of the people rows are about, by which the whole table must be sorted. The
+            guarantee of a fit is then per person, with all their rows.
         memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
         threads: cores to use; all of this process's by default.
         cluster: ``"local"``, the address of a Dask scheduler, or a Dask client: sums are made by its workers.
