@@ -223,15 +223,15 @@ def _scale(low: float, high: float, start: float, end: float, *, log: bool = Fal
     return at
 
 
-def nice_ticks(low: float, high: float, count: int = 5, *, whole: bool = False) -> list[float]:
-    """About ``count`` round numbers that enclose [low, high].
+def nice_ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Return about five round numbers that enclose [low, high].
 
     >>> nice_ticks(0.0, 0.93)
     [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     """
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-300):
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
-    raw = (high - low) / count
+    raw = (high - low) / 5
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if m * magnitude >= raw * 0.999)
     if whole:

@@ -121,13 +121,11 @@ def _parts(values: Floats) -> tuple[Floats, Floats, list[str]]:
 
 
 def _halves(size: int) -> list[slice]:
-    """All of a range, its halves, quarters, eighths and sixteenths."""
-    found, parts = [], 1
-    while size // parts >= 4 and parts <= 16:
-        edges = np.linspace(0, size, parts + 1).astype(int).tolist()
-        found += [slice(a, b) for a, b in pairwise(edges)]
-        parts *= 2
-    return found or [slice(0, size)]
+    """Return all of a range, its halves, quarters, eighths and sixteenths."""
+    cuts = [
+        np.linspace(0, size, parts + 1).astype(int).tolist() for parts in (1, 2, 4, 8, 16) if size // parts >= 4
+    ]
+    return [slice(a, b) for edges in cuts for a, b in pairwise(edges)] or [slice(0, size)]
 
 
 def _law(z: Floats, what: str, alpha: float) -> AuditFinding:

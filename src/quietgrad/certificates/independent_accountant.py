@@ -151,7 +151,11 @@ def _curve(core: Event, relation: Relation, delta: float) -> tuple[Curve, str]:
     if not max(approximate_mu(core, factor), _rawest(core.to_json(), factor)) <= _LARGEST_LOSS:
         raise _NoRule("the noise is so small that its grids do not hold the losses")
     if any(isinstance(part, ZCDP | RepeatAndSelect) for part in releases):
-        return _renyi(core, relation), "Rényi divergences"
+        from dp_accounting import NeighboringRelation, rdp
+
+        accountant = rdp.RdpAccountant(list(_ORDERS), NeighboringRelation.ADD_OR_REMOVE_ONE)
+        accountant.compose(_translated(core, relation))
+        return accountant.get_epsilon, "Rényi divergences"
     rounds = [part for part in releases if isinstance(part, RandomNumberOfReleases)]
     if not rounds:
         losses = _losses(core, relation, delta, _step(core, relation))
@@ -297,14 +301,6 @@ def _grouped(law: tuple[tuple[int, float], ...], groups: int) -> list[tuple[int,
     size, ordered = math.ceil(len(law) / groups), sorted(law)
     chunks = [ordered[k : k + size] for k in range(0, len(ordered), size)]
     return [(chunk[-1][0], math.fsum(weight for _, weight in chunk)) for chunk in chunks]
-
-
-def _renyi(core: Event, relation: Relation) -> Curve:
-    from dp_accounting import NeighboringRelation, rdp
-
-    accountant = rdp.RdpAccountant(list(_ORDERS), NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant.compose(_translated(core, relation))
-    return lambda delta: float(accountant.get_epsilon(delta))
 
 
 def _translated(event: Event, relation: Relation) -> Any:

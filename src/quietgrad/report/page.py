@@ -17,13 +17,7 @@ from quietgrad import __version__
 from quietgrad.charts import Chart, Intervals, Lines, Series
 from quietgrad.errors import boundary
 from quietgrad.files import read_json, write_atomically
-from quietgrad.report.certificate import (
-    NOT_COVERED,
-    PrivacyReport,
-    assumptions,
-    audit_of,
-    privacy_report,
-)
+from quietgrad.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
 from quietgrad.sanitize import sanitize
 from quietgrad.training.result import (
     Privacy,
