@@ -1,11 +1,11 @@
-"""The second accountant: ε of the same events by dp-accounting, which shares no accounting code with ours.
+"""The second accountant: ε of the same events by dp-accounting, whose code is not ours.
 
 Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi
 accountant takes zCDP releases and private search. Both accountants share the walk over compositions
 (:mod:`quietgrad.privacy.composition`) and no formula. Rényi curves of sampled Gaussians are not used here, because
-ours come from dp-accounting: they would be no second proof. Events that dp-accounting has no rule for raise, except
-epochs of random allocation. Their losses are computed here in another way than ours, by one power of one transform
-on an even grid, and dp-accounting composes them.
+ours come from dp-accounting: they would be no second proof. Events that dp-accounting has no rule for get none,
+except epochs of random allocation. Their losses are computed here in another way than ours, by one power of one
+transform on an even grid, and dp-accounting composes them.
 """
 
 from __future__ import annotations
