@@ -323,6 +323,11 @@ def test_spaces_before_quotes_and_around_gaps_change_no_cell() -> None:
     schema = Schema({"x": Numeric((0, 10), indicator=True)}, "y", classes=("0", "1"), missing=("-999",))
     rows = np.asarray(parse_csv(b"x,y\n-999,0\n -999 ,1\n5,1\n", schema).X)
     assert rows[0].tolist() == rows[1].tolist() != rows[2].tolist()
+    job = Schema(
+        {"x": Numeric((0, 10), indicator=True), "job": Categorical(("a", "b"))}, "y", classes=("no", "yes")
+    )
+    text = b'x, job, y\n NA , "a", no\n5, "b", yes\n'  # by the csv module, with a header of the same kind
+    assert np.asarray(parse_csv(text, job).X).tolist() == [[0, 1, 1, 0], [0.5, 0, 0, 1]]
 
 
 def test_a_gap_of_the_only_column_is_no_line_less() -> None:

@@ -112,7 +112,7 @@ class CSVDialect:
         self, lines: bytes | memoryview, kinds: dict[str, pa.DataType], where: str, before: int
     ) -> pa.Table:
         """The same by the csv module: slower, with spaces around cells left out, and with reasons of its own."""
-        tables = [pa.schema(list(kinds.items())).empty_table()]
+        tables: list[pa.Table] = []
         wrong: set[str] = set()
         number = before
         text = io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8", newline="")
@@ -136,7 +136,7 @@ class CSVDialect:
                         found[column] = pa.array(cells if numbers is None else numbers, kind, from_pandas=True)
                     except NotNumericError:
                         wrong.add(column)
-                if not wrong:
+                if rows and not wrong:
                     tables.append(pa.table(found))
         except UnicodeDecodeError:
             raise DataError(_NOT_TEXT.format(where)) from None
@@ -144,7 +144,7 @@ class CSVDialect:
             raise DataError(f"{where}: not readable as delimited text.") from None
         if wrong:
             raise NotNumericError(*(column for column in kinds if column in wrong))
-        return pa.concat_tables(tables)
+        return pa.concat_tables(tables or [pa.schema(list(kinds.items())).empty_table()])
 
 
 _ROWS = 16_384  # that the csv module reads before they become Arrow columns

@@ -217,7 +217,7 @@ class RowLayout:
                 block = kind.encode(column, _floats(values), schema.missing)
             else:
                 words, codes = coded(values)
-                block = kind.encode(column, words, schema.missing)[codes] if len(values) else X[:, :0]
+                block = kind.encode(column, words, schema.missing)[codes] if len(values) else X[:, : kind.width]
             X[:, at : at + kind.width] = block
             at += kind.width
         return X
