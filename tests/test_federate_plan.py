@@ -13,9 +13,10 @@ import pytest
 from quietgrad.cli import main
 from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.errors import BudgetError, DataError
+from quietgrad.federation.approved import readable_digest
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan, read_plan
-from quietgrad.federation.provisioning import Credentials, asker, provision, request
+from quietgrad.federation.provisioning import Credentials, asker, check_none_revoked, provision, request
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.privacy.ledger import Ledger
 from tests.talk import approval, toml_plan
@@ -206,18 +207,6 @@ def test_port_in_use_and_foreign_address(folder: Path, capfd: pytest.CaptureFixt
     assert "below 1024" in cannot_listen("h", 80, OSError(errno.EACCES, "no"))
 
 
-def test_party_tells_what_it_read(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (folder / "rows.csv").write_text(ROWS + "0.5,0.5,1\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    words = f"party plan.toml --keys keys/a --data rows.csv --out run --patience 0 --address 127.0.0.1:{port}"
-    assert main(["federate", *words.split(), "--cap-epsilon", "3"]) == 1
-    err = capfd.readouterr().err
-    assert "the cap counts what run/ledger.jsonl holds" in err
-    assert "rows.csv: 5 records (the plan says 4); columns in this order: age, pulse" in err
-    assert "the coordinator cannot be reached; calling again" in err
-
-
 def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = parse_plan(PLAN)
     event = file.plan.party_event(0, None)
@@ -240,3 +229,28 @@ def test_cap_is_checked_before_anybody_pays(folder: Path, capfd: pytest.CaptureF
     assert decode(party.handle(encode(Message("open", {"run": "r", "plan": file.plan.digest})))).kind == "ready"
     party.close()
     ready().close()
+
+
+def test_revoke_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    members, words = parse_plan(PLAN).members, ["federate", "revoke", "--keys", "keys/a"]
+    assert main([*words, "b", "--reason", "its laptop was stolen", "--json"]) == 0
+    (said,) = json.loads(capfd.readouterr().out).items()
+    assert (said[0], said[1].partition(": ")[2]) == ("b", "its laptop was stolen")
+    with pytest.raises(DataError, match="'b' is revoked here"):
+        check_none_revoked(folder / "keys/a", members)
+    check_none_revoked(folder / "keys/coordinator", members)  # each revokes for itself
+    for name in ("a", "nobody", "../b"):  # itself, and who is no member
+        assert main([*words, name]) == 2
+    assert list(json.loads((folder / "keys/a/revoked.json").read_text())) == ["b"]
+
+
+def test_digests_can_be_read_out_and_typed_in(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    digest = parse_plan(PLAN).digest
+    groups = readable_digest(digest)
+    assert groups.replace(" ", "") == digest[:20]
+    assert main(["federate", "show", "plan.toml"]) == 0
+    assert groups in capfd.readouterr().out
+    words = ["approve", "plan.toml", "--keys", "keys/a", "--data", "rows.csv", "--out", "run", "--pin"]
+    assert main(["federate", *words, groups.upper()]) == 0
+    assert main(["federate", *words, ("1" if groups[0] == "0" else "0") + groups[1:]]) == 1
+    assert "nothing was given" in capfd.readouterr().err

@@ -211,6 +211,15 @@ def test_fresh_records_stay_used_when_the_keys_folder_is_lost(
     assert len(used) == len(set(used))
 
 
+def test_party_does_not_believe_that_a_stop_was_data_independent(make: Make, tmp_path: Path) -> None:
+    party = make()
+    say(party, "open")
+    for t in range(3):
+        ask(party, t)
+    assert say(party, "close", reason="steps", data_dependent=False).kind == "closed"
+    assert charged(tmp_path) == [PLAN.party_event(0, None)]
+
+
 @pytest.mark.parametrize("end", ["close", "withdraw", "restart and withdraw"])
 def test_run_that_asked_nothing_costs_nothing(make: Make, tmp_path: Path, end: str) -> None:
     party = make()

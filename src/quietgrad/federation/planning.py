@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -220,23 +221,18 @@ def federate(
     return replace(plan, noise_multiplier=noise_multiplier)
 
 
-class _Setting:
-    """What is known before a run: all that a declaration of queries may depend on."""
-
-    def __init__(self, objective: Objective, plan: FederatedPlan) -> None:
-        self.objective, self.plan, self.regularizer = objective, plan, objective.regularizer
-
-    def expected_batch(self, slot: str) -> float:
-        return self.plan.schedule[slot].sampling.expected_batch(self.plan.n_public)
-
-
 def declared(
     algorithm: Algorithm, objective: Objective, plan: FederatedPlan, initial: Vector
 ) -> tuple[dict[str, tuple[Template, ...]], dict[str, int]]:
     """By slot, the queries that ``algorithm`` says it asks, and how long their answers are."""
     templates: dict[str, tuple[Template, ...]] = {}
     dims: dict[str, int] = {}
-    for slot, asked in algorithm.asks(initial, cast(Session, _Setting(objective, plan))):
+    # What is known before a run: all that a declaration of queries may depend on.
+    known = SimpleNamespace(
+        objective=objective, plan=plan, regularizer=objective.regularizer,
+        expected_batch=lambda slot: plan.schedule[slot].sampling.expected_batch(plan.n_public),
+    )  # fmt: skip
+    for slot, asked in algorithm.asks(initial, cast(Session, known)):
         if slot not in {each.name for each in plan.schedule.slots}:
             continue
         query, allowed = template(asked)
@@ -268,11 +264,11 @@ def explain(plan: FederatedPlan) -> str:
         lines.append(f"people: {multiplicity(plan)}")
     if max(plan.factors) != 1.0:
         lines.append(f"weights: one record counts up to {max(plan.factors):.4g}·C, and the noise is as much louder")
-    who = {"curator": "the coordinator, who sees exact sums", "local": "no member", "secure": "no member alone"}[
-        plan.trust
-    ]
+    who = {"curator": "the coordinator, who sees exact sums", "local": "no member", "secure": "no member alone"}
     noise = f"; variance of the noise {plan.variance_factor:.4g} times that of one table" if plan.is_private else ""
-    return "\n".join([*lines, f"trusted: {who}{'' if plan.secure is None else f' ({plan.secure})'}{noise}"])
+    return "\n".join(
+        [*lines, f"trusted: {who[plan.trust]}{'' if plan.secure is None else f' ({plan.secure})'}{noise}"]
+    )
 
 
 def multiplicity(plan: FederatedPlan) -> str:
@@ -304,10 +300,10 @@ def neighbourhood(plan: FederatedPlan) -> str:
 def local_batches(plan: FederatedPlan) -> str:
     """Fixed local batches in words; empty if every party samples at the one public rate."""
     batches = [slot.sampling.local_batches(plan.sizes) for slot in plan.schedule.slots]
-    fixed = [batch for batch in batches if batch is not None]
-    if not fixed:
+    fixed = next((batch for batch in reversed(batches) if batch is not None), None)
+    if fixed is None:
         return ""
-    pairs = zip(fixed[-1], plan.sizes, strict=True)
+    pairs = zip(fixed, plan.sizes, strict=True)
     return f"fixed local batches, {', '.join(f'{b} of {n}' for b, n in pairs)}; ε is the most sampled party's"
 
 
