@@ -13,7 +13,8 @@ import quietgrad
 from quietgrad.algorithms.registry import ALGORITHMS
 from quietgrad.audit.attacks import ATTACKS
 from quietgrad.audit.noise_checks import MECHANISMS
-from quietgrad.objectives.registry import NETWORKS, TABLE_LOSSES
+from quietgrad.objectives.registry import NETWORKS
+from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES
 from quietgrad.privacy.budget import Relation
 from tests.probes.records import SECOND_ORDER, probe_clips, probe_table_queries
@@ -80,7 +81,7 @@ def test_every_loss_and_network_is_probed() -> None:
     findings = list(probe_clips())
     assert [f.what for f in findings if f.verdict != "pass"] == []
     probed = {finding.what.partition(",")[0] for finding in findings}
-    assert probed >= {*TABLE_LOSSES, *NETWORKS}
+    assert probed >= {*LOSSES, *NETWORKS}
 
 
 def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:

@@ -16,9 +16,9 @@ from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.cli.run_spec import algorithm_from, objective_from
 from quietgrad.errors import DataError
 from quietgrad.federation.plan_file import objective_of
-from quietgrad.objectives.registry import TABLE_LOSSES
+from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
-from tests.probes.records import labels
+from tests.probes.records import example_loss, labels
 
 
 def test_names_are_those_of_the_classes_and_every_example_can_be_built() -> None:
@@ -115,10 +115,10 @@ def test_oracles_by_name_take_their_settings_from_both() -> None:
         make_oracle(3)
 
 
-@pytest.mark.parametrize("name", TABLE_LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_the_same_from_both(name: str) -> None:
-    loss = TABLE_LOSSES[name]
-    knob = "" if loss.knob is None else ":0.5"
+    loss = LOSSES[name]
+    knob = "" if loss.number is None else ":0.5"
     classes = {"binary": 2, "multiclass": 3, "regression": None}[loss.task]
     data = {"features": 2} if classes is None else {"features": 2, "classes": list(range(classes))}
     settings = {"intercept": True, "row_bound": 2, "rows": "clip", "regularizer": "l2:0.1"}
@@ -127,7 +127,7 @@ def test_losses_are_the_same_from_both(name: str) -> None:
     spoken = {"objective": name + knob, **settings, "task": loss.task, "classes": classes}
     assert objective_from(spoken) == written
     assert dataclasses.is_dataclass(written)
-    assert len(labels(loss.make_example(), np.random.default_rng(0), 6)) == 6
+    assert len(labels(example_loss(loss), np.random.default_rng(0), 6)) == 6
 
 
 @pytest.mark.parametrize(

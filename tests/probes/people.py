@@ -16,12 +16,12 @@ from quietgrad.errors import DataError
 from quietgrad.objectives import Squared
 from quietgrad.objectives.base import GradientQuery, Query
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.objectives.registry import TABLE_LOSSES
+from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.budget import PrivacyUnit, Relation
 from quietgrad.sampling import Poisson
 from tests.probes import found
-from tests.probes.records import every_query, labels, probe_sensitivity
+from tests.probes.records import every_query, example_loss, labels, probe_sensitivity
 
 Grouping = Callable[[Any], UnitGrouping]
 Asking = Callable[..., Any]
@@ -70,7 +70,7 @@ def probe_people(
     relations: Iterable[Relation] = tuple(Relation),
 ) -> Iterator[AuditFinding]:
     """Brute force over neighbours that differ in a person: every loss on tables, every query of gradients."""
-    losses = losses or {name: entry.make_example() for name, entry in TABLE_LOSSES.items()}
+    losses = losses or {name: example_loss(entry) for name, entry in LOSSES.items()}
     combines: tuple[Combine, ...] = ("mean", "sum")
     for (name, loss), relation, combine in itertools.product(losses.items(), relations, combines):
         pairs = neighbouring_people(loss, relation, combine=combine)

@@ -33,14 +33,14 @@ from quietgrad.objectives.base import (
 from quietgrad.objectives.queries.counts import (
     CellSums,
     LabelCounts,
-    LabelRecords,
     MeanScore,
     Scoring,
     Tabulation,
+    TargetRecords,
 )
 from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
-from quietgrad.objectives.registry import TABLE_LOSSES
 from quietgrad.objectives.tables.linear import LinearObjective
+from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.objectives.tables.range_queries import (
     FEW_PIECES,
     BoxedQuery,
@@ -113,6 +113,10 @@ def probe_sensitivity(
     return found("L0 sensitivity", what, "Δ", 1.0, worst, ok=worst <= 1.0 + _SLACK, note=note)
 
 
+def example_loss(kind: type[LinearObjective], **settings: Any) -> LinearObjective:
+    return kind(**settings | ({"classes": 3} if kind.task == "multiclass" else {}))
+
+
 def labels(objective: LinearObjective, rng: np.random.Generator, size: int) -> npt.NDArray[Any]:
     """Targets that the objective accepts; the last two differ as much as they can."""
     if objective.task != "regression":
@@ -164,8 +168,8 @@ def every_query(records: Any, *, seed: int = 1) -> Iterator[Query]:
 
 def probe_losses() -> Iterator[AuditFinding]:
     """Every registered loss on tables, under both relations."""
-    for (name, entry), relation in itertools.product(TABLE_LOSSES.items(), Relation):
-        loss = entry.make_example()
+    for (name, entry), relation in itertools.product(LOSSES.items(), Relation):
+        loss = example_loss(entry)
         tables = neighbouring_tables(loss, relation)
         yield probe_sensitivity(loss, tables, every_query, relation, f"{name}, {relation}")
 
@@ -236,9 +240,9 @@ def probe_clips() -> Iterator[AuditFinding]:
 
     from quietgrad.objectives.networks.module import ModuleObjective
 
-    for name, entry in TABLE_LOSSES.items():
+    for name, entry in LOSSES.items():
         for intercept in (False, True):
-            objective = entry.make_example(intercept=intercept)
+            objective = example_loss(entry, intercept=intercept)
             X, y = adversarial_table(objective)
             yield probe_clip(objective, (X, y), f"{name}{', intercept' if intercept else ''}")
             if not intercept:
@@ -413,7 +417,7 @@ def _probe_labels(relation: Relation) -> AuditFinding:
     query, worst, held = LabelCounts(relation), 0.0, np.array(["a", "b", "b", "c"])
 
     def counted(values: Any) -> dict[str, float]:
-        names, counts = query.count(Batch(LabelRecords(np.array(values)), None))
+        names, counts = query.count(Batch(TargetRecords(None, np.array(values)), None))
         return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
     others = [held[:-1]] if relation is Relation.ADD_REMOVE else [np.append(held[:-1], x) for x in "abz"]

@@ -26,7 +26,7 @@ from quietgrad.estimators.validation import (
     with_labels,
 )
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
-from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge, weighted
+from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import sensitivity_factor
@@ -142,7 +142,7 @@ class _LinearClassifier(PrivateLinearModel, Classifier):
     class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
     def _weights(self, names: Any) -> tuple[float, ...] | None:
-        """class_weight by code; the clip bounds a weighted record like any other."""
+        """class_weight by code, the largest 1; the clip bounds a weighted record like any other."""
         if self.class_weight is None:
             return None
         if not isinstance(self.class_weight, Mapping):
@@ -152,7 +152,8 @@ class _LinearClassifier(PrivateLinearModel, Classifier):
         given: Any = self.class_weight.values()
         if not all(isinstance(w, numbers.Real) and math.isfinite(w) and float(w) > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
-        return tuple(float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist())
+        weights = [float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist()]
+        return tuple(weight / max(weights) for weight in weights)
 
 
 def public_labels(y: Any) -> Any:
@@ -250,9 +251,8 @@ class PrivateLogisticRegression(_LinearClassifier):
         return getattr(self, "_known", None) == 2 and self.class_weight is None
 
     def _loss(self, classes: int, names: Any) -> Any:
-        settings = self._settings()
-        loss = Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
-        return weighted(loss, self._weights(names))
+        settings = self._settings() | {"class_weights": self._weights(names)}
+        return Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
 
     def predict_proba(self, X: Any) -> Any:
         """P(class) of each record."""
@@ -286,8 +286,7 @@ class PrivateSVC(_LinearClassifier):
     smoothing: float = field(default=1.0, kw_only=True)
 
     def _loss(self, classes: int, names: Any) -> Any:
-        settings = self._settings()
-        loss = Hinge(self.smoothing, **settings) if classes == 2 else OneVsRestHinge(
-            classes, self.smoothing, **settings
-        )  # fmt: skip
-        return weighted(loss, self._weights(names))
+        settings = self._settings() | {"class_weights": self._weights(names)}
+        if classes == 2:
+            return Hinge(self.smoothing, **settings)
+        return OneVsRestHinge(classes, self.smoothing, **settings)

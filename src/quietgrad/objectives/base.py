@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from quietgrad.vectors import Vector, zeros_like
 
 Indices = npt.NDArray[np.int64]
+Summand = Callable[[Any, "Batch", Vector], None]
 
 
 class Records(Sized, Protocol):
@@ -39,7 +40,7 @@ class Records(Sized, Protocol):
         ...
 
 
-class StreamedRecords(ABC):
+class StreamedRecords(ABC, Sized):
     """Records that are read anew for every release, since they are not held in memory."""
 
     @property
@@ -54,6 +55,22 @@ class StreamedRecords(ABC):
     @abstractmethod
     def answer(self, query: Query, batch: Batch, out: Vector) -> None:
         """out += the sum of ``query`` over the batch."""
+
+    @abstractmethod
+    def add(self, summand: Summand, batch: Batch, out: Vector) -> None:
+        """out += Σ over the parts of what ``summand(objective, batch, out)`` adds."""
+
+    @abstractmethod
+    def labels(
+        self, indices: Indices | None, key: bytes | None
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+        """The labels and how often each occurs, a person counting once: secret."""
+
+    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+        """Σ min(fᵢ(θ), bound) over the parts."""
+        out = np.zeros(1)
+        self.add(LossQuery(params, bound).sum_into, batch, out)
+        return float(out[0])
 
 
 class Batch(NamedTuple):
@@ -125,19 +142,20 @@ class ClippingRule:
     """αA + γB, the L2 norm that no record's contribution exceeds."""
 
     def __post_init__(self) -> None:
-        weights = (self.alpha, self.beta, self.gamma)
-        if not all(weight == 0.0 or _SMALLEST_WEIGHT <= weight <= 1.0 for weight in weights):
+        # A narrow float would round the bound down.
+        alpha, beta, clip = float(self.alpha), float(self.beta), float(self.clip)
+        gamma, second = float(self.gamma), float(self.second_clip)
+        if not all(weight == 0.0 or _SMALLEST_WEIGHT <= weight <= 1.0 for weight in (alpha, beta, gamma)):
             raise ValueError(
-                f"alpha, beta, gamma = {weights}: each must be in [0, 1], and not below {_SMALLEST_WEIGHT:.3g}."
+                f"alpha, beta, gamma = {(alpha, beta, gamma)}: each must be in [0, 1], and not below "
+                f"{_SMALLEST_WEIGHT:.3g}."
             )
-        for name in ("clip", "second_clip"):
-            check_clip(name, getattr(self, name))
-        for name in ("alpha", "beta", "clip", "gamma", "second_clip"):  # a narrow float would round the bound down
-            object.__setattr__(self, name, float(getattr(self, name)))
-        first, second = rounding_safe_clip(self.clip), rounding_safe_clip(self.second_clip)
-        numbers = (float(self.alpha), float(self.beta), first, float(self.gamma), second)
-        object.__setattr__(self, "numbers", numbers)
-        object.__setattr__(self, "bound", self.alpha * self.clip + self.gamma * self.second_clip)
+        check_clip("clip", clip)
+        check_clip("second_clip", second)
+        numbers = (alpha, beta, rounding_safe_clip(clip), gamma, rounding_safe_clip(second))
+        values = {"alpha": alpha, "beta": beta, "clip": clip, "gamma": gamma, "second_clip": second}
+        for name, value in {**values, "numbers": numbers, "bound": alpha * clip + gamma * second}.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     @lru_cache
@@ -338,7 +356,10 @@ class Objective(RecordAdapter, Protocol):
 class BaseObjective:
     """What an objective says of itself unless it knows better."""
 
-    silent_batches: ClassVar[bool] = False
+    @property
+    def silent_batches(self) -> bool:
+        """Not known: False."""
+        return False
 
     def constants(self) -> LossConstants:
         """None: nothing is known of the losses."""
@@ -354,6 +375,19 @@ class BaseObjective:
     def check_domain(self, params: Vector) -> None:
         """Do nothing: constants, if any, hold everywhere."""
 
+    def risk(self: Objective, records: Any, params: Vector) -> float:
+        """F(θ) with the regulariser: an evaluation, not private."""
+        total = self.loss_sum(Batch(records, None), params, math.inf)
+        return total / len(records) + self.regularizer.value(params)
+
+    def risk_gradient(self: Objective, records: Any, params: Vector) -> Vector:
+        """∇F(θ) without clipping: an evaluation, not private."""
+        out = zeros_like(params)
+        self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
+        out /= len(records)
+        out += self.regularizer.gradient(params)
+        return out
+
 
 @runtime_checkable
 class HasHessian(Protocol):
@@ -362,6 +396,18 @@ class HasHessian(Protocol):
     def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
         """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
         ...
+
+
+def add_gradients(
+    points: Sequence[Vector], rule: ClippingRule, objective: Objective, batch: Batch, out: Vector
+) -> None:
+    """A summand of streamed records: what ``objective.add`` adds of a part."""
+    objective.add(batch, points, rule, out)
+
+
+def add_hessians(params: Vector, clip: float, objective: HasHessian, batch: Batch, out: Vector) -> None:
+    """A summand of streamed records: what ``objective.add_hessians`` adds of a part."""
+    objective.add_hessians(batch, params, clip, out)
 
 
 class Query(Protocol):

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import (
+    BaseObjective,
     Batch,
     ClippingRule,
     Indices,
@@ -32,9 +33,12 @@ from quietgrad.objectives.base import (
     RecordAdapter,
     Records,
     Regularizer,
+    StreamedRecords,
+    add_gradients,
+    add_hessians,
 )
 from quietgrad.objectives.person_ids import call_id_function, factorize_ids
-from quietgrad.vectors import Vector, zeros_like
+from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
 Combine = Literal["mean", "sum"]
@@ -73,9 +77,14 @@ class WeightedRows(NamedTuple):
     indices: Indices | None
     shares: Floats | None
 
-    def of(self, which: Any) -> Any:
+    def of(self, which: slice | Indices) -> Any:
         """What the rows at ``which``, positions or a slice, count: an array, or 1."""
         return 1.0 if self.shares is None else self.shares[which]
+
+    def blocks(self) -> Iterator[tuple[Any, Any]]:
+        """The rows' raw features, a few MB at a time, and what each row counts: an array, or 1."""
+        for which, block in self.records.blocks(self.indices):
+            yield block, self.of(which)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +115,7 @@ class UnitGrouping:
     @classmethod
     def of(
         cls,
-        ids: Any,
+        ids: object,
         *,
         combine: Combine = "mean",
         records_per_person: int | None = None,
@@ -127,7 +136,9 @@ class UnitGrouping:
         sizes = np.bincount(codes, minlength=count)
         starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
-        return cls(_frozen(order.astype(np.int64)), _frozen(starts), combine, records_per_person)
+        order = order.astype(np.int64)
+        order.flags.writeable = starts.flags.writeable = False
+        return cls(order, starts, combine, records_per_person)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -210,7 +221,7 @@ class ContributionBounds(NamedTuple):
     records_per_person: int | None = None
 
 
-def check_combination(combine: Any, records_per_person: Any) -> None:
+def check_combination(combine: object, records_per_person: object) -> None:
     """Raise ValueError unless these say how a person's records count."""
     if combine not in ("mean", "sum"):
         raise ValueError(
@@ -226,7 +237,6 @@ class UserLevelRecords:
     not ask for them as a person's.
     """
 
-    is_scanned: ClassVar[bool] = False
     is_source: ClassVar[bool] = False
     _SHAPE = frozenset({"dim", "features", "outputs", "intercept", "is_sparse"})
 
@@ -236,7 +246,7 @@ class UserLevelRecords:
     def __len__(self) -> int:
         return len(self.people)
 
-    def seen(self, rows: Any) -> UserLevelRecords:
+    def seen(self, rows: Records) -> UserLevelRecords:
         """The same people with their rows laid out otherwise."""
         return UserLevelRecords(rows, self.people)
 
@@ -303,7 +313,7 @@ class SupportsUserLevel(Protocol):
     """A loss that can sum over people."""
 
     def add_people(
-        self, batch: Batch, groups: GroupIndex, points: Sequence[Any], rule: ClippingRule, out: Any
+        self, batch: Batch, groups: GroupIndex, points: Sequence[Vector], rule: ClippingRule, out: Vector
     ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
@@ -312,7 +322,7 @@ class SupportsUserLevel(Protocol):
         """
         ...
 
-    def row_losses(self, batch: Batch, params: Any) -> Any:
+    def row_losses(self, batch: Batch, params: Vector) -> Any:
         """The loss of each row of the batch, in its order."""
         ...
 
@@ -334,7 +344,7 @@ class RecordsWithIds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class UserLevelObjective:
+class UserLevelObjective(BaseObjective):
     """A loss asked about people: an :class:`~quietgrad.objectives.base.Objective` whose records are people.
 
     >>> from quietgrad.objectives import Logistic
@@ -357,10 +367,6 @@ class UserLevelObjective:
         if hasattr(self.loss, "add") and not isinstance(self.loss, SupportsUserLevel):
             refuse_person(type(self.loss).__name__)
 
-    def around(self, loss: Any) -> UserLevelObjective:
-        """The same question about another loss."""
-        return UserLevelObjective(loss, self.combine, self.records_per_person)
-
     @property
     def regularizer(self) -> Regularizer:
         """The loss's own: it counts people, as it counted records."""
@@ -372,7 +378,7 @@ class UserLevelObjective:
         """As the loss's; a release that chooses records needs its secret, and so is not one that draws nothing."""
         return bool(self.loss.silent_batches) and self.records_per_person is None
 
-    def prepare(self, data: Any) -> UserLevelRecords:
+    def prepare(self, data: object) -> UserLevelRecords:
         """Lay out the rows and group them; the ids are checked before the rows are looked at."""
         if isinstance(data, UserLevelRecords):
             return data.seen(self.loss.prepare(data.rows))
@@ -400,7 +406,7 @@ class UserLevelObjective:
 
     def initial(self, records: UserLevelRecords) -> Vector:
         """The loss's own start."""
-        return self.loss.initial(records if is_scanned(records) else records.rows)
+        return self.loss.initial(records if isinstance(records, StreamedRecords) else records.rows)
 
     def constants(self, row_bound: float | None = None) -> LossConstants:
         """The loss's own for a mean of all records; for a sum, which may have any number of terms, none."""
@@ -422,10 +428,8 @@ class UserLevelObjective:
     def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
         """out += Σ over people of what the rule makes of their combined gradients."""
         records: UserLevelRecords = batch.records
-        if is_scanned(records):
-            from quietgrad.objectives.tables.scanned import rule_sum
-
-            batch.records.add(partial(rule_sum, tuple(points), rule), batch, out)
+        if isinstance(records, StreamedRecords):
+            records.add(partial(add_gradients, tuple(points), rule), batch, out)
             return
         people = records.people
         if people.alone:  # one record is its own mean and sum
@@ -438,12 +442,8 @@ class UserLevelObjective:
     def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
         """Σ over people of min(their combined loss, bound); what is not a number counts as the bound."""
         records: UserLevelRecords = batch.records
-        if is_scanned(records):
-            from quietgrad.objectives.tables.scanned import loss_sum
-
-            out = np.zeros(1)
-            batch.records.add(partial(loss_sum, params, bound), batch, out)
-            return float(out[0])
+        if isinstance(records, StreamedRecords):
+            return records.loss_sum(batch, params, bound)
         rows, starts = records.people.groups(batch.indices, batch.key).flat()
         if len(starts) == 1:
             return 0.0
@@ -458,10 +458,8 @@ class UserLevelObjective:
         """out += Σ over people of the mean of their records' Hessians, each shortened to ``clip``."""
         if self.combine == "sum" or not hasattr(self.loss, "add_hessians"):
             refuse_person("a summed Hessian")
-        if is_scanned(batch.records):
-            from quietgrad.objectives.tables.scanned import hessian_sum
-
-            batch.records.add(partial(hessian_sum, params, clip), batch, out)
+        if isinstance(batch.records, StreamedRecords):
+            batch.records.add(partial(add_hessians, params, clip), batch, out)
             return
         rows = rows_of(batch)
         self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)
@@ -469,17 +467,12 @@ class UserLevelObjective:
     def risk(self, records: UserLevelRecords, params: Vector) -> float:
         """F(θ), the mean over people of their combined loss: an evaluation, not private."""
         with self._evaluating():
-            total = self.loss_sum(Batch(records, None), params, math.inf)
-        return total / len(records) + self.regularizer.value(params)
+            return super().risk(records, params)
 
     def risk_gradient(self, records: UserLevelRecords, params: Vector) -> Vector:
         """∇F(θ) without clipping: an evaluation, not private."""
-        out = zeros_like(params)
         with self._evaluating():
-            self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
-        out /= len(records)
-        out += self.regularizer.gradient(params)
-        return out
+            return super().risk_gradient(records, params)
 
     def _evaluating(self) -> AbstractContextManager[Any]:
         """A network is evaluated in another mode than it is trained in."""
@@ -503,16 +496,6 @@ def with_privacy_unit(
     return UserLevelObjective(objective, combine, records_per_person), RecordsWithIds(data, person)
 
 
-def is_scanned(records: Any) -> bool:
-    """Whether records are read anew for every sum."""
-    return bool(getattr(records, "is_scanned", False))
-
-
 def public_loss(objective: RecordAdapter) -> Any:
     """The public loss behind what a curator asks: algorithms read its shape and constants."""
     return objective.loss if isinstance(objective, UserLevelObjective) else objective
-
-
-def _frozen(array: Indices) -> Indices:
-    array.flags.writeable = False
-    return array

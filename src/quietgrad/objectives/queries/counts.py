@@ -1,15 +1,11 @@
-"""How good a model is on held-out people, as one sum: which cell of a public table each person falls into.
+"""Queries that fit nothing: counts of cells, scores of finished models, and the label set of a table.
 
-A cell is a pair such as (bin of the predicted probability, true class). The model and the bins are public, so a
-person's cells depend on that person alone, and accuracy, AUC, log loss, calibration and confusion are all read off
-the noisy counts.
+Cells score a model on held-out people as one sum. A cell is a pair such as (bin of the predicted probability, true
+class). The model and the bins are public, so a person's cells depend on that person alone, and accuracy, AUC, log
+loss, calibration and confusion are all computed from the noisy counts.
 
-How well a model does on held-out records, as a query: one record is right or not.
-
-Which labels a table has, as a query: counts of labels nobody named before, and an objective that holds them.
-
-The number of labels is itself private, so this is no sum of known length: a session answers it by
-:meth:`~quietgrad.curators.base.Session.discover`, whose mechanism lets only the frequent ones out.
+The number of labels is itself private, so a label count is no sum of known length. A session answers it by
+:meth:`~quietgrad.curators.base.Session.discover`, whose mechanism releases only the frequent labels.
 """
 
 from __future__ import annotations
@@ -23,22 +19,47 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer
+from quietgrad.objectives.base import Batch, NoRegularizer, Regularizer, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelRecords, rows_of
+from quietgrad.objectives.tables.range_queries import check_everyone, pair_bound
+from quietgrad.objectives.tables.table import Array, Floats, Table, lay_out
 from quietgrad.privacy.budget import Relation
 
-Floats = npt.NDArray[np.float64]
+
+@dataclass(frozen=True)
+class _NothingToFit:
+    """An objective without parameters; a session needs one to ask."""
+
+    regularizer: Regularizer = field(default_factory=NoRegularizer)
+    silent_batches: ClassVar[bool] = False
+
+    def initial(self, records: object) -> Floats:
+        """Nothing to start from."""
+        return np.zeros(1)
 
 
-class CellPlaces:
+@dataclass(frozen=True, eq=False)
+class _TableRecords:
+    """``features`` are the rows as they were given: a ledger knows the table by them."""
+
+    features: Any
+    dim: ClassVar[int] = 1
+
+    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
+        """The features as bytes, as those of a fit on the same people."""
+        if self.features is not None:
+            yield from Table(lay_out(self.features), None).fingerprint_parts()
+
+
+@dataclass(frozen=True, eq=False)
+class CellPlaces(_TableRecords):
     """For each person a row of numbers in [0, 1]: their shares of the cells, sparse as (cell, weight) pairs.
 
     ``cells`` and ``weights`` have one row per person and one column per group of cells they fall into.
     """
 
-    def __init__(self, cells: npt.NDArray[np.int64], weights: Floats, people: Any = None) -> None:
-        self.cells, self.weights, self._people = cells, weights, people
-        self.dim = 1
+    cells: npt.NDArray[np.int64]
+    weights: Floats
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -49,26 +70,18 @@ class CellPlaces:
         yield self.weights.tobytes()
 
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The features as bytes, as those of a fit on the same people: a ledger knows the table by them."""
-        if self._people is None:
-            yield from self.contents()
-            return
-        from quietgrad.objectives.tables.table import Table, lay_out
-
-        yield from Table(lay_out(self._people), None).fingerprint_parts()
+        """The features, or the cells where no features are known."""
+        return self.contents() if self.features is None else super().fingerprint_parts()
 
 
 @dataclass(frozen=True)
-class Tabulation:
-    """What is summed: people's places. It has no parameters to fit; a session needs something to ask.
+class Tabulation(_NothingToFit):
+    """The objective of :class:`CellSums`: it holds people's cells.
 
     >>> places = Tabulation().prepare((np.array([[0], [1], [1]]), None))
     >>> len(places)
     3
     """
-
-    regularizer: Regularizer = field(default_factory=NoRegularizer)
-    silent_batches: ClassVar[bool] = False
 
     def prepare(self, data: Any) -> Any:
         """(cells, weights) or (cells, weights, features of the people), weights ``None`` for ones; or a scan."""
@@ -81,11 +94,7 @@ class Tabulation:
         if cells.ndim != 2 or not len(cells):
             raise DataError("there are no records to evaluate on.")
         weights = np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64)
-        return CellPlaces(cells, weights, *people)
-
-    def initial(self, records: Any) -> Floats:
-        """Nothing to start from."""
-        return np.zeros(1)
+        return CellPlaces(people[0] if people else None, cells, weights)
 
 
 @dataclass(frozen=True)
@@ -106,19 +115,16 @@ class CellSums:
     @property
     def bound(self) -> float:
         """√groups, or √(groups/2) where only the distance of two records counts."""
-        length = math.sqrt(self.groups)
-        return length / math.sqrt(2.0) if self.relation is Relation.REPLACE_ONE else length
+        return pair_bound(math.sqrt(self.groups), self.relation)
 
-    def dim(self, records: Any) -> int:
-        """The number of cells."""
+    def dim(self, records: object) -> int:
         return self.cells
 
-    def sum_into(self, objective: Any, batch: Batch, out: Any) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         """out += the sums; a cell that does not exist counts nowhere."""
+        check_everyone(batch, self.relation)
         shared = rows_of(batch)
         places: CellPlaces = shared.records
-        if batch.indices is not None and self.relation is Relation.REPLACE_ONE:
-            raise ValueError("a bound on pairs of records needs all of them: plan it with FullBatch() sampling.")
         which = slice(None) if shared.indices is None else shared.indices
         cells, weights = places.cells[which], places.weights[which]
         weights = np.clip(np.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0), 0.0, 1.0)
@@ -148,66 +154,51 @@ class MeanScore:
     """
 
     each: Callable[[Any, Any], Any]
-    held_out: npt.NDArray[np.integer[Any]]
+    held_out: npt.NDArray[np.int64]
     bound: float = 1.0
 
-    def dim(self, records: Any) -> int:
-        """One number."""
+    def dim(self, records: object) -> int:
         return 1
 
-    def sum_into(self, objective: Any, batch: Batch, out: npt.NDArray[np.float64]) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         """out += the sum; what is not a number counts 0."""
         shared = rows_of(batch)
         records = shared.records
         if len(self.held_out):
             from sklearn.utils import _safe_indexing
 
-            scores = np.asarray(self.each(_safe_indexing(records.X, self.held_out), records.y[self.held_out]))
+            scores = np.asarray(
+                self.each(_safe_indexing(records.features, self.held_out), records.labels[self.held_out])
+            )
             scores = np.clip(np.nan_to_num(scores, nan=0.0), 0.0, 1.0)
             out += float((scores * shared.of(self.held_out)).sum())
 
 
 @dataclass(frozen=True, eq=False)
-class ScoredRecords:
-    """A table as it was given, for models that read it themselves."""
+class TargetRecords(_TableRecords):
+    """A table's labels or targets, and its features for models that read them themselves."""
 
-    X: Any
-    y: npt.NDArray[Any]
-    dim: int = 1
+    labels: Array
 
     def __len__(self) -> int:
-        return len(self.y)
+        return len(self.labels)
 
     def contents(self) -> Iterator[bytes | memoryview]:
         """Everything an answer depends on, as bytes."""
         yield from self.fingerprint_parts()
-        yield repr(self.y.tolist()).encode()
-
-    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The features as bytes: a ledger knows the table by them."""
-        from quietgrad.objectives.tables.table import Table, lay_out
-
-        yield from Table(lay_out(self.X), None).fingerprint_parts()
+        yield repr(self.labels.tolist()).encode()
 
 
 @dataclass(frozen=True)
-class Scoring:
-    """An objective for scoring finished models; it fits nothing."""
+class Scoring(_NothingToFit):
+    """The objective of :class:`MeanScore`: it holds the table for finished models."""
 
-    regularizer: Regularizer = field(default_factory=NoRegularizer)
     silent_batches: ClassVar[bool] = True
 
-    def prepare(self, data: Any) -> ScoredRecords:
+    def prepare(self, data: Any) -> TargetRecords:
         """``(X, y)`` as the models take them."""
         X, y = data
-        return ScoredRecords(X, np.asarray(y))
-
-    def initial(self, records: Any) -> npt.NDArray[np.float64]:
-        """There are no parameters."""
-        return np.zeros(1)
-
-
-Labels = npt.NDArray[Any]
+        return TargetRecords(X, np.asarray(y))
 
 
 @dataclass(frozen=True)
@@ -216,7 +207,8 @@ class LabelCounts:
 
     A person of several records counts once, for one of them that the release's key chooses.
 
-    >>> LabelCounts(Relation.ADD_REMOVE).count(Batch(LabelRecords(np.array(["b", "a", "b"])), None))[1].tolist()
+    >>> labels = TargetRecords(None, np.array(["b", "a", "b"]))
+    >>> LabelCounts(Relation.ADD_REMOVE).count(Batch(labels, None))[1].tolist()
     [1.0, 2.0]
     """
 
@@ -225,17 +217,15 @@ class LabelCounts:
     @property
     def bound(self) -> float:
         """C: 1 under add-remove, 1/√2 under replace-one, where only the distance of two counts."""
-        return 1.0 if self.relation is Relation.ADD_REMOVE else 1.0 / math.sqrt(2.0)
+        return pair_bound(1.0, self.relation)
 
-    def count(self, batch: Batch) -> tuple[Labels, npt.NDArray[np.float64]]:
+    def count(self, batch: Batch) -> tuple[Array, Floats]:
         """The labels of the batch and how often each occurs: secret."""
-        from quietgrad.objectives.tables.scanned import Scanned
-
         records = batch.records
-        if isinstance(records, Scanned):
+        if isinstance(records, StreamedRecords):
             return records.labels(batch.indices, batch.key)
         if isinstance(records, UserLevelRecords):
-            # Not a share of each of theirs: of many labels that nobody else has, one would pass by luck too often.
+            # Not a share of each of theirs: of many labels that one person alone has, one would often pass by luck.
             rows: Any = records.rows
             labels = rows.labels[records.people.one_each(batch.indices, batch.key)]
         else:
@@ -243,53 +233,22 @@ class LabelCounts:
         values, counts = np.unique(labels, return_counts=True)
         return values, counts.astype(np.float64)
 
-    def kept(self, labels: Labels, passing: npt.NDArray[np.bool_]) -> Labels:
+    def kept(self, labels: Array, passing: npt.NDArray[np.bool_]) -> Array:
         """The labels that pass, and nothing else about the others."""
         found = labels[passing]
         # An array of texts is as wide as its longest: that one may be a label that did not pass.
         return np.array(found.tolist(), dtype=found.dtype.kind) if found.dtype.kind in "US" else found
 
 
-@dataclass(frozen=True, eq=False)
-class LabelRecords:
-    """The labels of a table and the table's own bytes."""
-
-    labels: Labels
-    table: tuple[Any, ...] = ()
-    dim: int = 1
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def contents(self) -> Iterator[bytes | memoryview]:
-        """Everything an answer depends on, as bytes."""
-        yield repr(self.labels.tolist()).encode()
-
-    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The features as bytes: a ledger knows the table by them."""
-        for part in self.table:
-            yield from part.fingerprint_parts()
-
-
 @dataclass(frozen=True)
-class LabelSet:
-    """An objective for looking at labels alone, before it is known what to fit."""
-
-    regularizer: Regularizer = field(default_factory=NoRegularizer)
-    silent_batches: ClassVar[bool] = False  # of a person with several records one is drawn
+class LabelSet(_NothingToFit):
+    """The objective of :class:`LabelCounts`: it holds labels alone, before it is known what to fit."""
 
     def prepare(self, data: Any) -> Any:
-        """``(X, y)`` with raw labels; only ``y`` is looked at."""
+        """``(X, y)`` with raw labels; only ``y`` is counted."""
         from quietgrad.objectives.tables.scanned import RowBlock, Scanned, ScanSource
-        from quietgrad.objectives.tables.table import Table, lay_out
 
         if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
-        if isinstance(data, RowBlock):
-            return LabelRecords(np.asarray(data.y))
         X, y = data
-        return LabelRecords(np.asarray(y), (Table(lay_out(X), None),))
-
-    def initial(self, records: Any) -> npt.NDArray[np.float64]:
-        """There are no parameters."""
-        return np.zeros(1)
+        return TargetRecords(None if isinstance(data, RowBlock) else X, np.asarray(y))

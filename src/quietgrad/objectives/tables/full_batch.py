@@ -7,14 +7,15 @@ shift, scale, shortening and intercept are applied to weights and sums instead o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch, ClippingRule, Indices, Objective, Regularizer
-from quietgrad.objectives.tables.table import Floats, Table, csr_around, frozen
+from quietgrad.objectives.base import Batch, ClippingRule, Indices, Objective, Regularizer, StreamedRecords
+from quietgrad.objectives.tables.table import Floats, Matrix, Table, Targets, Which, csr_around, frozen
 
 if TYPE_CHECKING:
     from quietgrad.objectives.tables.linear import LinearObjective
@@ -27,34 +28,37 @@ _TINY = 1e-290  # as in the norms of rows: squares that underflow are not 0
 _AT_ONCE = 1 << 21  # numbers of people's sums at a time, 16 MB
 
 
-class Block(NamedTuple):
-    """Some records: which, their raw features, and what their rows are shortened by (``None``: nothing)."""
+class Block:
+    """Some records: which, their raw features and targets, and the factors that shorten their rows, if any."""
 
-    which: Any
-    rows: Any
-    factors: Floats | None
+    def __init__(self, records: Table, which: Which, rows: Matrix | ColumnMajor) -> None:
+        self.which = which
+        self.rows: Any = rows
+        self.factors = records.factors[which, None] if records.factors.size else None
+        self.y: Targets = np.zeros(0) if records.y is None else records.y[which]
 
 
+@dataclass
 class ColumnMajor:
     """Some rows of a column-major float32 table: its products are summed in float64 without a copy in float64.
 
     A part of a scan is used once and forgotten; to convert it would cost as much as to use it.
     """
 
-    def __init__(self, columns: Any, first: int, last: int, transposed: bool = False) -> None:
-        self.columns, self.first, self.last, self._transposed = columns, first, last, transposed
+    columns: Floats
+    first: int
+    last: int
+    transposed: bool = False
 
     @property
     def T(self) -> ColumnMajor:
-        return ColumnMajor(self.columns, self.first, self.last, not self._transposed)
+        return replace(self, transposed=not self.transposed)
 
     def __matmul__(self, other: Floats) -> Floats:
         from quietgrad.objectives.tables import kernels
 
-        product = kernels.column_sums if self._transposed else kernels.column_scores
-        vector = np.ascontiguousarray(other[:, 0])
-        found: Floats = product(self.columns, self.first, self.last, vector)[:, None]
-        return found
+        product = kernels.column_sums if self.transposed else kernels.column_scores
+        return np.asarray(product(self.columns, self.first, self.last, np.ascontiguousarray(other[:, 0])))[:, None]
 
     def toarray(self) -> Floats:
         """The rows as a matrix of float64."""
@@ -68,12 +72,10 @@ def blocks_of(records: Table, indices: Indices | None = None) -> Iterator[Block]
         columns = frozen(X.T)
         step = max(1, _ROWS_AT_ONCE // records.features)
         for start in range(0, len(records), step):
-            which = slice(start, min(start + step, len(records)))
-            factors = records.factors[which, None] if records.factors.size else None
-            yield Block(which, ColumnMajor(columns, which.start, which.stop), factors)
-        return
-    for which, rows in records.blocks(indices):
-        yield Block(which, rows, records.factors[which, None] if records.factors.size else None)
+            stop = min(start + step, len(records))
+            yield Block(records, slice(start, stop), ColumnMajor(columns, start, stop))
+    else:
+        yield from (Block(records, which, rows) for which, rows in records.blocks(indices))
 
 
 class RawCoefficients(NamedTuple):
@@ -194,7 +196,7 @@ class PersonSum:
                 columns.append(records.intercept * np.add.reduceat(r, places[:-1])[:, None])
         return _stacked(columns, axis=1)
 
-    def _close(self, sums: list[Any], starts: Indices) -> None:
+    def _close(self, sums: Sequence[Any], starts: Indices) -> None:
         """Clip and add people whose rows have all come."""
         alpha, _, first, gamma, second = self._rule.numbers
         shares = 1.0 / np.diff(starts) if self._mean else np.ones(len(starts) - 1)
@@ -210,7 +212,7 @@ class PersonSum:
         return self._total.reshape(self._records.outputs, self._width).T.ravel()
 
 
-def _stacked(blocks: list[Any], axis: int) -> Any:
+def _stacked(blocks: Sequence[Any], axis: int) -> Any:
     if isinstance(blocks[0], np.ndarray):
         return np.concatenate(blocks, axis=axis)
     from scipy import sparse
@@ -248,26 +250,28 @@ def covers(objective: Objective) -> bool:
     return isinstance(objective, LinearObjective) and isinstance(objective.regularizer, Regularizer)
 
 
-def hessian_product(objective: LinearObjective, records: Any, params: Floats, vector: Floats) -> Floats:
+def hessian_product(
+    objective: LinearObjective, records: Table | StreamedRecords, params: Floats, vector: Floats
+) -> Floats:
     """∇²F(θ)·v of the risk with its regulariser, without forming the Hessian; not private.
 
     A score moves by tᵢ = x̃ᵢᵀv along v, and the residual r by r′(scoreᵢ)·tᵢ, so ∇²F·v = (1/n)Σ (r′tᵢ) ⊗ x̃ᵢ plus the
     regulariser's part.
     """
-    total, everyone = np.zeros(records.dim), Batch(records, None)
+    total, everyone = np.zeros(len(params)), Batch(records, None)
     if isinstance(records, Table):
         _add_products(params, vector, objective, everyone, total)
     else:  # a scan, part by part
         records.add(partial(_add_products, params, vector), everyone, total)
-    out: Floats = total / len(records) + objective.regularizer.curvature(params) * vector
-    return out
+    return np.asarray(total / len(records) + objective.regularizer.curvature(params) * vector)
 
 
 def _add_products(params: Floats, vector: Floats, objective: LinearObjective, batch: Batch, out: Floats) -> None:
     """out += Σ ∇²fᵢ(θ)·v."""
     records: Table = batch.records
     at, along, total = lift(records, params), lift(records, vector), RowSum(records)
-    assert records.y is not None
     for block in blocks_of(records):
-        total.add(block, objective.bends(at.scores(block), records.y[block.which], along.scores(block)))
+        total.add(
+            block, objective._weighed(objective.bends(at.scores(block), block.y, along.scores(block)), block.y)
+        )
     out += total.result()

@@ -21,13 +21,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import cfunc, njit, types
 from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 
+from quietgrad.objectives.base import Numbers
+from quietgrad.objectives.tables.table import Packed
+
 _TILE = 32  # rows asked for ahead: random rows of a sparse table are cache misses, and waiting for each costs most
 
+_Array = npt.NDArray[Any]
+_Rows = tuple[_Array, ...]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Decorator = Callable[[_Function], _Function]
 
@@ -40,32 +46,32 @@ _emits: _Decorator[Any] = intrinsic
 # that follows is written once and compiled for whichever it meets.
 
 
-def _span(rows: Any, i: int) -> Any:
+def _span(rows: _Rows, i: int) -> Any:
     """First entry of row i and the one after its last."""
 
 
-def _column(rows: Any, p: int) -> Any:
+def _column(rows: _Rows, p: int) -> Any:
     """The feature that entry p belongs to."""
 
 
-def _value(rows: Any, i: int, p: int) -> Any:
+def _value(rows: _Rows, i: int, p: int) -> Any:
     """The number at entry p of row i."""
 
 
 @_means(_span)
-def _span_of(rows: Any, i: Any) -> Any:
+def _span_of(rows: _Rows, i: object) -> Any:
     if len(rows) == 1:
         return lambda rows, i: (0, rows[0].shape[1])
     return lambda rows, i: (rows[0][i], rows[0][i + 1])
 
 
 @_means(_column)
-def _column_of(rows: Any, p: Any) -> Any:
+def _column_of(rows: _Rows, p: object) -> Any:
     return (lambda rows, p: p) if len(rows) == 1 else (lambda rows, p: rows[1][p])
 
 
 @_means(_value)
-def _value_of(rows: Any, i: Any, p: Any) -> Any:
+def _value_of(rows: _Rows, i: object, p: object) -> Any:
     return (lambda rows, i, p: rows[0][i, p]) if len(rows) == 1 else (lambda rows, i, p: rows[2][p])
 
 
@@ -81,7 +87,7 @@ _FORMULA = types.float64(types.float64, types.float64, types.float64)
 _compiled: list[Any] = []  # the code behind every address that was given out must stay
 
 
-def address_of(residual: Callable[..., Any]) -> int:
+def address_of(residual: Callable[..., object]) -> int:
     """Where the machine code of ``residual(score, y, h)`` begins.
 
     Raises:
@@ -103,10 +109,10 @@ def address_of(residual: Callable[..., Any]) -> int:
 
 
 @_emits
-def _residual(typing_context: Any, address: Any, score: Any, y: Any, h: Any) -> Any:
+def _residual(typing_context: object, address: object, score: object, y: object, h: object) -> Any:
     """∂f/∂score for one record, by the formula at ``address``."""
 
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    def emit(context: object, builder: ir.IRBuilder, signature: object, arguments: list[ir.Value]) -> Any:
         number = ir.DoubleType()
         formula = builder.inttoptr(arguments[0], ir.FunctionType(number, [number] * 3).as_pointer())
         return builder.call(formula, arguments[1:])
@@ -115,7 +121,7 @@ def _residual(typing_context: Any, address: Any, score: Any, y: Any, h: Any) -> 
 
 
 @_SUM
-def _score(rows: Any, i: int, u: Any) -> float:
+def _score(rows: _Rows, i: int, u: _Array) -> float:
     """⟨xᵢ, u⟩."""
     start, stop = _span(rows, i)
     a = 0.0
@@ -125,7 +131,7 @@ def _score(rows: Any, i: int, u: Any) -> float:
 
 
 @_SUM
-def _two_scores(rows: Any, i: int, u: Any, v: Any) -> tuple[float, float]:
+def _two_scores(rows: _Rows, i: int, u: _Array, v: _Array) -> tuple[float, float]:
     """⟨xᵢ, u⟩ and ⟨xᵢ, v⟩ in one pass."""
     start, stop = _span(rows, i)
     a = 0.0
@@ -139,7 +145,7 @@ def _two_scores(rows: Any, i: int, u: Any, v: Any) -> tuple[float, float]:
 
 
 @_EXACT
-def _lifted(params: Any, features: int, shift: Any, scale: Any) -> tuple[Any, float]:
+def _lifted(params: _Array, features: int, shift: _Array, scale: _Array) -> tuple[Any, float]:
     """(u, o) such that s∘(x−m) scores ⟨x, u⟩ + o."""
     u = params[:features].copy()
     offset = 0.0
@@ -151,7 +157,14 @@ def _lifted(params: Any, features: int, shift: Any, scale: Any) -> tuple[Any, fl
 
 @_EXACT
 def add_scalar(
-    table: Any, batch: Any, formula: int, h: float, params: Any, previous: Any, rule: Any, out: Any
+    table: Packed,
+    batch: _Array,
+    formula: int,
+    h: float,
+    params: _Array,
+    previous: _Array,
+    rule: Numbers,
+    out: _Array,
 ) -> None:
     """Add the batch's clipped contributions for the loss of one score whose residual's code is at ``formula``."""
     rows, y, norms, factors, shift, scale, column = table
@@ -211,7 +224,7 @@ def add_scalar(
 
 
 @_SUM
-def row_squares(columns: Any) -> Any:
+def row_squares(columns: _Array) -> Any:
     """‖xᵢ‖² of every row, from a matrix whose rows are the columns of the table; four at a time, in float64."""
     features, count = columns.shape
     out = np.zeros(count)
@@ -233,7 +246,7 @@ def row_squares(columns: Any) -> Any:
 
 
 @_SUM
-def column_scores(columns: Any, first: int, last: int, weights: Any) -> Any:
+def column_scores(columns: _Array, first: int, last: int, weights: _Array) -> Any:
     """Σⱼ wⱼxᵢⱼ of the rows from ``first`` to ``last``, from a matrix whose rows are the columns of the table."""
     features = columns.shape[0]
     out = np.zeros(last - first)
@@ -257,7 +270,7 @@ def column_scores(columns: Any, first: int, last: int, weights: Any) -> Any:
 
 
 @_SUM
-def column_sums(columns: Any, first: int, last: int, factors: Any) -> Any:
+def column_sums(columns: _Array, first: int, last: int, factors: _Array) -> Any:
     """Σᵢ fᵢxᵢⱼ over the rows from ``first`` to ``last``, for every column."""
     features = columns.shape[0]
     out = np.zeros(features)

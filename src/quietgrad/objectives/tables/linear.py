@@ -28,22 +28,36 @@ from quietgrad.objectives.base import (
     NoRegularizer,
     Numbers,
     Regularizer,
+    StreamedRecords,
+    add_gradients,
+    add_hessians,
     rounding_safe_clip,
 )
 from quietgrad.objectives.privacy_units import GroupIndex
-from quietgrad.objectives.tables.full_batch import Block, PersonSum, RowSum, blocks_of, contributions, lift
-from quietgrad.objectives.tables.scanned import (
-    RowBlock,
-    Scanned,
-    ScanSource,
-    hessian_sum,
-    loss_sum,
-    plain_sum,
-    rule_sum,
+from quietgrad.objectives.tables.full_batch import (
+    Block,
+    PersonSum,
+    RawCoefficients,
+    RowSum,
+    blocks_of,
+    contributions,
+    lift,
 )
-from quietgrad.objectives.tables.table import Affine, Floats, Packed, Rows, Table, Targets, lay_out, numbers_of
+from quietgrad.objectives.tables.scanned import RowBlock, Scanned, ScanSource
+from quietgrad.objectives.tables.table import (
+    Affine,
+    Floats,
+    Matrix,
+    Packed,
+    Rows,
+    Table,
+    Targets,
+    lay_out,
+    numbers_of,
+)
 
 Task = Literal["binary", "multiclass", "regression"]
+_UNCLIPPED = ClippingRule.gradient(math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +73,7 @@ class LinearObjective(BaseObjective, ABC):
         row_bound: a public bound R on the norm of the transformed features, intercept not included.
         rows: ``"clip"`` shortens rows that are longer than ``row_bound``, ``"normalize"`` brings every row to it.
         transform: a public shift and scale of the features, applied without touching the table.
+        class_weights: public weights of the classes, at most 1. A record is clipped after it is weighted.
     """
 
     regularizer: Regularizer = field(default_factory=NoRegularizer)
@@ -67,6 +82,7 @@ class LinearObjective(BaseObjective, ABC):
     row_bound: float | None = None
     rows: Rows = "clip"
     transform: Affine | None = None
+    class_weights: tuple[float, ...] | None = None
 
     silent_batches: ClassVar[bool] = True
     """Sums over index batches raise no warnings, whatever the records hold."""
@@ -83,6 +99,13 @@ class LinearObjective(BaseObjective, ABC):
             raise ValueError(f"rows={self.rows!r}: must be 'clip' or 'normalize'.")
         if self.rows == "normalize" and self.row_bound is None:
             raise ValueError("rows='normalize': needs a public row_bound to normalize to.")
+        weights = self.class_weights
+        if weights is not None and (
+            self.task == "regression"
+            or len(weights) != max(self.outputs, 2)
+            or not 0.0 < min(weights) <= max(weights) <= 1.0
+        ):
+            raise ValueError("class_weights: must be one number in (0, 1] for each class.")
 
     # --- what a loss says about itself; nothing about it is written anywhere else ---------------------------------
 
@@ -159,7 +182,7 @@ class LinearObjective(BaseObjective, ABC):
         """The value of the constant column; 0 without an intercept."""
         return float(self.intercept_scale) if self.intercept else 0.0
 
-    def prepare(self, data: Any) -> Table:
+    def prepare(self, data: object) -> Table:
         """Validate ``(X, y)``, or a table prepared before, and lay it out for this objective without copying it.
 
         A :class:`~quietgrad.data.scanning.Scan` is read once, to refuse what cannot be used, and stays where it is.
@@ -173,7 +196,7 @@ class LinearObjective(BaseObjective, ABC):
             return cast(Table, Scanned(self, data, (data.features + bool(self.column)) * self.outputs))
         else:
             try:
-                X, y = data
+                X, y = cast(tuple[object, object], data)
             except (TypeError, ValueError):
                 raise DataError("data: must be a pair (X, y) of a matrix and its targets.") from None
             X = lay_out(X)
@@ -196,7 +219,7 @@ class LinearObjective(BaseObjective, ABC):
             raise DataError(f"y: labels must be {known}. Encode the classes first.")
         return np.ascontiguousarray(y, dtype=np.float64 if self.task == "binary" else np.int64)
 
-    def _table(self, X: Any, y: Targets | None) -> Table:
+    def _table(self, X: Matrix, y: Targets | None) -> Table:
         return Table(
             X,
             y,
@@ -215,16 +238,38 @@ class LinearObjective(BaseObjective, ABC):
     def add(self, batch: Batch, points: Sequence[Floats], rule: ClippingRule, out: Floats) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients."""
         records: Table = batch.records
-        if isinstance(records, Scanned):
-            records.add(partial(rule_sum, tuple(points), rule), batch, out)
+        if isinstance(records, StreamedRecords):
+            records.add(partial(add_gradients, tuple(points), rule), batch, out)
             return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
-        if batch.indices is None or not self.compiled or records.mixes:
-            out += self._sum(records, params, previous, rule, batch.indices)
+        indices = batch.indices
+        if indices is not None and self.compiled and self.class_weights is None and not records.mixes:
+            if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
+                raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
+            self.add_indexed(records.packed, indices, params, previous, rule.numbers, out)
             return
-        if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
-            raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
-        self.add_indexed(records.packed, batch.indices, params, previous, rule.numbers, out)
+        if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
+            raise IndexError("batch: an index lies outside the table")
+        total = RowSum(records)
+        with np.errstate(over="ignore", invalid="ignore"):
+            at, other = lift(records, params), lift(records, previous) if rule.beta else None
+            for block in blocks_of(records, indices):
+                residuals = self._residuals(at, block)
+                if rule != _UNCLIPPED:
+                    before = None if other is None else self._residuals(other, block)
+                    residuals = contributions(residuals, before, records.norms[block.which], rule)
+                total.add(block, residuals)
+            out += total.result()
+
+    def _residuals(self, at: RawCoefficients, block: Block) -> Floats:
+        return self._weighed(self.residuals(at.scores(block), block.y), block.y)
+
+    def _weighed(self, values: Floats, y: Targets) -> Floats:
+        """Values of records, times the public weights of their classes."""
+        if self.class_weights is None:
+            return values
+        weights = np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
+        return np.asarray(values * (weights if values.ndim == 1 else weights[:, None]))
 
     @np.errstate(over="ignore", invalid="ignore")
     def add_people(
@@ -235,24 +280,20 @@ class LinearObjective(BaseObjective, ABC):
         at, other = lift(records, points[0]), lift(records, points[-1]) if rule.beta else None
         order, starts = groups.flat()
         total = PersonSum(records, starts, groups.mean, rule)
-        assert records.y is not None
         in_order = len(order) == len(records) and bool((order[1:] > order[:-1]).all())
         if not in_order and len(order) and not 0 <= order.min() <= order.max() < len(records):
             raise IndexError("batch: a person's record lies outside the table")
         for which, rows in records.blocks(None if in_order else order):
-            block = Block(which, rows, records.factors[which, None] if records.factors.size else None)
-            y = records.y[which]
-            residuals = self.residuals(at.scores(block), y)
-            total.add(block, residuals, None if other is None else self.residuals(other.scores(block), y))
+            block = Block(records, which, rows)
+            total.add(block, self._residuals(at, block), None if other is None else self._residuals(other, block))
         out += total.result()
 
     @np.errstate(over="ignore", invalid="ignore")
     def row_losses(self, batch: Batch, params: Floats) -> Floats:
         """f of each row of the batch, in its order."""
-        records: Table = batch.records
-        at, y = lift(records, params), records.y
-        assert y is not None
-        parts = [self.losses(at.scores(b), y[b.which]) for b in blocks_of(records, batch.indices)]
+        at = lift(batch.records, params)
+        blocks = blocks_of(batch.records, batch.indices)
+        parts = [self._weighed(self.losses(at.scores(block), block.y), block.y) for block in blocks]
         return np.concatenate([np.zeros(0), *parts])
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -264,18 +305,17 @@ class LinearObjective(BaseObjective, ABC):
         With ``shares`` the row at position i counts ``shares[i]`` times.
         """
         records: Table = batch.records
-        if isinstance(records, Scanned):
-            records.add(partial(hessian_sum, params, clip), batch, out)
+        if isinstance(records, StreamedRecords):
+            records.add(partial(add_hessians, params, clip), batch, out)
             return
         if self.outputs != 1:
             raise ValueError(
                 f"{type(self).__name__}: a summed Hessian is known for landscapes and one-score losses."
             )
         at, limit = lift(records, params), rounding_safe_clip(clip)
-        assert records.y is not None
         for block in blocks_of(records, batch.indices):
             scores = at.scores(block)
-            bends = self.bends(scores, records.y[block.which], np.ones_like(scores))
+            bends = self._weighed(self.bends(scores, block.y, np.ones_like(scores)), block.y)
             rows = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
             if records.transform is not None:
                 rows = records.transform.apply((rows - records.transform.shift).T).T
@@ -293,66 +333,23 @@ class LinearObjective(BaseObjective, ABC):
                 weights = weights * shares[block.which, None]
             out += rows.T @ (weights * rows)
 
-    @np.errstate(over="ignore", invalid="ignore")
-    def _sum(
-        self,
-        records: Table,
-        params: Floats,
-        previous: Floats,
-        rule: ClippingRule | None,
-        indices: Indices | None = None,
-    ) -> Floats:
-        """Σ over all records, or those at ``indices``, of the rule's contributions or of the plain gradients."""
-        if isinstance(records, Scanned):
-            out = np.zeros(records.dim)
-            records.add(partial(plain_sum, params), Batch(records, None), out)
-            return out
-        if indices is not None and len(indices) and indices.min() < 0:  # numpy would count from the end
-            raise IndexError("batch: an index lies outside the table")
-        at, other = lift(records, params), lift(records, previous) if rule is not None and rule.beta else None
-        total = RowSum(records)
-        assert records.y is not None
-        for block in blocks_of(records, indices):
-            y = records.y[block.which]
-            residuals = self.residuals(at.scores(block), y)
-            if rule is not None:
-                before = None if other is None else self.residuals(other.scores(block), y)
-                residuals = contributions(residuals, before, records.norms[block.which], rule)
-            total.add(block, residuals)
-        return total.result()
-
-    # --- losses, evaluations, predictions -------------------------------------------------------------------
-
-    def risk(self, records: Table, params: Floats) -> float:
-        """F(θ) with the regulariser: an evaluation, not private."""
-        total = self.loss_sum(Batch(records, None), params, math.inf)
-        return total / len(records) + self.regularizer.value(params)
-
-    def risk_gradient(self, records: Table, params: Floats) -> Floats:
-        """∇F(θ) without clipping: an evaluation, not private."""
-        gradient: Floats = self._sum(records, params, params, None) / len(records)
-        gradient += self.regularizer.gradient(params)
-        return gradient
+    # --- losses and predictions -----------------------------------------------------------------------------
 
     @np.errstate(over="ignore", invalid="ignore")
     def loss_sum(self, batch: Batch, params: Floats, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
-        records: Table = batch.records
-        if isinstance(records, Scanned):
-            out = np.zeros(1)
-            records.add(partial(loss_sum, params, bound), batch, out)
-            return float(out[0])
-        at = lift(records, params)
+        if isinstance(batch.records, StreamedRecords):
+            return batch.records.loss_sum(batch, params, bound)
+        at = lift(batch.records, params)
         total = 0.0
-        assert records.y is not None
-        for block in blocks_of(records, batch.indices):
-            losses = self.losses(at.scores(block), records.y[block.which])
+        for block in blocks_of(batch.records, batch.indices):
+            losses = self._weighed(self.losses(at.scores(block), block.y), block.y)
             if bound < math.inf:
                 losses = np.fmin(np.maximum(losses, 0.0), bound)  # of a NaN and the bound, the bound
             total += float(losses.sum())
         return total
 
-    def decision(self, data: Any, params: Floats) -> Floats:
+    def decision(self, data: object, params: Floats) -> Floats:
         """The scores θᵀx̃ of a table or of raw features: one per record, or one per record and class."""
         records = data if isinstance(data, Table) else self._table(lay_out(data), None)
         at = lift(records, params)
@@ -361,9 +358,13 @@ class LinearObjective(BaseObjective, ABC):
             scores[block.which] = at.scores(block)
         return scores[:, 0] if self.outputs == 1 else scores
 
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[Any]:
+    def predict(self, data: object, params: Floats) -> npt.NDArray[Any]:
         """What the model says of each record: a class code, or a number for a regression."""
-        return self.decision(data, params)
+        scores = self.decision(data, params)
+        if self.task == "regression":
+            return scores
+        codes = scores > 0.0 if self.outputs == 1 else scores.argmax(axis=1)
+        return np.asarray(codes, dtype=np.int64)
 
     def coefficients(self, params: Floats) -> tuple[Floats, Floats]:
         """(W, b) with scores x·W + b on the *untransformed* features of any row that was not shortened.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, ClassVar
 
@@ -123,11 +123,8 @@ class Logistic(OneScoreLoss):
     def moduli(self) -> tuple[float, float, float]:
         return 1.0, 0.25, _CUBIC
 
-    def probabilities(self, data: Any, params: Floats) -> Floats:
+    def probabilities(self, data: object, params: Floats) -> Floats:
         return self.residual(self.decision(data, params), np.zeros(()), 0.0)
-
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        return (self.decision(data, params) > 0.0).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -221,9 +218,6 @@ class Hinge(OneScoreLoss):
     def moduli(self) -> tuple[float, float, None]:
         return 1.0, 1.0 / self.smoothing, None
 
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        return (self.decision(data, params) > 0.0).astype(np.int64)
-
 
 @dataclass(frozen=True)
 class PoissonDeviance(OneScoreLoss):
@@ -268,7 +262,7 @@ class PoissonDeviance(OneScoreLoss):
             )
         return super()._coded(y)
 
-    def predict(self, data: Any, params: Floats) -> Floats:
+    def predict(self, data: object, params: Floats) -> Floats:
         return self.residual(self.decision(data, params), np.zeros(()), self.largest)
 
 
@@ -311,18 +305,8 @@ class Pinball(OneScoreLoss):
 
 
 @dataclass(frozen=True)
-class Multinomial(LinearObjective):
-    """Multinomial logistic loss for classes 0 to K−1: log Σₖ exp(scoreₖ) − score_y.
-
-    G = √2·R, L = R²/2, ρ = √2·R³/(3√3): the gradient is (p − e_y) ⊗ x̃ with ‖p − e_y‖ < √2; the softmax covariance
-    has no eigenvalue above 1/2; its third cumulant in a unit direction is a third central moment of a variable of
-    range at most √2.
-
-    >>> objective = Multinomial(classes=3)
-    >>> records = objective.prepare(([[1.0], [2.0]], [0, 2]))
-    >>> records.dim, round(objective.risk(records, objective.initial(records)), 6)
-    (3, 1.098612)
-    """
+class _ClassScores(LinearObjective):
+    """A loss of one score per class, for classes 0 to K−1."""
 
     classes: int
     task: ClassVar[Task] = "multiclass"
@@ -335,6 +319,21 @@ class Multinomial(LinearObjective):
     @property
     def outputs(self) -> int:
         return self.classes
+
+
+@dataclass(frozen=True)
+class Multinomial(_ClassScores):
+    """Multinomial logistic loss for classes 0 to K−1: log Σₖ exp(scoreₖ) − score_y.
+
+    G = √2·R, L = R²/2, ρ = √2·R³/(3√3): the gradient is (p − e_y) ⊗ x̃ with ‖p − e_y‖ < √2; the softmax covariance
+    has no eigenvalue above 1/2; its third cumulant in a unit direction is a third central moment of a variable of
+    range at most √2.
+
+    >>> objective = Multinomial(classes=3)
+    >>> records = objective.prepare(([[1.0], [2.0]], [0, 2]))
+    >>> records.dim, round(objective.risk(records, objective.initial(records)), 6)
+    (3, 1.098612)
+    """
 
     def losses(self, scores: Floats, y: Targets) -> Floats:
         top = scores.max(axis=1)
@@ -353,11 +352,8 @@ class Multinomial(LinearObjective):
     def moduli(self) -> tuple[float, float, float]:
         return math.sqrt(2.0), 0.5, math.sqrt(2.0) ** 3 * _CUBIC
 
-    def probabilities(self, data: Any, params: Floats) -> Floats:
+    def probabilities(self, data: object, params: Floats) -> Floats:
         return _softmax(self.decision(data, params))
-
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
 
 
 def _softmax(scores: Floats) -> Floats:
@@ -379,7 +375,7 @@ LOSSES: dict[str, type[LinearObjective]] = {
 
 
 @dataclass(frozen=True)
-class OneVsRestHinge(LinearObjective):
+class OneVsRestHinge(_ClassScores):
     """Σₖ of the rounded hinge of score k, with y = k against the rest. G = √K·R, L = R²/h, no ρ.
 
     >>> objective = OneVsRestHinge(3, 0.5, row_bound=1.0)
@@ -388,19 +384,11 @@ class OneVsRestHinge(LinearObjective):
     (3, 2.0)
     """
 
-    classes: int
     smoothing: float = 1.0
-    task: ClassVar[Task] = "multiclass"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.classes < 2:
-            raise ValueError(f"classes={self.classes!r}: must be >= 2, a public number.")
         Hinge(self.smoothing)
-
-    @property
-    def outputs(self) -> int:
-        return self.classes
 
     def _sides(self, y: Targets) -> Floats:
         return np.asarray(np.eye(self.classes)[y])
@@ -416,64 +404,3 @@ class OneVsRestHinge(LinearObjective):
 
     def moduli(self) -> tuple[float, float, None]:
         return math.sqrt(self.classes), 1.0 / self.smoothing, None
-
-    def predict(self, data: Any, params: Floats) -> npt.NDArray[np.int64]:
-        return np.asarray(self.decision(data, params).argmax(axis=1), dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ClassWeights(LinearObjective):
-    """w_y times the loss, w public; the largest weight is 1."""
-
-    class_weights: tuple[float, ...] = ()
-    compiled: ClassVar[bool] = False
-
-    def _of(self, y: Targets) -> Floats:
-        return np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
-
-    def losses(self, scores: Floats, y: Targets) -> Floats:
-        return np.asarray(super().losses(scores, y) * self._of(y))  # type: ignore[safe-super]
-
-    def residuals(self, scores: Floats, y: Targets) -> Floats:
-        return np.asarray(super().residuals(scores, y) * self._of(y)[:, None])  # type: ignore[safe-super]
-
-    def bends(self, scores: Floats, y: Targets, tilts: Floats) -> Floats:
-        return np.asarray(super().bends(scores, y, tilts) * self._of(y)[:, None])  # type: ignore[safe-super]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedLogistic(_ClassWeights, Logistic):
-    """The logistic loss with public class weights of at most 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedMultinomial(_ClassWeights, Multinomial):
-    """The multinomial loss with public class weights of at most 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedHinge(_ClassWeights, Hinge):
-    """The rounded hinge with public class weights of at most 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightedOneVsRestHinge(_ClassWeights, OneVsRestHinge):
-    """One rounded hinge per class with public class weights of at most 1."""
-
-
-_WEIGHTED: dict[type[LinearObjective], Any] = {
-    Logistic: WeightedLogistic,
-    Multinomial: WeightedMultinomial,
-    Hinge: WeightedHinge,
-    OneVsRestHinge: WeightedOneVsRestHinge,
-}
-
-
-def weighted(loss: LinearObjective, weights: tuple[float, ...] | None) -> LinearObjective:
-    """``loss`` with class k counted ``weights[k]`` times, scaled so that the largest weight is 1."""
-    if weights is None:
-        return loss
-    settings = {field.name: getattr(loss, field.name) for field in fields(loss) if field.init}
-    scaled = tuple(weight / max(weights) for weight in weights)
-    made: LinearObjective = _WEIGHTED[type(loss)](**settings, class_weights=scaled)
-    return made

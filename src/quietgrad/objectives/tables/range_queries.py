@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives.base import Batch, Query
+from quietgrad.objectives.base import Batch, Objective, Query
 from quietgrad.objectives.privacy_units import UserLevelRecords, WeightedRows, rows_of
-from quietgrad.objectives.tables.table import Floats, Table
+from quietgrad.objectives.tables.table import Floats, Matrix, Table, Targets
 from quietgrad.privacy.budget import Relation
 
 LOWEST, HIGHEST = -34, 44
@@ -40,7 +40,7 @@ def pair_bound(length: float, relation: Relation) -> float:
     return length / math.sqrt(2.0) if relation is Relation.REPLACE_ONE else length
 
 
-def log2_bin(values: Any) -> npt.NDArray[np.int64]:
+def log2_bin(values: Floats) -> npt.NDArray[np.int64]:
     """⌈log₂|x|⌉ − LOWEST, kept within the octaves told apart; of non-zero values."""
     mantissa, exponent = np.frexp(np.abs(values))
     exponent = exponent.astype(np.int64) - (mantissa == 0.5)
@@ -58,13 +58,13 @@ def _everyone(batch: Batch, relation: Relation) -> WeightedRows:
     return rows_of(batch)
 
 
-def _entries(block: Any, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, Any, int]:
+def _entries(block: Matrix, chosen: npt.NDArray[np.int64]) -> tuple[Any, Any, Any, int]:
     """Row, position among ``chosen`` and value of every non-zero entry, and the number of rows."""
     if isinstance(block, np.ndarray):
-        part = block[:, chosen]
-        rows, columns = np.nonzero(part)
-        return rows, columns, part[rows, columns], len(part)
-    part = block[:, chosen] if len(chosen) < block.shape[1] else block
+        dense = block[:, chosen]
+        rows, columns = np.nonzero(dense)
+        return rows, columns, dense[rows, columns], len(dense)
+    part: Any = block[:, chosen] if len(chosen) < block.shape[1] else block
     rows = np.repeat(np.arange(part.shape[0]), np.diff(part.indptr))
     kept = part.data != 0.0
     return rows[kept], part.indices[kept], part.data[kept], part.shape[0]
@@ -105,11 +105,10 @@ class MagnitudeHistogram(_UnitCounts):
         return released.reshape(-1, 2, OCTAVES)
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
-        shared = _everyone(batch, self.relation)
-        for which, block in shared.records.blocks(shared.indices):
+        for block, counted in _everyone(batch, self.relation).blocks():
             rows, columns, values, count = _entries(block, self.chosen)
             sizes = np.maximum(np.bincount(rows, minlength=count), 1)
-            weights = shared.of(which) * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
+            weights = counted * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
             groups = 0 if self.pooled else columns
             values = values if self.units is None else values / self.units[columns]
             bins = (groups * 2 + (values < 0.0)) * OCTAVES + log2_bin(values)
@@ -134,12 +133,11 @@ class MeanOctaves:
         return len(self.chosen)
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
-        shared = rows_of(batch)
-        for which, block in shared.records.blocks(shared.indices):
+        for block, counted in rows_of(batch).blocks():
             rows, columns, values, count = _entries(block, self.chosen)
             above = log2_bin(values) + (LOWEST - self.centre)
             lengths = np.sqrt(np.bincount(rows, weights=above * above, minlength=count)) * (1.0 + 1e-12)
-            factors = shared.of(which) * self.bound / np.maximum(lengths, self.bound)
+            factors = counted * self.bound / np.maximum(lengths, self.bound)
             out += np.bincount(columns, weights=above * factors[rows], minlength=len(out))
 
 
@@ -158,12 +156,11 @@ class RangeHistogram(_UnitCounts):
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         starts = np.arange(len(self.chosen)) * self.pieces
-        shared = _everyone(batch, self.relation)
-        for which, block in shared.records.blocks(shared.indices):
+        for block, counted in _everyone(batch, self.relation).blocks():
             part = block[:, self.chosen]
             dense = part if isinstance(part, np.ndarray) else part.toarray()
             bins, inside = _pieces(dense, self.low, self.high, self.pieces)
-            counts = shared.of(which) * _SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1))
+            counts = counted * _SHRINK / np.sqrt(np.maximum(inside.sum(axis=1), 1))
             weights = inside * counts[:, None]
             out += np.bincount((bins + starts).ravel(), weights=weights.ravel(), minlength=len(out))
 
@@ -189,10 +186,9 @@ class FeatureBins:
         return len(self.chosen) * (int(self.edges.shape[1]) - 1)
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
-        shared = _everyone(batch, self.relation)
         parts = out.reshape(len(self.chosen), -1)
-        for which, block in shared.records.blocks(shared.indices):
-            counts = shared.of(which) * _SHRINK
+        for block, counted in _everyone(batch, self.relation).blocks():
+            counts = counted * _SHRINK
             for position, edges, part in zip(self.chosen, self.edges, parts, strict=True):
                 column = block[:, position]
                 column = column if isinstance(column, np.ndarray) else np.asarray(column.todense()).ravel()
@@ -258,28 +254,25 @@ class RecordMap(ABC):
     """A public map of rows and targets: a query may be asked of the records as it shows them."""
 
     @abstractmethod
-    def apply(self, X: Any) -> Any: ...
+    def apply(self, X: Matrix) -> Any: ...
 
     @abstractmethod
-    def targets(self, y: Any) -> Any: ...
+    def targets(self, y: Targets | None) -> Any: ...
 
-    def features_of(self, records: Any) -> int:
-        return int(records.features)
+    def features_of(self, records: Table) -> int:
+        return records.features
 
     def of(self, records: Any) -> Any:
         """The table, or the people's table, as it is shown, made once."""
         if isinstance(records, UserLevelRecords):
             return records.seen(self.of(records.rows))
-        cached = records.views.get(id(self))
-        if cached is None or cached.frame is not self:
-            moved = self.apply(records.X)
-            if isinstance(moved, np.ndarray) and records.X.dtype == np.float32:
-                moved = moved.astype(np.float32)
-            cached = Table(moved, self.targets(records.y), outputs=records.outputs, intercept=records.intercept)
-            cached.frame = self
-            records.views.clear()
-            records.views[id(self)] = cached
-        return cached
+
+        def moved() -> Table:
+            X: Any = self.apply(records.X)
+            X = X.astype(np.float32) if isinstance(X, np.ndarray) and records.X.dtype == np.float32 else X
+            return Table(X, self.targets(records.y), outputs=records.outputs, intercept=records.intercept)
+
+        return records.view(self, moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -334,7 +327,7 @@ class FeatureBox(RecordMap):
         """This frame for rows whose zeros are not stored: a box that does not hold 0 is widened to do so."""
         return replace(self, low=np.minimum(self.low, 0.0), high=np.maximum(self.high, 0.0))
 
-    def clipped(self, X: Any) -> Any:
+    def clipped(self, X: Matrix) -> Any:
         """Rows moved into the box, not scaled: what a model with coefficients for raw features is given."""
         if isinstance(X, np.ndarray):
             return np.clip(X, self.low, self.high)
@@ -342,14 +335,14 @@ class FeatureBox(RecordMap):
         moved.data = np.clip(X.data, self.low[X.indices], self.high[X.indices])
         return moved
 
-    def apply(self, X: Any) -> Any:
+    def apply(self, X: Matrix) -> Any:
         if isinstance(X, np.ndarray):
             return (np.clip(X, self.low, self.high) - self.centre) / self.half
         moved = self.clipped(X)
         moved.data = moved.data / self.half[X.indices]
         return moved
 
-    def targets(self, y: Any) -> Any:
+    def targets(self, y: Targets | None) -> Any:
         if self.target is None or y is None:
             return y
         return (np.clip(y, *self.target) - self.target_centre) / self.target_scale
@@ -357,17 +350,17 @@ class FeatureBox(RecordMap):
 
 @dataclass(frozen=True, eq=False)
 class BoxedQuery:
-    """A query asked of the records as a view shows them; its bound holds for any rows, so for these."""
+    """A query about the records as a public map shows them; its bound holds for any rows, so for these."""
 
     query: Query
-    frame: RecordMap
+    map: RecordMap
 
     @property
     def bound(self) -> float:
         return self.query.bound
 
-    def dim(self, records: Any) -> int:
-        return self.query.dim(SimpleNamespace(features=self.frame.features_of(records)))
+    def dim(self, records: Table) -> int:
+        return self.query.dim(SimpleNamespace(features=self.map.features_of(records)))
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
-        self.query.sum_into(objective, batch._replace(records=self.frame.of(batch.records)), out)
+    def sum_into(self, objective: Objective, batch: Batch, out: Floats) -> None:
+        self.query.sum_into(objective, batch._replace(records=self.map.of(batch.records)), out)

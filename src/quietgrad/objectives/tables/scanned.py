@@ -12,8 +12,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,12 @@ from quietgrad.objectives.base import (
     Indices,
     JointMomentumQuery,
     LossQuery,
+    Objective,
+    Query,
     RecordAdapter,
     RecursiveMomentumQuery,
     StreamedRecords,
+    Summand,
 )
 from quietgrad.objectives.privacy_units import (
     Combine,
@@ -59,6 +62,7 @@ from quietgrad.objectives.tables.whitening import (
 MOST_LABELS = 100_000
 """Different labels of a scan that are told apart before it is known which are frequent: they are held in memory."""
 
+Floats = npt.NDArray[np.float64]
 Value = TypeVar("Value")
 Merge = Callable[[Any, Any], Any]
 
@@ -146,19 +150,16 @@ def one_thread_each() -> Any:
 
 def merged(values: Iterable[Value], merge: Merge) -> Value | None:
     """Merge in pairs, pairs of pairs and so on, in order, holding no more than log₂ of the values."""
-    waiting: list[tuple[int, Any]] = []
+    waiting: list[tuple[int, Value]] = []
     for value in values:
         height, found = 0, value
         while waiting and waiting[-1][0] == height:
             found = merge(waiting.pop()[1], found)
             height += 1
         waiting.append((height, found))
-    if not waiting:
-        return None
-    result = waiting.pop()[1]
-    while waiting:
-        result = merge(waiting.pop()[1], result)
-    return result  # type: ignore[no-any-return]
+    return (
+        None if not waiting else reduce(lambda later, earlier: merge(earlier, later), [v for _, v in waiting[::-1]])
+    )
 
 
 _ADDITIVE = frozenset({
@@ -169,7 +170,7 @@ _ADDITIVE = frozenset({
 })  # fmt: skip
 
 
-def is_additive(query: Any) -> bool:
+def is_additive(query: object) -> bool:
     """Whether the query of a table is the sum of the queries of its parts.
 
     A query must be known to be so: summed by parts, one whose bound rests on the number of records (a whole fit, of
@@ -185,7 +186,7 @@ class _Sum:
     """The sum of one part, as work that can be sent elsewhere."""
 
     reading: Any
-    summand: Callable[[Any, Batch, Any], None]
+    summand: Summand
     shape: tuple[int, ...]
     key: bytes | None = field(default=None, repr=False)
 
@@ -201,7 +202,7 @@ class _Sum:
         return out
 
 
-def _sum_each(queries: Sequence[Any], ends: Sequence[int], reading: Any, batch: Batch, out: Any) -> None:
+def _sum_each(queries: Sequence[Query], ends: Sequence[int], reading: Objective, batch: Batch, out: Floats) -> None:
     for query, part in zip(queries, np.split(out, ends[:-1]), strict=True):
         query.sum_into(reading, batch, part)
 
@@ -229,8 +230,6 @@ class ScannedPeople:
 class Scanned(StreamedRecords):
     """Records of a source, as an objective reads them; see :class:`quietgrad.objectives.base.Records`."""
 
-    is_scanned: ClassVar[bool] = True
-
     def __init__(self, reading: Any, source: ScanSource, dim: int) -> None:
         whose: ContributionBounds | None = getattr(source, "whose", None)
         if whose is None and getattr(source, "person", None) is not None:
@@ -241,8 +240,8 @@ class Scanned(StreamedRecords):
         self.features = source.features
         if whose in (None, ContributionBounds()):  # a mean of all of a person's rows has a row's constants
             self.row_bound: float | None = getattr(loss, "row_bound", None)
-        self._foreseen: tuple[Any, ...] = ()
-        self._sums: list[tuple[Any, Any]] = []
+        self._foreseen: tuple[Query, ...] = ()
+        self._sums: list[tuple[Query, Floats]] = []
         source.verify(reading)
         self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
         if not len(self):
@@ -271,11 +270,11 @@ class Scanned(StreamedRecords):
         """The source's content: a ledger knows the table by it."""
         return self.source.fingerprint()
 
-    def foresee(self, *queries: Any) -> None:
+    def foresee(self, *queries: Query) -> None:
         """Questions about all records that come next: one pass then sums for all of them."""
         self._foreseen = tuple(query for query in queries if is_additive(query))
 
-    def answer(self, query: Any, batch: Batch, out: Any) -> None:
+    def answer(self, query: Query, batch: Batch, out: Floats) -> None:
         """out += what ``query`` sums to, part by part."""
         if not is_additive(query):  # it asks the objective for sums, and the objective asks here
             query.sum_into(self.reading, batch, out)
@@ -292,7 +291,7 @@ class Scanned(StreamedRecords):
                 self._sums = list(zip(together, np.split(sums, ends[:-1]), strict=True))
             out += next(total for asked, total in self._sums if asked is query)
 
-    def add(self, summand: Callable[[Any, Batch, Any], None], batch: Batch, out: Any) -> None:
+    def add(self, summand: Summand, batch: Batch, out: Floats) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""
         work = _Sum(self.reading, summand, out.shape, batch.key if self._chooses else None)
         total = self.source.total(work, self.tasks(batch.indices), operator.iadd)
@@ -359,22 +358,3 @@ def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
             "target? Declare the classes, or fit a regression."
         )
     return both
-
-
-# --- what a linear objective asks of scanned records: summands, by ``partial`` of all but the last three ---------
-
-
-def rule_sum(points: Sequence[Any], rule: Any, objective: Any, batch: Batch, out: Any) -> None:
-    objective.add(batch, points, rule, out)
-
-
-def plain_sum(params: Any, objective: Any, batch: Batch, out: Any) -> None:
-    out += objective._sum(batch.records, params, params, None)
-
-
-def loss_sum(params: Any, bound: float, objective: Any, batch: Batch, out: Any) -> None:
-    out += objective.loss_sum(batch, params, bound)
-
-
-def hessian_sum(params: Any, clip: float, objective: Any, batch: Batch, out: Any) -> None:
-    objective.add_hessians(batch, params, clip, out)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.objectives.tables.range_queries import FeatureBox, RecordMap
-from quietgrad.objectives.tables.table import Floats
+from quietgrad.objectives.tables.table import Floats, Matrix, Table, Targets
 
 _HEIGHT = 0.5  # root mean square of the first wave, where a line keeps within ±1
 _FUNCTIONS = 3  # of each member of a pair: its line and two waves
@@ -207,11 +207,11 @@ class Expanded(RecordMap):
     shapes: AdditiveBasis
     frame: FeatureBox
 
-    def apply(self, X: Any) -> Any:
+    def apply(self, X: Matrix) -> Floats:
         return self.shapes.expand(np.asarray(X, dtype=np.float64))
 
-    def targets(self, y: Any) -> Any:
+    def targets(self, y: Targets | None) -> Any:
         return self.frame.targets(y)
 
-    def features_of(self, records: Any) -> int:
+    def features_of(self, records: Table) -> int:
         return self.shapes.columns

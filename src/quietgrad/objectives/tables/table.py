@@ -13,58 +13,63 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.errors import DataError
 
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
 NOT_FINITE = (
     "X: contains NaN or infinite values. Drop those rows, or fill them with public constants, not with "
     "statistics of these data. No privacy budget was spent."
 )
+Floats = npt.NDArray[np.float64]
+Array = npt.NDArray[Any]
+Which = slice | Array
+"""Positions of rows, or a slice of them."""
+Matrix: TypeAlias = "Array | csr_array[Any]"
 _BLOCK = 1 << 18  # numbers checked at a time: temporaries stay small and in the cache
 
 
-def lay_out(X: Any) -> Any:
+def lay_out(X: object) -> Any:
     """Return ``X`` as C-contiguous float32/float64, or as CSR without duplicates, without a copy if it is one.
 
     Raises:
         DataError: not a numeric matrix, no rows, no columns, NaN or infinite values.
     """
-    is_sparse = False
-    if not isinstance(X, np.ndarray):
-        import scipy.sparse as sparse
-
-        is_sparse = bool(sparse.issparse(X))
-    X = X.tocsr() if is_sparse else numbers_of(X, "X")
-    if X.ndim != 2:
-        raise DataError(f"X: has {X.ndim} dimension(s), must have 2. Reshape to (records, features).")
-    for count, what in zip(X.shape, ("records", "features"), strict=True):
+    table: Any = X
+    is_sparse = hasattr(table, "tocsr")
+    table = table.tocsr() if is_sparse else numbers_of(table, "X")
+    if table.ndim != 2:
+        raise DataError(f"X: has {table.ndim} dimension(s), must have 2. Reshape to (records, features).")
+    for count, what in zip(table.shape, ("records", "features"), strict=True):
         if count == 0:
             raise DataError(f"X: has no {what}.")
-    dtype = X.data.dtype if is_sparse else X.dtype
+    dtype = table.dtype
     if dtype.kind not in "buif":
         raise DataError(f"X: has values of type {dtype.name}, must be numbers. Encode categories first.")
     if dtype not in (np.float32, np.float64):
         dtype = np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)  # float32 holds small integers exactly
     if is_sparse:
-        X = csr_around(X.data.astype(dtype, copy=False), X.indices, X.indptr, X.shape)
-        if not np.isfinite(X.data).all():
+        table = csr_around(table.data.astype(dtype, copy=False), table.indices, table.indptr, table.shape)
+        if not np.isfinite(table.data).all():
             raise DataError(NOT_FINITE)
-        if not X.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
-            X = X.copy()
-            X.sum_duplicates()
-        return X
-    X = np.ascontiguousarray(X, dtype=dtype)
-    for start in range(0, len(X), step := max(1, _BLOCK // X.shape[1])):
-        if not np.isfinite(X[start : start + step]).all():
+        if not table.has_canonical_format:  # a duplicated entry would make a row longer than its computed norm
+            table = table.copy()
+            table.sum_duplicates()
+        return table
+    table = np.ascontiguousarray(table, dtype=dtype)
+    for start in range(0, len(table), step := max(1, _BLOCK // table.shape[1])):
+        if not np.isfinite(table[start : start + step]).all():
             raise DataError(NOT_FINITE)
-    return X
+    return table
 
 
-def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
+def numbers_of(values: object, what: str) -> Array:
     """``values`` as an array of numbers; an error names columns and how many rows, never what a cell holds.
 
     numpy's own errors quote the cell they failed at, so nothing is converted before every cell is known to be a
@@ -83,16 +88,14 @@ def numbers_of(values: Any, what: str) -> npt.NDArray[Any]:
         raise DataError(f"{what}: holds numbers that are no float64. Rescale them first.") from None
 
 
-def _cells(values: Any) -> npt.NDArray[Any]:
+def _cells(values: object) -> Array:
     array = np.asarray(values)
     return array if array.dtype.kind in "buifc" else np.asarray(values, dtype=object)
 
 
-def refuse_text(values: Any, what: str) -> None:
+def refuse_text(values: object, what: str) -> None:
     """Raise DataError as :func:`numbers_of` does if a cell is text or a list; other checks would quote it."""
-    from scipy import sparse
-
-    if sparse.issparse(values):
+    if hasattr(values, "tocsr"):
         return
     try:
         cells = _cells(values)
@@ -105,7 +108,7 @@ def refuse_text(values: Any, what: str) -> None:
         _refuse(values, cells, what, lambda cell: isinstance(cell, text))
 
 
-def _refuse(values: Any, cells: npt.NDArray[Any], what: str, is_wrong: Callable[[Any], bool]) -> None:
+def _refuse(values: object, cells: Array, what: str, is_wrong: Callable[[object], bool]) -> None:
     """Raise if a cell is wrong; the message names the first column with such cells and counts its rows."""
     wrong = np.asarray(np.frompyfunc(is_wrong, 1, 1)(cells), dtype=bool)
     if not wrong.any():
@@ -125,7 +128,7 @@ def _refuse(values: Any, cells: npt.NDArray[Any], what: str, is_wrong: Callable[
     )
 
 
-def csr_around(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> Any:
+def csr_around(data: Array, indices: Array, indptr: Array, shape: tuple[int, int]) -> Any:
     """A CSR matrix around these very arrays: scipy's constructor may convert, and so copy, 64-bit indices."""
     import scipy.sparse as sparse
 
@@ -134,7 +137,6 @@ def csr_around(data: Any, indices: Any, indptr: Any, shape: tuple[int, int]) -> 
     return matrix
 
 
-Floats = npt.NDArray[np.float64]
 Packed = tuple[Any, ...]
 """What the compiled kernels read of a table: see :attr:`Table.packed`."""
 Rows = Literal["clip", "normalize"]
@@ -195,7 +197,7 @@ class Table:
 
     def __init__(
         self,
-        X: Any,
+        X: Matrix,
         y: Targets | None,
         *,
         outputs: int = 1,
@@ -204,14 +206,13 @@ class Table:
         row_bound: float | None = None,
         rows: Rows = "clip",
     ) -> None:
-        self.X = X
+        self.X: Any = X
         self.y = y
         self.outputs = outputs
         self.intercept = intercept
         self.transform = transform
         self.row_bound = row_bound
-        self.views: dict[int, Table] = {}  # the same rows under other transforms and frames
-        self.frame: Any = None  # the public box these rows were moved into, if any
+        self._view: tuple[object, Table] | None = None
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
         """Number of parameters: (features + intercept) × outputs."""
@@ -268,18 +269,24 @@ class Table:
         per_row = (frozen(a) for a in (self.y, self.norms, self.factors, shift, scale))
         return (tuple(frozen(a) for a in self._arrays), *per_row, float(self.intercept))
 
-    def arranged(self, order: npt.NDArray[Any]) -> Table:
+    def view(self, by: object, make: Callable[[], Table]) -> Table:
+        """The same rows as the public map ``by`` shows them, made once and kept until another map is asked for."""
+        if self._view is None or self._view[0] is not by:
+            self._view = by, make()
+        return self._view[1]
+
+    def arranged(self, order: Array) -> Table:
         """The same records in another order, copied once."""
         other = copy(self)
         for name in ("packed", "_sparse_blocks"):
             vars(other).pop(name, None)
-        other.X, other.views = self.X[order], {}
+        other.X, other._view = self.X[order], None
         other.y = None if self.y is None else self.y[order]
         other.norms = self.norms[order]
         other.factors = self.factors[order] if self.factors.size else self.factors
         return other
 
-    def blocks(self, indices: npt.NDArray[Any] | None = None) -> Iterator[tuple[Any, Any]]:
+    def blocks(self, indices: Array | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield (which rows, their raw features): all records, or those at ``indices``, a few MB at a time.
 
         Dense blocks are float64; a block is valid until the next one is asked for.
@@ -369,7 +376,7 @@ class Table:
         return np.minimum(1.0, bound / np.maximum(lengths, bound))
 
 
-def _row_sums(block: Any, weights: Floats, shift: Floats | None) -> Floats:
+def _row_sums(block: Matrix, weights: Floats, shift: Floats | None) -> Floats:
     """Σⱼ wⱼxⱼ², or Σⱼ wⱼ((xⱼ−mⱼ)² − mⱼ²), which vanishes where xⱼ = 0 and so keeps a sparse row sparse."""
     if isinstance(block, np.ndarray):
         return np.asarray((block * (block if shift is None else block - 2.0 * shift)) @ weights)

@@ -10,6 +10,7 @@ of a :class:`~quietgrad.objectives.tables.table.Table`, before any transform.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ import numpy as np
 from quietgrad.objectives.base import Batch, ClippingRule, check_clip
 from quietgrad.objectives.privacy_units import UserLevelObjective, rows_of
 from quietgrad.objectives.tables.range_queries import check_everyone, pair_bound
-from quietgrad.objectives.tables.table import Affine, Floats, Table
+from quietgrad.objectives.tables.table import Affine, Array, Floats, Matrix, Table
 from quietgrad.privacy.budget import Relation
 
 __all__ = ["FeatureMean", "RowNormHistogram", "SecondMomentMatrix", "WhitenedGradient", "Whitening"]
@@ -48,13 +49,11 @@ class FeatureMean:
         return int(records.features)
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
-        shared = rows_of(batch)
-        records: Table = shared.records
-        slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
-        for which, block in records.blocks(shared.indices):
+        slack = 1.0 + (16 + len(out)) * float(np.finfo(np.float64).eps)
+        for block, counted in rows_of(batch).blocks():
             values = _mapped(block, lambda v: np.clip(v, -_LARGEST, _LARGEST) ** self.power)
             lengths = np.sqrt(np.asarray(_mapped(values, np.square).sum(axis=1)).ravel()) * slack
-            factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * shared.of(which)
+            factors = (self.clip / np.maximum(lengths, self.clip)) / (1.0 + 1e-12) * counted
             out += values.T @ factors
 
 
@@ -72,12 +71,12 @@ class MeanSquares(FeatureMean):
     def bound(self) -> float:
         return pair_bound(self.clip, self.relation)
 
-    def sum_into(self, objective: Any, batch: Batch, out: Floats) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         check_everyone(batch, self.relation)
         super().sum_into(objective, batch, out)
 
 
-def _mapped(block: Any, function: Any) -> Any:
+def _mapped(block: Matrix, function: Callable[[Array], Array]) -> Any:
     """Apply an entrywise function that keeps 0 at 0."""
     if isinstance(block, np.ndarray):
         return function(block)
@@ -111,18 +110,23 @@ class SecondMomentMatrix:
         return int(records.features * (records.features + 1) // 2)
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
-        shared = rows_of(batch)
-        records: Table = shared.records
         if batch.indices is not None:
             raise ValueError("the second-moment matrix uses all records: plan it with FullBatch() sampling.")
-        total = np.zeros((records.features, records.features))
-        slack = 1.0 + (16 + records.features) * float(np.finfo(np.float64).eps)
-        for which, block in records.blocks(shared.indices):
-            rows = _shortened(block, self.clip / slack, np.sqrt(shared.of(which)))
+        shared = rows_of(batch)
+        features = shared.records.features
+        total = np.zeros((features, features))
+        slack = 1.0 + (16 + features) * float(np.finfo(np.float64).eps)
+        for block, counted in shared.blocks():
+            rows = _shortened(block, self.clip / slack, np.sqrt(counted))
             product = rows.T @ rows
             total += product if isinstance(product, np.ndarray) else product.toarray()
-        weights = np.where(np.eye(records.features, dtype=bool), 1.0, math.sqrt(2.0))
-        out += (total * weights)[np.triu_indices(records.features)]
+        out += self.pack(total)
+
+    @staticmethod
+    def pack(matrix: Floats) -> Floats:
+        """The upper triangle of a symmetric matrix, off-diagonal entries times √2."""
+        weights = np.where(np.eye(len(matrix), dtype=bool), 1.0, math.sqrt(2.0))
+        return np.asarray((matrix * weights)[np.triu_indices(len(matrix))])
 
     @staticmethod
     def unpack(triangle: Floats, features: int) -> Floats:
@@ -133,7 +137,7 @@ class SecondMomentMatrix:
         return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
 
 
-def _shortened(block: Any, clip: float, weights: Floats) -> Any:
+def _shortened(block: Matrix, clip: float, weights: Floats) -> Any:
     """Rows cut to length ``clip``, then times their weights."""
     if isinstance(block, np.ndarray):
         lengths = np.sqrt(np.einsum("ij,ij->i", block, block))
@@ -304,14 +308,9 @@ def whitened_view(objective: Any, batch: Batch, transform: Affine) -> tuple[Any,
     if isinstance(objective, UserLevelObjective):
         people = batch.records
         view, rows = whitened_view(objective.loss, Batch(people.rows, None), transform)
-        return objective.around(view), people.seen(rows)
+        return replace(objective, loss=view), people.seen(rows)
     view = replace(objective, transform=transform, row_bound=None, rows="clip")
-    cached = batch.records.views.get(id(transform))
-    if cached is None or cached.transform is not transform:
-        cached = view.prepare(batch.records)
-        batch.records.views.clear()
-        batch.records.views[id(transform)] = cached
-    return view, cached
+    return view, batch.records.view(transform, lambda: view.prepare(batch.records))
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,8 +343,7 @@ class WhitenedInformation:
         # Rounding of products over p entries is covered as in the row norms.
         slack = 1.0 + (64 + 4 * size) * float(np.finfo(np.float64).eps)
         view.add_hessians(batch._replace(records=records), self.params, self.clip / slack, total)
-        weights = np.where(np.eye(size, dtype=bool), 1.0, math.sqrt(2.0))
-        out += np.nan_to_num((total * weights)[np.triu_indices(size)])
+        out += np.nan_to_num(SecondMomentMatrix.pack(total))
 
     def unpack(self, released: Floats) -> Floats:
         """The symmetric matrix of a released triangle."""
