@@ -23,11 +23,11 @@ from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateModel, noted
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
-from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, drop_person_column, read_table
+from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, Scan, drop_person_column, read_table
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.objectives.tables.shapes import AdditiveBasis, Feature
-from quietgrad.objectives.tables.table import refuse_text
+from quietgrad.objectives.tables.table import Array, Floats, refuse_text
 
 _ROWS = PrivacyUnitSpec()
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
@@ -44,8 +44,8 @@ class _Additive(PrivateModel):
     _columns: ColumnSchema = field(init=False)
     _indicators: frozenset[str] = field(init=False)
 
-    def _features(self, X: Any) -> Any:
-        X = drop_person_column(X, getattr(self, "person_column_", None))
+    def _features(self, X: object) -> Any:
+        X = drop_person_column(X, self.person_column_)
         return self.shapes_.expand(read_table(self, X, self.categories, reset=False))
 
     def _bins(self, n: int) -> int:
@@ -63,7 +63,7 @@ class _Additive(PrivateModel):
     def _column_names(self, features: int) -> list[str]:
         return self._columns.names
 
-    def _declared_bounds(self, X: Any, features: int) -> tuple[Bounds | None, ...]:
+    def _declared_bounds(self, X: object, features: int) -> tuple[Bounds | None, ...]:
         """Public ranges: declared ones, and a dummy one for categories, whose codes are no quantities."""
         found = super()._declared_bounds(None, features) or (None,) * features
         words = self._columns.vocabularies
@@ -122,14 +122,14 @@ class _Additive(PrivateModel):
         names = self._columns.names
         return [(names[a], names[b]) for a, b in self.shapes_.pairs]
 
-    def _scanned(self, X: Any) -> Any:
+    def _scanned(self, X: Scan) -> Scan:
         if self.categories is not None:
             raise DataError("categories: of a scan they are declared in its schema.")
         self._columns = ColumnSchema([str(name) for name in X.feature_names], named=True)
         self._indicators = X.indicators
         return super()._scanned(X)
 
-    def _validated(self, X: Any, y: Any, *, y_numeric: bool = False) -> tuple[Any, Any]:
+    def _validated(self, X: object, y: object, *, y_numeric: bool = False) -> tuple[Any, Any]:
         """Numbers and codes of the rows, and the targets."""
         self._indicators = frozenset()
         if y is None:
@@ -236,7 +236,7 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
     (True, 16)
     """
 
-    def _loss(self, classes: int, names: Any) -> Any:
+    def _loss(self, classes: int, names: Array) -> Any:
         return Logistic(intercept=True) if classes == 2 else Multinomial(classes, intercept=True)
 
     predict_proba = PrivateLogisticRegression.predict_proba
@@ -261,7 +261,7 @@ class PrivateAdditiveRegressor(Regressor, _Additive):
     def _loss(self) -> Any:
         return Squared(intercept=True)
 
-    def _keep(self, weights: Any, bias: Any, scale: FeatureBox | None) -> None:
+    def _keep(self, weights: Floats, bias: Floats, scale: FeatureBox | None) -> None:
         frame = FeatureBox(np.zeros(1), np.ones(1), self.target_range_)
         self.coef_ = np.ascontiguousarray(weights.T) * frame.target_scale
         self.intercept_ = bias * frame.target_scale + frame.target_centre

@@ -12,7 +12,8 @@ import math
 import numbers
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -30,8 +31,10 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
+    Scan,
     checked_rows,
     drop_person_column,
+    is_frame,
     is_scan,
     predict_to,
     scan_if_one,
@@ -41,7 +44,7 @@ from quietgrad.objectives.base import NoRegularizer
 from quietgrad.objectives.privacy_units import Combine
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.table import refuse_text
+from quietgrad.objectives.tables.table import Array, refuse_text
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Slot
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
@@ -88,12 +91,15 @@ class PrivateModel(SpendsPrivacy):
     regularization: ClassVar[float] = 0.0
     inference: ClassVar[bool | None] = False
     algorithm: ClassVar[Algorithm | str | None] = None
+    person_column_: str | None = field(init=False, default=None)
     _within: ClassVar[Charge | None] = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
+    _bounds: tuple[Bounds | None, ...] | None = field(init=False, default=None)
+    _is_sparse: bool = field(init=False, default=False)
 
     # --- what is given ----------------------------------------------------------------------------------------
 
-    def _validated(self, X: Any, y: Any, *, y_numeric: bool = False) -> tuple[Any, Any]:
+    def _validated(self, X: object, y: object, *, y_numeric: bool = False) -> tuple[Any, Any]:
         if y_numeric:
             refuse_text(y, "y")
         kinds = [np.float64, np.float32]
@@ -110,22 +116,21 @@ class PrivateModel(SpendsPrivacy):
                 "X: one sample (n_samples = 1) is too few: the noise hides a single record. Give more records."
             )
 
-    def _scanned(self, X: Any) -> Any:
+    def _scanned(self, X: Scan) -> Scan:
         """A scan, with what is public of it; it is read when the session opens."""
         self._check_size(len(X))
         self.n_features_in_ = X.features
-        self.feature_names_in_ = np.array(X.feature_names, dtype=object)
+        self.feature_names_in_: Array = np.array(list(X.feature_names), dtype=object)
         self._bounds = self._declared_bounds(None, X.features) if self.feature_bounds is not None else X.bounds
         self._is_sparse = False
         return X
 
-    def _declared_bounds(self, X: Any, features: int) -> tuple[Bounds | None, ...] | None:
+    def _declared_bounds(self, X: object, features: int) -> tuple[Bounds | None, ...] | None:
         """One (low, high) per feature or ``None`` where it must be found; boolean columns count as declared."""
         given = self.feature_bounds
         pairs: list[Bounds | None] = [None] * features
-        kinds: Any = getattr(X, "dtypes", None)
-        if kinds is not None and np.ndim(kinds) == 1:  # a data frame's
-            pairs = [(0.0, 1.0) if str(kind) in ("bool", "boolean") else None for kind in kinds]
+        if is_frame(X) and np.ndim(X.dtypes) == 1:
+            pairs = [(0.0, 1.0) if str(kind) in ("bool", "boolean") else None for kind in X.dtypes]
         if isinstance(given, Mapping):
             names = self._column_names(features)
             if unknown := sorted(str(name) for name in given if str(name) not in names):
@@ -149,7 +154,7 @@ class PrivateModel(SpendsPrivacy):
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
         if is_scan(X):
             raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
-        X = drop_person_column(X, getattr(self, "person_column_", None))
+        X = drop_person_column(X, self.person_column_)
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
         limits = self.feature_range_
         return X if limits is None else FeatureBox(limits[0], limits[1]).clipped(X)
@@ -173,9 +178,9 @@ class PrivateModel(SpendsPrivacy):
             n,
             features,
             budget=self._budget(),
-            feature_bounds=getattr(self, "_bounds", None),
+            feature_bounds=self._bounds,
             row_bound=self.row_bound,
-            sparse=getattr(self, "_is_sparse", False),
+            sparse=self._is_sparse,
             inference=self.inference if self._offers_inference and whom.means else False,
             **self._shape(),
         )
@@ -215,10 +220,10 @@ class PrivateModel(SpendsPrivacy):
 
     def fit(
         self,
-        X: Any,
-        y: Any = None,
+        X: object,
+        y: object = None,
         *,
-        person: Any = None,
+        person: object = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
         records_public: int | None = None,
@@ -253,12 +258,12 @@ class PrivateModel(SpendsPrivacy):
         self.person_column_ = person if isinstance(person, str) else None
         return self
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
+    def _fit(self, X: object, y: object, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         """Check what is given, then ask ``whose`` its rows are, plan, and train."""
         raise NotImplementedError
 
     def _counted(
-        self, objective: Any, data: Any, features: int, whom: PrivacyUnitSpec
+        self, objective: object, data: object, features: int, whom: PrivacyUnitSpec
     ) -> tuple[CentralCurator, PublicCount]:
         """Who holds the records, and how many to plan for: a release of its own where their number is secret."""
         seed = self.random_state
@@ -292,7 +297,7 @@ class PrivateModel(SpendsPrivacy):
         self.feature_range_ = None if limits is None else (np.array(limits[0]), np.array(limits[1]))
         return session.objective.coefficients(result.params)
 
-    def predict_to(self, scan: Any, path: Any) -> int:
+    def predict_to(self, scan: object, path: str | Path) -> int:
         """Write the predictions for a scan's records to a csv or parquet file, block by block; how many they are.
 
         They are about people: only the file's owner may read it.
@@ -400,7 +405,7 @@ def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
 def _by_name(name: str, n: int) -> Algorithm:
     """An algorithm by its command-line name; mini-batch methods take twenty passes over ``n`` records."""
     kind = by_name(name)
-    known = {field.name for field in fields(kind)}
+    known = {each.name for each in fields(kind)}
     batch = max(1, min(n, 512))
     chosen = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
     settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}

@@ -20,6 +20,7 @@ from quietgrad.estimators.validation import (
     check_labels,
     coder,
     is_scan,
+    listed_by,
     row_products,
     taken_as_public,
     warn_declared,
@@ -27,6 +28,7 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
+from quietgrad.objectives.tables.table import Array
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.plans.schedule import Slot
 from quietgrad.privacy.accounting import sensitivity_factor
@@ -45,8 +47,13 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 
     classes: Sequence[Any] | None = field(default=None, kw_only=True)
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
-        typed = typed_labels(self.classes, y)
+    _known: int | None = field(init=False, default=None)
+    """How many classes are declared, once that is known."""
+
+    def _fit(self, X: Any, y: object, whose: Callable[[int], PrivacyUnitSpec]) -> None:
+        kind = getattr(y, "dtype", None)
+        listed = hasattr(kind, "categories") and self.classes is None and len(listed_by(kind) or ()) > 1
+        typed = (taken_as_public("y", "classes=[...]"),) if listed else ()
         X, y, declared = self._accept(X, y)
         warn_declared(typed)
         whom, features = whose(X.shape[0]), X.shape[1]
@@ -57,7 +64,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             self.classes_ = declared
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
-            data = with_labels(X, y, coder(X, declared, codes_of))
+            data = with_labels(X, y, coder(X, declared))
             curator, size = self._counted(known, data, features, whom)
         else:
             curator, size = self._counted(LabelSet(), X if is_scan(X) else (X, y), features, whom)
@@ -76,7 +83,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
                         "release."
                     )
                 found = self._loss(len(self.classes_), self.classes_)
-                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_, codes_of))
+                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
                 settle_failed_run(session, error)
@@ -84,14 +91,15 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         weights, self.intercept_ = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
 
-    def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Any]:
+    def _accept(self, X: object, y: Any) -> tuple[Any, Any, Any]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
         if is_scan(X):
             public = self.classes if self.classes is not None else X.classes
             X = self._scanned(X)
             declared = None if public is None else declared_classes(public, ())
         else:
-            public = self.classes if self.classes is not None else public_labels(y)
+            listed = listed_by(getattr(y, "dtype", None)) or []
+            public = self.classes if self.classes is not None else listed if len(listed) > 1 else None
             if np.asarray(y).dtype.kind == "c":  # scikit-learn would print them
                 raise DataError("y: Complex data not supported; give labels.")
             X, y = self._validated(X, y)
@@ -103,8 +111,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         return X, y, declared
 
     def _shape(self) -> dict[str, Any]:
-        known = getattr(self, "_known", None)
-        return {"outputs": 1 if known in (None, 2) else known}
+        return {"outputs": 1 if self._known in (None, 2) else self._known}
 
     def _look(self, n: int) -> Slot:
         """The release of the labels of about ``n`` records: a share of μ², and of δ for a rare one that passes."""
@@ -121,16 +128,16 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             )
         return slot
 
-    def _loss(self, classes: int, names: Any) -> Any:
+    def _loss(self, classes: int, names: Array) -> Any:
         raise NotImplementedError
 
-    def decision_function(self, X: Any) -> Any:
+    def decision_function(self, X: object) -> Any:
         """Scores: one per record for two classes, else one per record and class."""
         check_is_fitted(self)
         scores = row_products(self._features(X), self.coef_.T) + self.intercept_
         return scores.ravel() if scores.shape[1] == 1 else scores
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: object) -> Any:
         """The likelier or likeliest class of each record."""
         scores = self.decision_function(X)
         codes = (scores > 0.0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
@@ -141,7 +148,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 class _LinearClassifier(PrivateLinearModel, Classifier):
     class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
-    def _weights(self, names: Any) -> tuple[float, ...] | None:
+    def _weights(self, names: Array) -> tuple[float, ...] | None:
         """class_weight by code, the largest 1; the clip bounds a weighted record like any other."""
         if self.class_weight is None:
             return None
@@ -156,32 +163,7 @@ class _LinearClassifier(PrivateLinearModel, Classifier):
         return tuple(weight / max(weights) for weight in weights)
 
 
-def public_labels(y: Any) -> Any:
-    """The labels that the type of ``y`` declares: those of booleans and of pandas categoricals."""
-    kind = getattr(y, "dtype", None)
-    if kind is not None and str(kind) in ("bool", "boolean"):
-        return [False, True]
-    categories = getattr(kind, "categories", None)
-    return None if categories is None or len(categories) < 2 else list(categories)
-
-
-def typed_labels(classes: Any, y: Any) -> tuple[str, ...]:
-    """What a statement says of labels that only the category dtype of ``y`` declares."""
-    listed = getattr(getattr(y, "dtype", None), "categories", None)
-    known = classes is not None or listed is None or len(listed) < 2
-    return () if known else (taken_as_public("y", "classes=[...]"),)
-
-
-def codes_of(classes: Any, y: Any) -> Any:
-    """The position of each label among ``classes``."""
-    codes = np.searchsorted(classes, y)
-    codes[codes == len(classes)] = 0
-    # One too rare to be found, or not declared, counts as the first class: a rule for every record by itself.
-    codes[classes[codes] != y] = 0
-    return codes
-
-
-def declared_classes(classes: Sequence[Any], y: Any) -> Any:
+def declared_classes(classes: Sequence[object], y: Any) -> Any:
     """The declared classes, sorted. A label that is not among them counts as the first.
 
     What is refused is public: too few classes, or texts declared for a column of numbers and the other way round.
@@ -248,13 +230,13 @@ class PrivateLogisticRegression(_LinearClassifier):
     @property
     def _offers_inference(self) -> bool:
         """Only where it is public that there are two classes."""
-        return getattr(self, "_known", None) == 2 and self.class_weight is None
+        return self._known == 2 and self.class_weight is None
 
-    def _loss(self, classes: int, names: Any) -> Any:
+    def _loss(self, classes: int, names: Array) -> Any:
         settings = self._settings() | {"class_weights": self._weights(names)}
         return Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
 
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: object) -> Any:
         """P(class) of each record."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
@@ -262,7 +244,7 @@ class PrivateLogisticRegression(_LinearClassifier):
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
-    def predict_log_proba(self, X: Any) -> Any:
+    def predict_log_proba(self, X: object) -> Any:
         """log P(class) of each record."""
         return np.log(self.predict_proba(X))
 
@@ -285,7 +267,7 @@ class PrivateSVC(_LinearClassifier):
 
     smoothing: float = field(default=1.0, kw_only=True)
 
-    def _loss(self, classes: int, names: Any) -> Any:
+    def _loss(self, classes: int, names: Array) -> Any:
         settings = self._settings() | {"class_weights": self._weights(names)}
         if classes == 2:
             return Hinge(self.smoothing, **settings)

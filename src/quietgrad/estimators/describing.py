@@ -27,7 +27,7 @@ from quietgrad.estimators.validation import PrivacyUnitSpec, codes_in, take_pers
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
-from quietgrad.objectives.tables.table import Floats
+from quietgrad.objectives.tables.table import Array, Floats
 from quietgrad.plans.counting import NOMINAL
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training import plan as make_plan
@@ -135,7 +135,7 @@ class _Describe(Ranges):
 @np.errstate(all="ignore")  # a warning about a value would tell of the record that has it
 def describe(
     frame: Any,
-    schema: Any = None,
+    schema: object = None,
     *,
     epsilon: float = 0.5,
     delta: float = 1e-6,
@@ -145,7 +145,7 @@ def describe(
     account: str | Account = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
-    person: Any = None,
+    person: object = None,
 ) -> Description:
     """Release counts, means, quantiles, histograms and two-way tables within (ε, δ).
 
@@ -237,7 +237,7 @@ class _Tables:
     def __init__(self, session: Any, whom: PrivacyUnitSpec, relation: Relation) -> None:
         self._session, self._whom, self._relation = session, whom, relation
 
-    def _release(self, slot: str, cells: Any, weights: Any, size: int) -> tuple[Floats, float]:
+    def _release(self, slot: str, cells: Array, weights: Floats | None, size: int) -> tuple[Floats, float]:
         groups = cells.shape[1]
         self._session.reread(self._whom.asks(Tabulation()), self._whom.of_data((cells, weights)))
         query = CellSums(size, groups, self._relation)
@@ -338,7 +338,7 @@ def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) ->
     return crossed if len(crossed) <= _MOST_PAIRS else []
 
 
-def _read(frame: Any, schema: Any) -> tuple[list[_Column], Floats, tuple[str, ...]]:
+def _read(frame: Any, schema: object) -> tuple[list[_Column], Floats, tuple[str, ...]]:
     """The columns, their cells as numbers (NaN for a gap, −1 for a value that is not listed), and notes."""
     given = _declared(schema)
     names = [str(name) for name in (frame.columns if hasattr(frame, "columns") else frame)]
@@ -372,15 +372,12 @@ def _declared(schema: Any) -> dict[str, Mapping[str, Any]] | None:
         schema = import_module("quietgrad.data.schema").read_schema(schema)  # readers are no part of an estimator
     if isinstance(schema, Mapping):
         return {str(name): said for name, said in (schema.get("columns") or schema).items()}
-    return {
-        str(name): {
-            key: getattr(kind, key) for key in ("bounds", "categories", "missing", "kind") if hasattr(kind, key)
-        }
-        for name, kind in schema.columns.items()
-    }
+    columns: Mapping[str, object] = schema.columns
+    known = ("bounds", "categories", "missing", "kind")
+    return {str(n): {key: getattr(kind, key) for key in known if hasattr(kind, key)} for n, kind in columns.items()}
 
 
-def _by_type(name: str, cells: Any, typed: list[str]) -> dict[str, Any]:
+def _by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
     kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
     if str(kind) in ("bool", "boolean"):
         return {"kind": "bool"}
@@ -408,7 +405,7 @@ def _column(name: str, said: Mapping[str, Any]) -> _Column:
     return _Column(name, kind, pair, values, gaps=said.get("missing") is not None)
 
 
-def _numbers(column: _Column, cells: Any) -> Floats:
+def _numbers(column: _Column, cells: object) -> Floats:
     try:
         numbers = _days(cells) if column.kind == "date" else np.asarray(cells, dtype=np.float64)
     except (TypeError, ValueError):
@@ -418,7 +415,7 @@ def _numbers(column: _Column, cells: Any) -> Floats:
     return numbers
 
 
-def _days(cells: Any) -> Floats:
+def _days(cells: object) -> Floats:
     """Days since 1970, NaN for a gap."""
     days = np.asarray(cells, dtype="datetime64[s]")
     return np.where(np.isnat(days), np.nan, days.astype(np.int64) / 86_400.0)

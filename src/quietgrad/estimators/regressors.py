@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.base import RegressorMixin
 from sklearn.metrics import d2_tweedie_score
 from sklearn.utils.validation import check_is_fitted
@@ -19,6 +20,7 @@ from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
 from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.objectives.tables.range_queries import FeatureBox
+from quietgrad.objectives.tables.table import Floats
 from quietgrad.plans.counting import NOMINAL
 
 _LARGEST = 1e4  # means of a count that its loss follows exactly
@@ -31,7 +33,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
 
     target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 
-    def _fit(self, X: Any, y: Any, whose: Callable[[int], PrivacyUnitSpec]) -> None:
+    def _fit(self, X: Any, y: object, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         X, y, bounds = self._accept(X, y)
         whom, features = whose(X.shape[0]), X.shape[1]
         kind = self._method(NOMINAL, features, whom)
@@ -54,15 +56,16 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
         self.target_range_ = (float(limits[0]), float(limits[1]))
         self._keep(weights, bias, scale)
 
-    def _keep(self, weights: Any, bias: Any, scale: FeatureBox | None) -> None:
+    def _keep(self, weights: Floats, bias: Floats, scale: FeatureBox | None) -> None:
         """Keep the coefficients, of targets that ``scale`` scaled, for targets as they are."""
         unit, centre = (1.0, 0.0) if scale is None else (scale.target_scale, scale.target_centre)
-        self.coef_, self.intercept_ = weights[:, 0] * unit, float(bias[0]) * unit + centre
+        self.coef_ = weights[:, 0] * unit
+        self.intercept_: float | Floats = float(bias[0]) * unit + centre
 
     def _target_frame(self, bounds: Bounds) -> FeatureBox:
         return FeatureBox(np.zeros(1), np.ones(1), bounds)
 
-    def _accept(self, X: Any, y: Any) -> tuple[Any, Any, Bounds | None]:
+    def _accept(self, X: object, y: object) -> tuple[Any, Any, Bounds | None]:
         """Check what is given before anything is planned or reserved; also the declared range of the targets."""
         if is_scan(X):
             return self._scanned(X), y, self._target_bounds()
@@ -88,7 +91,7 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
     def _loss(self) -> Any:
         raise NotImplementedError
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: object) -> Any:
         """The predicted target of each record, within the targets' range."""
         check_is_fitted(self)
         scores = row_products(self._features(X), np.atleast_2d(self.coef_).T) + self.intercept_
@@ -205,13 +208,13 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     def _loss(self) -> Any:
         return PoissonDeviance(_LARGEST, **self._settings())
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: object) -> Any:
         """The mean count of each record, within the counts' range."""
         check_is_fitted(self)
         scores = row_products(self._features(X), self.coef_[:, None])[:, 0] + self.intercept_
         return np.clip(np.exp(np.minimum(scores, 700.0)), *self.target_range_)
 
-    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+    def score(self, X: object, y: object, sample_weight: npt.ArrayLike | None = None) -> float:
         """D², the part of the Poisson deviance that is explained."""
         least = 1e-9 * self.target_range_[1]
         return float(d2_tweedie_score(y, np.maximum(self.predict(X), least), power=1, sample_weight=sample_weight))

@@ -12,6 +12,7 @@ from quietgrad.errors import DataError
 from quietgrad.objectives.registry import make_objective
 from quietgrad.objectives.tables.losses import LOSSES
 from quietgrad.objectives.tables.shapes import AdditiveBasis
+from quietgrad.objectives.tables.table import Array
 from quietgrad.training.result import Result, load
 
 _KINDS = {
@@ -165,7 +166,7 @@ def _additive_from(result: Result) -> Any:
     return model
 
 
-def _values(classes: Any) -> list[Any]:
+def _values(classes: Array) -> list[Any]:
     """Classes as JSON values, each of its kind: 1, 1.0, true and "1" are four."""
     values: list[Any] = np.asarray(classes).tolist()
     if not all(isinstance(value, bool | int | float | str) for value in values):

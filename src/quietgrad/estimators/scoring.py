@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from sklearn.pipeline import Pipeline
 
 from quietgrad.algorithms.range_estimation import Tabulate
@@ -33,18 +32,18 @@ from quietgrad.estimators.validation import (
     is_scan,
     nameless,
     predict_row_independent,
+    rows_in,
     scan_if_one,
     take_person_column,
 )
 from quietgrad.files import write_atomically
 from quietgrad.objectives.queries.counts import Tabulation
-from quietgrad.objectives.tables.table import lay_out, numbers_of
+from quietgrad.objectives.tables.table import Array, Floats, lay_out, numbers_of
 from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training.minimizing import minimize
 from quietgrad.training.result import Privacy, digest_of, load
 
-Floats = npt.NDArray[np.float64]
 Number = tuple[float, float]
 """A value and its standard error."""
 
@@ -113,8 +112,8 @@ def _plain(value: float) -> float | None:
 
 def private_score(
     model: Any,
-    X: Any,
-    y: Any = None,
+    X: object,
+    y: object = None,
     *,
     epsilon: float = 0.3,
     delta: float = 1e-6,
@@ -124,7 +123,7 @@ def private_score(
     cap: Budget | None = None,
     n_public: int | None = None,
     target_bounds: tuple[float, float] | None = None,
-    person: Any = None,
+    person: object = None,
     records_per_person: int | None = None,
 ) -> PrivateScore:
     """Score a fitted model on held-out people within (ε, δ), charged to their account.
@@ -167,7 +166,7 @@ def private_score(
             raise DataError("y: must be one label or number per held-out record.")
         if y.dtype.kind == "c":
             raise DataError("y: Complex data not supported; give labels or real numbers.")
-        if len(y) != (X.shape[0] if hasattr(X, "shape") else len(X)):
+        if len(y) != rows_in(X):
             raise DataError("X and y have different numbers of records.")
         held = _HoldoutData(X, y)
         asked = AskedOnce(model)
@@ -197,8 +196,8 @@ def _digest(params: Any) -> str:
 class _HoldoutData:
     """Held-out people in memory."""
 
-    X: Any
-    y: Any
+    X: object
+    y: Array
 
     def __len__(self) -> int:
         return len(self.y)
@@ -215,7 +214,7 @@ class _HoldoutData:
             return cells, weights
 
 
-def class_codes(classes: Any, y: Any) -> Any:
+def class_codes(classes: Array, y: Array) -> Array:
     """The position of each label among the model's classes; −1 for one that it does not know."""
     order = np.argsort(classes)  # a run's classes are in the order they were declared in
     codes = order[np.minimum(np.searchsorted(classes, y, sorter=order), len(classes) - 1)]
@@ -270,7 +269,7 @@ class _Publisher:
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
 
 
-def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
+def _binary_places(model: Any, edges: Floats, classes: Array, X: object, y: Array) -> tuple[Array, None]:
     """The cell of each person: the bin of the log-odds of the second class, and the class."""
     if hasattr(model, "predict_proba"):
         p = np.clip(predict_row_independent(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
@@ -281,7 +280,7 @@ def _binary_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> t
     return np.where(codes < 0, -1, np.searchsorted(edges, odds) * 2 + codes)[:, None], None
 
 
-def _binary(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore:
+def _binary(model: Any, classes: Array, publisher: _Publisher) -> PrivateScore:
     fine = np.linspace(-6.0, 6.0, 19)
     n = publisher.count(partial(_binary_places, model, fine, classes))
     edges = np.linspace(-4.0, 4.0, 9) if n < _FEW else fine  # 0, where a prediction changes, is one of them
@@ -365,7 +364,7 @@ def _warnings(error: float) -> list[str]:
     return []
 
 
-def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tuple[Any, None]:
+def _class_places(model: Any, edges: Floats, classes: Array, X: object, y: Array) -> tuple[Array, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
     codes, k, chances = class_codes(classes, y), len(classes), hasattr(model, "predict_proba")
     scores = predict_row_independent(model, "predict_proba" if chances else "decision_function", X)
@@ -376,7 +375,7 @@ def _class_places(model: Any, edges: Floats, classes: Any, X: Any, y: Any) -> tu
     return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 
-def _multiclass(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore:
+def _multiclass(model: Any, classes: Array, publisher: _Publisher) -> PrivateScore:
     k, chances = len(classes), hasattr(model, "predict_proba")
     edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
     size = k * k + (_CONFIDENCE_BINS if chances else 0)
@@ -405,7 +404,7 @@ def _multiclass(model: Any, classes: Any, publisher: _Publisher) -> PrivateScore
     )
 
 
-def _error_places(model: Any, low: float, high: float, X: Any, y: Any) -> tuple[Any, Any]:
+def _error_places(model: Any, low: float, high: float, X: object, y: Array) -> tuple[Array, Floats]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
     answers = np.asarray(predict_row_independent(model, "predict", X), dtype=np.float64)
     predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)

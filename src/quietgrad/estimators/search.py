@@ -37,6 +37,7 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.objectives.privacy_units import Combine, UnitGrouping
 from quietgrad.objectives.queries.counts import MeanScore, Scoring
+from quietgrad.objectives.tables.table import Array
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.privacy import events
@@ -120,10 +121,10 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
     def fit(
         self,
-        X: Any,
-        y: Any,
+        X: object,
+        y: object,
         *,
-        person: Any = None,
+        person: object = None,
         combine: Combine = "mean",
         records_per_person: int | None = None,
     ) -> PrivateSearch:
@@ -135,7 +136,8 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         X, ids = take_person_column(X, person)
         budget = self._budget()
         each = self._checked_scoring()
-        accepted, y, _ = clone(self.estimator)._accept(X, y)  # what cannot be fitted is refused before any charge
+        # What cannot be fitted is refused before any charge.
+        accepted, labels, _ = clone(self.estimator)._accept(X, y)
         whom = PrivacyUnitSpec.of(ids, accepted.shape[0], combine, records_per_person)
         features = accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
@@ -145,7 +147,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         ]
         for setting in grid:  # and so is whatever cannot be a round
             model = clone(self.estimator).set_params(**setting)
-            model._accept(X, y)
+            model._accept(X, labels)
             method = model._method(NOMINAL, features, whom)
             whom.check(method, None)
             if not isinstance(method, (WhitenedGD, DPGD)):
@@ -154,7 +156,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
                     "WhitenedGD and DPGD can be searched over."
                 )
         curator = CentralCurator(
-            whom.asks(Scoring()), whom.of_data((X, y)), account=Account.of(self.account, self.ledger, self.cap)
+            whom.asks(Scoring()), whom.of_data((X, labels)), account=Account.of(self.account, self.ledger, self.cap)
         )
         declared = getattr(self.estimator, "n_public", None) if budget.relation is Relation.ADD_REMOVE else None
         size = curator.count(budget, declared, None)
@@ -172,7 +174,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         rounds = [clone(self.estimator).set_params(**{"n_public": public_train, **s, **own}) for s in grid]
         whole = Charge(plan.event)
         for model in rounds:
-            model._accept(X, y)
+            model._accept(X, labels)
             whole.part(model._plan(public_train, features, whom=whom).event, budget)
         session = curator.open(plan, note="search")
         best = None
@@ -182,7 +184,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             model._within = session.charge
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
-                model.fit(_safe_indexing(X, train), y[train], person=trained)
+                model.fit(_safe_indexing(X, train), labels[train], person=trained)
             model._within = None  # a later fit of the chosen model is a fit of its own
             total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
@@ -235,17 +237,17 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         settings = {"mean_rounds": self.mean_rounds}
         return Plan("private-search", settings, schedule, size.n, budget, z, unit=unit, counted=counted)
 
-    def predict(self, X: Any) -> Any:
+    def predict(self, X: object) -> Any:
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict(X)
 
     @available_if(_has("predict_proba"))  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: Any) -> Any:
+    def predict_proba(self, X: object) -> Any:
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.predict_proba(X)
 
     @available_if(_has("decision_function"))  # type: ignore[untyped-decorator]
-    def decision_function(self, X: Any) -> Any:
+    def decision_function(self, X: object) -> Any:
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.decision_function(X)
 
@@ -258,7 +260,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         tags.target_tags.required = True
         return tags
 
-    def score(self, X: Any, y: Any) -> float:
+    def score(self, X: object, y: object) -> float:
         """Accuracy of the best model on ``X``, without noise: an evaluation, not private."""
         check_is_fitted(self, "best_estimator_")
         return float(self.best_estimator_.score(X, y))
@@ -329,18 +331,18 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         return known[name]
 
 
-def _right(model: Any, X: Any, y: Any) -> Any:
+def _right(model: Any, X: object, y: Array) -> Any:
     return np.asarray(predict_row_independent(model, "predict", X) == y) * 1.0
 
 
-def _likelihood(model: Any, X: Any, y: Any) -> Any:
+def _likelihood(model: Any, X: object, y: Array) -> Any:
     """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
     chances = predict_row_independent(model, "predict_proba", X)
     own = chances[np.arange(len(y)), np.maximum(class_codes(model.classes_, y), 0)]  # other labels: the first class
     return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
 
 
-def _closeness(model: Any, X: Any, y: Any) -> Any:
+def _closeness(model: Any, X: object, y: Array) -> Any:
     """1 − (error ÷ a quarter of the targets' range)²."""
     low, high = model.target_range_
     close = 1.0 - ((predict_row_independent(model, "predict", X) - y) / (0.25 * (high - low))) ** 2

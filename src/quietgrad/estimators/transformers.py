@@ -36,6 +36,7 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.range_queries import FeatureBox
+from quietgrad.objectives.tables.table import Array, Floats
 from quietgrad.training import minimize
 from quietgrad.training.result import Privacy
 
@@ -70,7 +71,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
 
     _declared_bounds, _column_names = PrivateModel._declared_bounds, PrivateModel._column_names
 
-    def fit(self, X: Any, y: Any = None, *, person: Any = None) -> Any:
+    def fit(self, X: object, y: object = None, *, person: object = None) -> Any:
         """Find the ranges that are not declared; with ``person``, one id per record, those of people."""
         X, person = take_person_column(X, person) if is_scan(X) else (X, person)
         rows = self._checked(X, reset=True)
@@ -101,13 +102,13 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
         self.feature_range_ = (self._frame.low, self._frame.high)
         return self
 
-    def transform(self, X: Any) -> Any:
+    def transform(self, X: object) -> Any:
         """Rows in [−1, 1]; a scan stays one."""
         check_is_fitted(self)
         checked, turned = self._checked(X, reset=False), self._frame.apply
         return checked.mapped(turned, self.get_feature_names_out()) if is_scan(checked) else turned(checked)
 
-    def _checked(self, X: Any, *, reset: bool) -> Any:
+    def _checked(self, X: object, *, reset: bool) -> Any:
         if is_scan(X):
             if reset:
                 self.n_features_in_ = X.features
@@ -122,7 +123,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
         return tags
 
 
-def _no_labels(y: Any) -> Any:
+def _no_labels(y: Array) -> Floats:
     return np.zeros(len(y))
 
 
@@ -146,12 +147,12 @@ class PublicOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     _columns: ColumnSchema
 
-    def fit(self, X: Any, y: Any = None) -> PublicOneHot:
+    def fit(self, X: object, y: object = None) -> PublicOneHot:
         """Read the columns' names and types; of the records, only that each can be transformed."""
         read_table(self, X, self.categories, reset=True)
         return self
 
-    def transform(self, X: Any) -> Any:
+    def transform(self, X: object) -> Any:
         """Numbers as they are, categories as zeros and ones."""
         check_is_fitted(self, "n_features_in_")
         numbers, blocks = read_table(self, X, self.categories, reset=False), []
@@ -198,7 +199,7 @@ class PrivatePipeline(Pipeline):  # type: ignore[misc]
     (True, True)
     """
 
-    def fit(self, X: Any, y: Any = None, **params: Any) -> Self:
+    def fit(self, X: object, y: object = None, **params: Any) -> Self:
         """Fit every step; the warning of steps that learn without privacy comes before anything is charged."""
         uncovered = tuple(learning_steps(self))
         for told in uncovered:

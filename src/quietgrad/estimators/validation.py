@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
+from sklearn.base import BaseEstimator
 from sklearn.utils import _safe_indexing
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
@@ -29,16 +30,58 @@ from quietgrad.objectives.privacy_units import (
     check_combination,
 )
 from quietgrad.objectives.tables.scanned import ScannedPeople, ScanSource
-from quietgrad.objectives.tables.table import NOT_FINITE, lay_out, refuse_text
+from quietgrad.objectives.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text
 from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.training.minimizing import check_people, how_people_count
 
+Vocabularies = Mapping[Any, Sequence[Any]]
+"""The public values of category columns, by name or position."""
 
-def is_scan(X: Any) -> bool:
+
+class DataFrame(Protocol):
+    """What is read of a data frame of pandas or polars."""
+
+    columns: Any
+    dtypes: Any
+    shape: tuple[int, int]
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+class Scan(ScanSource, Protocol):
+    """What an estimator reads of a :class:`quietgrad.data.scanning.Scan`."""
+
+    name: str
+    feature_names: Sequence[str]
+    bounds: Any
+    classes: Any
+    person: Any
+    indicators: frozenset[str]
+    shape: tuple[int, int]
+
+    def __len__(self) -> int: ...
+    def blocks(self) -> Iterator[tuple[Array, Array]]: ...
+    def known(self) -> Scan: ...
+    def named(self) -> Any: ...
+    def labelled(self, labels: Callable[[Any], Any]) -> Scan: ...
+    def mapped(self, turned: Callable[[Any], Any], names: Sequence[str]) -> Scan: ...
+    def of_people(self, person: object) -> Scan: ...
+
+
+def is_frame(X: object) -> TypeGuard[DataFrame]:
+    return hasattr(X, "columns")
+
+
+def is_scan(X: object) -> TypeGuard[Scan]:
     return isinstance(X, ScanSource)
 
 
-def refuse_scan(X: Any, what: str) -> None:
+def rows_in(X: Any) -> int:
+    """The number of records of an array, a frame or a list."""
+    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
+
+
+def refuse_scan(X: object, what: str) -> None:
     """Raise if records are a scan, where only a table in memory will do."""
     if is_scan(X):
         raise DataError(
@@ -47,7 +90,7 @@ def refuse_scan(X: Any, what: str) -> None:
         )
 
 
-def scan_if_one(X: Any, y: Any) -> tuple[Any, Any]:
+def scan_if_one(X: object, y: object) -> tuple[Any, Any]:
     """A frame that names its target column becomes a scan; everything else stays as it is."""
     if is_scan(X):
         if y is not None:
@@ -59,27 +102,40 @@ def scan_if_one(X: Any, y: Any) -> tuple[Any, Any]:
     return X, y
 
 
-def with_labels(X: Any, y: Any, labels: Callable[[Any], Any] | None) -> Any:
+def with_labels(X: object, y: object, labels: Callable[[Any], Any] | None) -> Any:
     """What an objective takes: records with ``labels(y)`` for their targets."""
     if is_scan(X):
         return X if labels is None else X.labelled(labels)
     return X, y if labels is None else labels(y)
 
 
-def coder(X: Any, declared: Any, codes: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
-    """How labels become positions among the ``declared`` classes: by ``codes``, or by a scan's own codes."""
-    if not is_scan(X) or X.classes is None:
-        return partial(codes, declared)
-    return partial(np.take, codes(declared, np.asarray(X.classes)))
+def coder(X: object, declared: Array) -> Callable[[Any], Any]:
+    """How labels become positions among the ``declared`` classes: by their values, or by a scan's own codes."""
+    if is_scan(X) and X.classes is not None:
+        return partial(np.take, codes_of(declared, np.asarray(X.classes)))
+    return partial(codes_of, declared)
 
 
-def predict_to(model: Any, scan: Any, path: Any) -> int:
-    """Write ``model``'s predictions for all records of ``scan``, block by block."""
+def codes_of(classes: Array, y: Array) -> Array:
+    """The position of each label among the sorted ``classes``."""
+    codes = np.searchsorted(classes, y)
+    codes[codes == len(classes)] = 0
+    # One too rare to be found, or not declared, counts as the first class: a rule for every record by itself.
+    codes[classes[codes] != y] = 0
+    return codes
+
+
+def predict_to(model: Any, scan: object, path: str | Path) -> int:
+    """Write ``model``'s predictions for all records of ``scan``, block by block; how many they are."""
+    import pyarrow as pa
+    import pyarrow.csv as csv
+    import pyarrow.parquet as pq
+
     if not is_scan(scan):
         raise ValueError("predict_to: takes a scan; use predict for arrays.")
     plain = nameless(model, scan)
 
-    def answers(X: Any) -> dict[str, Any]:
+    def answers(X: Array) -> dict[str, Any]:
         found = {"prediction": np.asarray(plain.predict(X))}
         if hasattr(plain, "predict_proba"):
             chances = plain.predict_proba(X)
@@ -89,27 +145,6 @@ def predict_to(model: Any, scan: Any, path: Any) -> int:
                 found["probability"] = chances.max(axis=1)
         return found
 
-    return write_blocks(path, (answers(X) for X, _ in scan.blocks()))
-
-
-def nameless(model: Any, scan: Any) -> Any:
-    """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
-    known = list(getattr(model, "feature_names_in_", ()))
-    if scan.features != getattr(model, "n_features_in_", scan.features) or (
-        known and known != list(scan.feature_names)
-    ):
-        raise DataError(f"{scan.name}: has other columns than the table the model was fitted on.")
-    plain = copy(model)
-    plain.__dict__.pop("feature_names_in_", None)
-    return plain
-
-
-def write_blocks(path: Any, blocks: Any) -> int:
-    """Write columns block by block to a csv or parquet file that appears when it is whole; how many rows."""
-    import pyarrow as pa
-    import pyarrow.csv as csv
-    import pyarrow.parquet as pq
-
     target = Path(path)
     if target.suffix not in (".csv", ".parquet", ".pq"):
         raise ValueError(f"{target.name}: predictions of a scan are written as .csv or .parquet.")
@@ -118,8 +153,8 @@ def write_blocks(path: Any, blocks: Any) -> int:
     rows, writer = 0, None
     os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
     try:
-        for block in blocks:
-            part = pa.table(block)
+        for X, _ in scan.blocks():
+            part = pa.table(answers(X))
             if writer is None:
                 kind = csv.CSVWriter if target.suffix == ".csv" else pq.ParquetWriter
                 writer = kind(str(unfinished), part.schema)
@@ -134,6 +169,16 @@ def write_blocks(path: Any, blocks: Any) -> int:
         unfinished.unlink(missing_ok=True)
         raise
     return rows
+
+
+def nameless(model: Any, scan: Scan) -> Any:
+    """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
+    plain = copy(model)
+    known = list(vars(plain).pop("feature_names_in_", ()))
+    width = vars(plain).get("n_features_in_", scan.features)
+    if scan.features != width or (known and known != list(scan.feature_names)):
+        raise DataError(f"{scan.name}: has other columns than the table the model was fitted on.")
+    return plain
 
 
 @dataclass(frozen=True)
@@ -151,20 +196,18 @@ class ColumnSchema:
         return tuple(taken_as_public(f"column {name}", f"categories={{{name!r}: [...]}}") for name in self.typed)
 
     @classmethod
-    def of(cls, X: Any, categories: Mapping[Any, Sequence[Any]] | None) -> ColumnSchema:
+    def of(cls, X: DataFrame | Array, categories: Vocabularies | None) -> ColumnSchema:
         """Read names and types; boolean and category columns declare their vocabularies."""
-        named = hasattr(X, "columns")
-        names = [str(name) for name in X.columns] if named else [f"x{j}" for j in range(X.shape[1])]
+        named = is_frame(X)
+        names = [str(name) for name in X.columns] if is_frame(X) else [f"x{j}" for j in range(X.shape[1])]
         if len(set(names)) < len(names):
             raise ValueError("X: two columns have the same name. Rename or drop one of them.")
         found: dict[str, list[Any]] = {}
         typed = []
-        for name, kind in zip(names, X.dtypes, strict=True) if named else ():
-            if str(kind) in ("bool", "boolean"):
-                found[name] = [False, True]
-            elif getattr(kind, "categories", None) is not None:
-                found[name] = list(kind.categories)
-                typed.append(name)
+        for name, kind in zip(names, X.dtypes, strict=True) if is_frame(X) else ():
+            if (listed := listed_by(kind)) is not None:
+                found[name] = listed
+                typed += [name] if hasattr(kind, "categories") else []
         if not isinstance(categories or {}, Mapping):
             raise ValueError("categories: must map columns to lists of their values.")
         for key, values in (categories or {}).items():
@@ -183,7 +226,7 @@ class ColumnSchema:
         Raises:
             DataError: other columns, NaN, infinity, or text in a column without a vocabulary.
         """
-        framed = hasattr(X, "columns")
+        framed = is_frame(X)
         if np.shape(X)[1:] != (len(self.names),) or (framed and not self.named):
             raise DataError(f"X: must have the {len(self.names)} columns that the model was fitted on.")
         if framed and [str(name) for name in X.columns] != self.names:
@@ -208,6 +251,14 @@ class ColumnSchema:
         return lay_out(table)
 
 
+def listed_by(kind: object) -> list[Any] | None:
+    """The values that a column's type lists: of booleans, and of pandas' categories."""
+    if str(kind) in ("bool", "boolean"):
+        return [False, True]
+    categories = getattr(kind, "categories", None)
+    return None if categories is None else list(categories)
+
+
 def taken_as_public(what: str, instead: str) -> str:
     """What is said of categories that only a dtype declares: the type itself may have been read from records."""
     return (
@@ -222,7 +273,7 @@ def warn_declared(notes: tuple[str, ...]) -> None:
         warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=5)
 
 
-def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
+def checked_rows(estimator: BaseEstimator, X: object, *targets: object, **options: Any) -> Any:
     """Rows of numbers, and targets if they are given, as every scikit-learn estimator takes them.
 
     What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
@@ -231,13 +282,12 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
         if str(getattr(kind, "kind", "")) in ("m", "M"):
             raise DataError(f"X: column {name!r} holds dates. Pass numbers, such as days since a public date.")
     refuse_text(X, "X")
-    names = getattr(X, "columns", None)
-    if names is not None and len(set(map(str, names))) < len(names):
+    if is_frame(X) and len(set(map(str, X.columns))) < len(X.columns):
         raise ValueError("X: two columns have the same name. Rename or drop one of them.")
     shape = X.shape if hasattr(X, "shape") else np.shape(np.asarray(X, dtype=object))
     if len(shape) == 1:
         raise DataError("X: Expected 2D array, got 1D array instead. Reshape your data to (records, features).")
-    if not shape or (names is not None and not shape[1]):
+    if not shape or (is_frame(X) and not shape[1]):
         raise DataError("X: must be a table of records and at least one feature.")
     checked = validate_data(estimator, X, *targets, ensure_all_finite=False, **options)
     rows = checked[0] if targets else checked
@@ -248,7 +298,7 @@ def checked_rows(estimator: Any, X: Any, *targets: Any, **options: Any) -> Any:
     return checked
 
 
-def check_labels(y: Any, declared: Sequence[Any] | None) -> None:
+def check_labels(y: Array, declared: Sequence[object] | None) -> None:
     """Refuse labels that no classifier takes: some text and some not, or numbers without end.
 
     Where classes are declared, a label that is none of them counts as the first. Only if no label is one of them
@@ -263,7 +313,7 @@ def check_labels(y: Any, declared: Sequence[Any] | None) -> None:
             check_classification_targets(y)
 
 
-def check_finite(y: Any) -> None:
+def check_finite(y: Array) -> None:
     """Refuse labels or targets with gaps or infinities."""
     if y.dtype.kind in "fc":
         finite = bool(np.isfinite(y).all())
@@ -273,27 +323,26 @@ def check_finite(y: Any) -> None:
         raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
 
 
-def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] | None, *, reset: bool) -> Any:
+def read_table(estimator: Any, X: object, categories: Vocabularies | None, *, reset: bool) -> Any:
     """``X`` as float64, categories as codes; with ``reset`` its columns are kept, else they must be those kept.
 
     Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
     """
     refuse_scan(X, "an additive model")
-    X = X if hasattr(X, "columns") or sparse.issparse(X) else np.asarray(X)
-    shape = X.shape
+    table: Any = X if is_frame(X) or sparse.issparse(X) else np.asarray(X)
     if reset:
-        is_table = not sparse.issparse(X) and len(shape) == 2 and shape[0] > 0 and shape[1] > 0
-        columns = ColumnSchema.of(X, categories) if is_table else ColumnSchema([], named=False)
+        is_table = not sparse.issparse(table) and len(table.shape) == 2 and 0 not in table.shape
+        columns = ColumnSchema.of(table, categories) if is_table else ColumnSchema([], named=False)
     else:
         columns = estimator._columns
     if columns.vocabularies:
-        numbers = columns.numbers(X)
+        numbers = columns.numbers(table)
     else:
         try:
-            refuse_text(X, "X")
+            refuse_text(table, "X")
         except DataError as error:
             raise DataError(f"{error} A vocabulary is declared with categories=.") from None
-        numbers = lay_out(checked_rows(estimator, X, dtype=np.float64, reset=reset))
+        numbers = lay_out(checked_rows(estimator, table, dtype=np.float64, reset=reset))
     if reset:
         warn_declared(columns.notes)
         estimator._columns = columns
@@ -303,12 +352,12 @@ def read_table(estimator: Any, X: Any, categories: Mapping[Any, Sequence[Any]] |
     return numbers
 
 
-def codes_in(column: Any, vocabulary: Sequence[Any]) -> npt.NDArray[np.float64]:
+def codes_in(column: object, vocabulary: Sequence[object]) -> npt.NDArray[np.float64]:
     """The place of each cell in a vocabulary, as it is or as text; −1 for one that is not there."""
     place = {value: code for code, value in enumerate(vocabulary)}
     place |= {str(value): code for code, value in enumerate(vocabulary) if str(value) not in place}
 
-    def code(cell: Any) -> int:
+    def code(cell: object) -> int:
         try:
             return place.get(cell, place.get(str(cell), -1))
         except TypeError:  # a list, say
@@ -326,7 +375,7 @@ class PrivacyUnitSpec(NamedTuple):
     @classmethod
     def of(
         cls,
-        person: Any,
+        person: object,
         rows: int,
         combine: Combine = "mean",
         records_per_person: int | None = None,
@@ -352,13 +401,13 @@ class PrivacyUnitSpec(NamedTuple):
         """What the fit's n counts."""
         return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
-    def asks(self, loss: Any) -> Any:
-        """The loss as a curator must be asked about it."""
+    def asks(self, loss: object) -> Any:
+        """The loss as a curator must be asked about it: about rows, or about people."""
         if self.people is None:
             return loss
         return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
 
-    def of_data(self, data: Any) -> Any:
+    def of_data(self, data: object) -> Any:
         return data if self.people is None else RecordsWithIds(data, self.people)
 
     @property
@@ -366,7 +415,7 @@ class PrivacyUnitSpec(NamedTuple):
         """Whether what is bounded for means of all records may be asked."""
         return self.people is None or (self.people.combine == "mean" and self.people.records_per_person is None)
 
-    def check(self, method: Algorithm, loss: Any) -> None:
+    def check(self, method: Algorithm, loss: object) -> None:
         """Refuse a method that knows no bound for a person, before anything is reserved."""
         check_people(method, self.asks(loss))
 
@@ -375,26 +424,26 @@ class PrivacyUnitSpec(NamedTuple):
         return () if self.people is None else how_people_count(self.asks(None))
 
 
-def take_person_column(X: Any, person: Any) -> tuple[Any, Any]:
+def take_person_column(X: Any, person: object) -> tuple[Any, Any]:
     """(X, ids): a ``person`` that names a column of a data frame is taken out of the features."""
     if is_scan(X):
         people = X.of_people(person)
         return people, None if people.person is None else people
     if not isinstance(person, str):
         return X, person
-    if not hasattr(X, "columns") or person not in list(X.columns):
+    if not is_frame(X) or person not in list(X.columns):
         raise DataError("person: names no column of X; give a column of a data frame, or one id per record.")
     return drop_person_column(X, person), X[person]
 
 
-def drop_person_column(X: Any, column: str | None) -> Any:
+def drop_person_column(X: object, column: str | None) -> Any:
     """X without the column that named people, if it has it: a model predicts from features alone."""
-    if column is None or not hasattr(X, "columns") or column not in list(X.columns):
+    if column is None or not is_frame(X) or column not in list(X.columns):
         return X
     return X[[name for name in X.columns if name != column]]
 
 
-def predict_row_independent(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
+def predict_row_independent(model: Any, verb: str, X: object) -> npt.NDArray[Any]:
     """``model.verb`` of every record, each answer from that record alone.
 
     A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
@@ -415,7 +464,7 @@ def predict_row_independent(model: Any, verb: str, X: Any) -> npt.NDArray[Any]:
     found: list[Any] = []
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # one about a value would tell of the record that has it
-        for row in range(int(X.shape[0]) if hasattr(X, "shape") else len(X)):
+        for row in range(rows_in(X)):
             try:
                 answered = getattr(copied(model), verb)(_safe_indexing(X, [row]))
                 found.append(np.asarray(np.asarray(answered)[0]))
@@ -442,7 +491,7 @@ class AskedOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def answers(self, verb: str, X: Any) -> npt.NDArray[Any]:
+    def answers(self, verb: str, X: object) -> npt.NDArray[Any]:
         """What :func:`predict_row_independent` says of these rows."""
         rows, found = self._known.get(verb, (None, None))
         if found is None or rows is not X:
@@ -451,13 +500,13 @@ class AskedOnce:
         return found
 
 
-def row_products(X: Any, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def row_products(X: Matrix, weights: Floats) -> Floats:
     """X·W, each row's products rounded in the same way whatever other rows there are.
 
     A product of two matrices is cut into tiles by their shapes: one record more can change the last digit of every
     score, and where two scores tie every prediction.
     """
-    if hasattr(X, "indptr"):  # sparse rows are summed one by one
+    if not isinstance(X, np.ndarray):  # sparse rows are summed one by one
         return np.asarray(X @ weights)
     X, columns = np.asarray(X, dtype=np.float64), np.ascontiguousarray(weights.T)
     out = np.empty((len(X), len(columns)))
