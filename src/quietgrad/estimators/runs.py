@@ -90,34 +90,34 @@ def to_run(model: Any, folder: str | Path) -> Path:
 
     Of an additive model the report shows the functions; it predicts in Python, by :func:`from_run`.
     """
-    kind = type(model).__name__
-    if hasattr(model, "shapes_"):
+    known, kind = vars(model), type(model).__name__
+    if "shapes_" in known:
         return _save_additive(model, Path(folder))
     if kind not in _NAMES:
         raise ValueError(f"{kind}: only linear estimators are saved as runs.")
-    several = len(getattr(model, "classes_", ())) > 2
+    labels = None if "classes_" not in known else _values(model.classes_)
+    several = labels is not None and len(labels) > 2
     if several and kind == "PrivateSVC":
         raise ValueError("PrivateSVC: a run holds a machine of two classes only.")
     loss = "multinomial" if several else _NAMES[kind]
-    knob = getattr(model, str(LOSSES[loss].number), None)
-    regression = hasattr(model, "target_range_")
-    names = getattr(model, "feature_names_in_", None)
+    number = known.get(str(LOSSES[loss].number))
+    names = known.get("feature_names_in_")
     facts = {
-        "objective": loss if knob is None else f"{loss}:{knob:g}",
+        "objective": loss if number is None else f"{loss}:{number:g}",
         "regularizer": None,
         "intercept": model.fit_intercept,
         "row_bound": None,
         "rows": "clip",
         "features": model.n_features_in_,
         "feature_names": None if names is None else [str(name) for name in names],
-        "task": "regression" if regression else "multiclass" if several else "binary",
-        "classes": None if regression else len(model.classes_),
-        "class_names": None if regression else [str(c) for c in model.classes_.tolist()],
-        "class_values": None if regression else _values(model.classes_),
+        "task": "regression" if labels is None else "multiclass" if several else "binary",
+        "classes": None if labels is None else len(labels),
+        "class_names": None if labels is None else [str(label) for label in labels],
+        "class_values": labels,
     }
     details = {**model.result_.details, "model": facts}
     for name in ("feature_range", "target_range"):  # what predictions are kept in
-        limits = getattr(model, f"{name}_", None)
+        limits = known.get(f"{name}_")
         details[name] = None if limits is None else np.asarray(limits, dtype=np.float64).tolist()
     replace(model.result_, params=params_of(model), details=details, privacy=model.privacy_).save(folder)
     return Path(folder)
@@ -129,7 +129,7 @@ def _save_additive(model: Any, folder: Path) -> Path:
         "columns": [model._columns.names, model._columns.named],
         "coef": model.coef_.tolist(),
         "intercept": np.asarray(model.intercept_).tolist(),
-        "classes": None if not hasattr(model, "classes_") else _values(model.classes_),
+        "classes": None if "classes_" not in vars(model) else _values(model.classes_),
     }
     shapes = []
     for name, (where, values, errors) in model.shape_functions_.items():

@@ -43,9 +43,13 @@ from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training.minimizing import minimize
 from quietgrad.training.result import Privacy, digest_of, load
+from quietgrad.vectors import Vector
 
 Number = tuple[float, float]
 """A value and its standard error."""
+
+CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
+"""The cells and weights of records, from their features and labels."""
 
 _FEW = 5000  # people below which half the bins leave more in each
 _REDRAWS = 200
@@ -102,7 +106,7 @@ class PrivateScore:
         return f"{', '.join(parts)} ({self.privacy})"
 
 
-def _number(value: Any, error: Any) -> Number:
+def _number(value: float, error: float) -> Number:
     return float(value), float(error)
 
 
@@ -173,22 +177,23 @@ def private_score(
     whom = PrivacyUnitSpec.of(ids, len(held), "mean", records_per_person)
     publisher = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
-        classes = np.asarray(model.classes_)
-        score = (_binary if len(classes) == 2 else _multiclass)(asked, classes, publisher)
+        classes, chances = np.asarray(model.classes_), hasattr(model, "predict_proba")
+        score = (_binary if len(classes) == 2 else _multiclass)(asked, classes, chances, publisher)
     else:
-        score = _regression(asked, target_bounds, publisher)
+        bounds = getattr(model, "target_range_", None) if target_bounds is None else target_bounds
+        score = _regression(asked, bounds, publisher)
     uncovered = tuple(learning_steps(model)) if isinstance(model, Pipeline) else ()
     for told in uncovered:
         warnings.warn(told, LedgerWarning, stacklevel=2)
     # A run of the model, or of a pipeline's last step, is recognised by its training or as it was saved.
     last = model[-1] if isinstance(model, Pipeline) else model
-    known = []
+    known: list[Vector] = []
     if (result := getattr(last, "result_", None)) is not None:
         known = [result.params, *([params_of(last)] if hasattr(last, "coef_") else [])]
     return replace(score, of=tuple(map(_digest, known)), notes=(*score.notes, *uncovered))
 
 
-def _digest(params: Any) -> str:
+def _digest(params: Vector) -> str:
     return hashlib.sha256(np.ascontiguousarray(params, dtype=np.float64).tobytes()).hexdigest()
 
 
@@ -202,7 +207,7 @@ class _HoldoutData:
     def __len__(self) -> int:
         return len(self.y)
 
-    def with_rows(self, turned: Callable[[Any, Any], tuple[Any, Any]]) -> tuple[Any, ...]:
+    def with_rows(self, turned: CellPlaces) -> tuple[Any, ...]:
         """What a tabulation takes: cells and weights, and the people as numbers, if they are.
 
         A ledger knows them again by these; a model may take something else.
@@ -227,9 +232,6 @@ class _Released:
     noise: float
     n: float | None  # public, or None where it must be read off the counts
     privacy: Privacy
-
-
-CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
 
 
 class _Publisher:
@@ -269,9 +271,11 @@ class _Publisher:
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
 
 
-def _binary_places(model: Any, edges: Floats, classes: Array, X: object, y: Array) -> tuple[Array, None]:
+def _binary_places(
+    model: object, edges: Floats, classes: Array, chances: bool, X: object, y: Array
+) -> tuple[Array, None]:
     """The cell of each person: the bin of the log-odds of the second class, and the class."""
-    if hasattr(model, "predict_proba"):
+    if chances:
         p = np.clip(predict_row_independent(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
         odds = np.log(p) - np.log1p(-p)
     else:
@@ -280,12 +284,12 @@ def _binary_places(model: Any, edges: Floats, classes: Array, X: object, y: Arra
     return np.where(codes < 0, -1, np.searchsorted(edges, odds) * 2 + codes)[:, None], None
 
 
-def _binary(model: Any, classes: Array, publisher: _Publisher) -> PrivateScore:
+def _binary(model: object, classes: Array, chances: bool, publisher: _Publisher) -> PrivateScore:
     fine = np.linspace(-6.0, 6.0, 19)
-    n = publisher.count(partial(_binary_places, model, fine, classes))
+    n = publisher.count(partial(_binary_places, model, fine, classes, chances))
     edges = np.linspace(-4.0, 4.0, 9) if n < _FEW else fine  # 0, where a prediction changes, is one of them
     bins = len(edges) + 1
-    released = publisher.publish(partial(_binary_places, model, edges, classes), 2 * bins, 1)
+    released = publisher.publish(partial(_binary_places, model, edges, classes, chances), 2 * bins, 1)
     width = edges[1] - edges[0]
     middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
     probability = 1.0 / (1.0 + np.exp(-middles))
@@ -303,7 +307,6 @@ def _binary(model: Any, classes: Array, publisher: _Publisher) -> PrivateScore:
     predicted = (middles > 0).astype(int)
     total = _total(released, table)
     confusion = np.array([[table[predicted == p, c].sum() for p in (0, 1)] for c in (0, 1)]) / total
-    chances = hasattr(model, "predict_proba")
     notes = [] if chances else ["the model gives scores, not probabilities: no log loss"]
     return PrivateScore(
         released.privacy,
@@ -364,9 +367,11 @@ def _warnings(error: float) -> list[str]:
     return []
 
 
-def _class_places(model: Any, edges: Floats, classes: Array, X: object, y: Array) -> tuple[Array, None]:
+def _class_places(
+    model: object, edges: Floats, classes: Array, chances: bool, X: object, y: Array
+) -> tuple[Array, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
-    codes, k, chances = class_codes(classes, y), len(classes), hasattr(model, "predict_proba")
+    codes, k = class_codes(classes, y), len(classes)
     scores = predict_row_independent(model, "predict_proba" if chances else "decision_function", X)
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
@@ -375,11 +380,11 @@ def _class_places(model: Any, edges: Floats, classes: Array, X: object, y: Array
     return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 
-def _multiclass(model: Any, classes: Array, publisher: _Publisher) -> PrivateScore:
-    k, chances = len(classes), hasattr(model, "predict_proba")
+def _multiclass(model: object, classes: Array, chances: bool, publisher: _Publisher) -> PrivateScore:
+    k = len(classes)
     edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
     size = k * k + (_CONFIDENCE_BINS if chances else 0)
-    places = partial(_class_places, model, edges, classes)
+    places = partial(_class_places, model, edges, classes, chances)
     publisher.count(places)
     released = publisher.publish(places, size, 2 if chances else 1)
     middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
@@ -404,7 +409,7 @@ def _multiclass(model: Any, classes: Array, publisher: _Publisher) -> PrivateSco
     )
 
 
-def _error_places(model: Any, low: float, high: float, X: object, y: Array) -> tuple[Array, Floats]:
+def _error_places(model: object, low: float, high: float, X: object, y: Array) -> tuple[Array, Floats]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
     answers = np.asarray(predict_row_independent(model, "predict", X), dtype=np.float64)
     predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)
@@ -414,8 +419,7 @@ def _error_places(model: Any, low: float, high: float, X: object, y: Array) -> t
     return np.tile(np.arange(4), (len(y), 1)), sums
 
 
-def _regression(model: Any, bounds: tuple[float, float] | None, publisher: _Publisher) -> PrivateScore:
-    bounds = bounds if bounds is not None else getattr(model, "target_range_", None)
+def _regression(model: object, bounds: tuple[float, float] | None, publisher: _Publisher) -> PrivateScore:
     if bounds is None:
         raise ValueError("target_bounds: declare the public (low, high) that the targets lie in.")
     low, high = float(bounds[0]), float(bounds[1])

@@ -443,7 +443,7 @@ def drop_person_column(X: object, column: str | None) -> Any:
     return X[[name for name in X.columns if name != column]]
 
 
-def predict_row_independent(model: Any, verb: str, X: object) -> npt.NDArray[Any]:
+def predict_row_independent(model: object, verb: str, X: object) -> Array:
     """``model.verb`` of every record, each answer from that record alone.
 
     A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
@@ -484,14 +484,14 @@ def predict_row_independent(model: Any, verb: str, X: object) -> npt.NDArray[Any
 class AskedOnce:
     """A model whose answers about the same rows are kept, since one record at a time is slow."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: object) -> None:
         self._model = model
-        self._known: dict[str, tuple[Any, npt.NDArray[Any]]] = {}
+        self._known: dict[str, tuple[object, Array]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def answers(self, verb: str, X: object) -> npt.NDArray[Any]:
+    def answers(self, verb: str, X: object) -> Array:
         """What :func:`predict_row_independent` says of these rows."""
         rows, found = self._known.get(verb, (None, None))
         if found is None or rows is not X:
@@ -517,10 +517,11 @@ def row_products(X: Matrix, weights: Floats) -> Floats:
     return out
 
 
-def _is_ours(model: Any) -> bool:
+def _is_ours(model: object) -> bool:
     """Whether this library's code alone answers: a search answers by whatever model it chose."""
     ours = type(model).__module__.partition(".")[0] == "quietgrad"
-    return ours and _is_ours(model.best_estimator_) if hasattr(model, "best_estimator_") else ours
+    best = getattr(model, "best_estimator_", None)
+    return ours and (best is None or _is_ours(best))
 
 
 def _keeps_nothing(model: Any) -> bool:
