@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -277,21 +277,18 @@ class Regularizer(Protocol):
 class NoRegularizer:
     """The zero regulariser."""
 
-    strong_convexity: float = 0.0
-    smoothness: float = 0.0
-    hessian_lipschitz: float = 0.0
-    weak_convexity: float = 0.0
+    strong_convexity: ClassVar[float] = 0.0
+    smoothness: ClassVar[float] = 0.0
+    hessian_lipschitz: ClassVar[float] = 0.0
+    weak_convexity: ClassVar[float] = 0.0
 
     def value(self, params: Vector) -> float:
-        """Return 0."""
         return 0.0
 
     def gradient(self, params: Vector) -> Vector:
-        """Return the zero vector."""
         return zeros_like(params)
 
     def curvature(self, params: Vector) -> Vector:
-        """Return the zero vector."""
         return zeros_like(params)
 
 

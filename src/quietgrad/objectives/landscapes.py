@@ -66,9 +66,7 @@ class SyntheticRecords:
             yield f"{name} {column.dtype} {column.shape}".encode()
             yield np.ascontiguousarray(column).data.cast("B")
 
-    def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
-        """The same: a sample is made for one landscape."""
-        return self.contents()
+    fingerprint_parts = contents
 
 
 @dataclass(frozen=True)
@@ -107,15 +105,14 @@ class StrictSaddle(BaseObjective):
     def __post_init__(self) -> None:
         if not 1 <= self.descending <= self.d:
             raise ValueError(f"descending={self.descending!r}, d={self.d!r}: must be 1 ≤ descending ≤ d.")
-        for name in ("curvature", "wall"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be a finite number > 0.")
+        for name, value in {"curvature": self.curvature, "wall": self.wall}.items():
+            if not 0.0 < value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
         if not (0.0 <= self.curvature_noise < 1.0 and 0.0 <= self.slope_noise < math.inf):
             raise ValueError("curvature_noise must be in [0, 1) and slope_noise finite and ≥ 0.")
 
     @property
     def dim(self) -> int:
-        """d."""
         return self.d
 
     @property
@@ -167,7 +164,7 @@ class StrictSaddle(BaseObjective):
             )
 
     def saddle(self) -> Floats:
-        """The origin."""
+        """The strict saddle of F: the origin."""
         return np.zeros(self.d)
 
     @property
@@ -214,7 +211,7 @@ class StrictSaddle(BaseObjective):
 
     # --- records by kind ----------------------------------------------------------------------------------------
 
-    def prepare(self, data: Any) -> SyntheticRecords:
+    def prepare(self, data: object) -> SyntheticRecords:
         """Draw ``data`` records if it is a number; a sample drawn before is taken as it is."""
         if isinstance(data, SyntheticRecords):
             if data.dim != self.d:
@@ -298,12 +295,6 @@ class StrictSaddle(BaseObjective):
         bend = 0.5 * float(params @ self._slope(params)) * (counts.sum() + self.curvature_noise * s)
         wall = 0.25 * self.wall * float((steep**4).sum()) * sigma.sum()
         return float(bend + wall + self.slope_noise * float((_SIGNS @ j) @ params)) / len(records)
-
-    def risk_gradient(self, records: SyntheticRecords, params: Floats) -> Floats:
-        """The gradient of the empirical risk, unclipped."""
-        out = np.zeros(self.d)
-        self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
-        return out / len(records)
 
     def hessian_product(self, records: SyntheticRecords, params: Floats, vector: Floats) -> Floats:
         """The empirical Hessian times a vector."""

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from quietgrad.errors import DataError
 
 Codes = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 
 _NOTHING = ("NoneType", "NAType", "NaTType")  # what pandas and others write where nothing is known
 # How a missing id is spelt once a file or a conversion has made it a text: all of them would be one person.
@@ -37,7 +38,7 @@ KINDS = (
 )
 
 
-def factorize_ids(ids: Any, records: int | None = None) -> tuple[Codes, int]:
+def factorize_ids(ids: object, records: int | None = None) -> tuple[Codes, int]:
     """Number people 0, 1, … in the order of their first records: (each record's number, how many there are).
 
     >>> factorize_ids(["b", "a", "b"])
@@ -68,7 +69,7 @@ def factorize_ids(ids: Any, records: int | None = None) -> tuple[Codes, int]:
     return codes.astype(np.int64), len(known)
 
 
-def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
+def call_id_function(person: Callable[[int], object], records: int) -> list[Any]:
     """The ids that a function of the record's number gives, asked for twice: one that changes is nobody's.
 
     >>> call_id_function(lambda record: record // 2, 3)
@@ -76,7 +77,7 @@ def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     """
 
     def number(value: Any) -> Any:  # a tensor of one number as that number
-        return value.item() if hasattr(value, "item") and hasattr(value, "shape") and not value.shape else value
+        return value.item() if getattr(value, "shape", None) == () else value
 
     try:
         first, again = ([number(person(record)) for record in range(records)] for _ in range(2))
@@ -94,7 +95,7 @@ def call_id_function(person: Callable[[int], Any], records: int) -> list[Any]:
     return first
 
 
-def kind_of(ids: Any) -> str:
+def kind_of(ids: object) -> str:
     """What ids are: the same people have ids of the same kind wherever they are met.
 
     >>> kind_of([1, 2]), kind_of(["1", "2"])
@@ -103,7 +104,7 @@ def kind_of(ids: Any) -> str:
     return "text" if isinstance(_cells(ids)[0], str) else "number"
 
 
-def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
+def hashed_ids(ids: object, key: bytes) -> set[bytes]:
     """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
 
     The kind of the ids is part of it: 1 and "1" are different people here as everywhere. How a number is held is
@@ -112,32 +113,27 @@ def hashed_ids(ids: Any, key: bytes) -> set[bytes]:
     >>> hashed_ids([1, 1], b"k" * 32) == hashed_ids([1.0, 1.0], b"k" * 32) != hashed_ids(["1"], b"k" * 32)
     True
     """
-    return {_hashed(value, key) for value in set(_cells(ids).tolist())}
+    known = set(_cells(ids).tolist())
+    written = (f"text\0{_plain(i)}" if isinstance(i, str) else f"number\0{int(i)}" for i in known)
+    return {hmac.digest(key, text.encode(), "sha256") for text in written}
 
 
-def _hashed(value: Any, key: bytes) -> bytes:
-    said = f"text\0{_plain(value)}" if isinstance(value, str) else f"number\0{int(value)}"
-    return hmac.digest(key, said.encode(), "sha256")
-
-
-def _plain(value: Any) -> Any:
+def _plain(value: str) -> str:
     """What two spellings of one id have in common: no spaces around or doubled, nothing invisible, one form."""
-    if isinstance(value, str):
-        if not value.isascii():
-            value = unicodedata.normalize("NFKC", value)
-        if not value.isprintable():
-            value = "".join(c for c in value if c.isspace() or unicodedata.category(c) not in _INVISIBLE)
-        return " ".join(value.split())
-    return b" ".join(value.split()) if isinstance(value, bytes) else value
+    if not value.isascii():
+        value = unicodedata.normalize("NFKC", value)
+    if not value.isprintable():
+        value = "".join(c for c in value if c.isspace() or unicodedata.category(c) not in _INVISIBLE)
+    return " ".join(value.split())
 
 
-def is_plain_text(value: str | bytes) -> bool:
+def is_plain_text(value: str) -> bool:
     """Whether an id is written as no other one that looks like it: a text that is not may be two people's.
 
     >>> is_plain_text("ann"), is_plain_text(" ann")
     (True, False)
     """
-    return bool(_plain(value) == value)
+    return _plain(value) == value
 
 
 def _cells(ids: Any) -> npt.NDArray[Any]:
@@ -185,7 +181,7 @@ def _cells(ids: Any) -> npt.NDArray[Any]:
     return array
 
 
-def whole_numbers(array: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def whole_numbers(array: Array) -> npt.NDArray[np.int64]:
     """Floats that are whole numbers: tables often hold ids so."""
     if np.isnan(array).any():
         raise DataError(MISSING)

@@ -21,7 +21,6 @@ from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from quietgrad.errors import DataError
 from quietgrad.objectives.base import (
@@ -38,9 +37,9 @@ from quietgrad.objectives.base import (
     add_hessians,
 )
 from quietgrad.objectives.person_ids import call_id_function, factorize_ids
+from quietgrad.objectives.tables.table import Floats, Table
 from quietgrad.vectors import Vector
 
-Floats = npt.NDArray[np.float64]
 Combine = Literal["mean", "sum"]
 
 
@@ -327,15 +326,6 @@ class SupportsUserLevel(Protocol):
         ...
 
 
-@runtime_checkable
-class Reorderable(Protocol):
-    """Records that can be laid out in another order."""
-
-    def arranged(self, order: Indices) -> Any:
-        """The same records, the one at ``order[0]`` first."""
-        ...
-
-
 class RecordsWithIds(NamedTuple):
     """Data and the id of the person that each record is about; what :meth:`UserLevelObjective.prepare` takes."""
 
@@ -400,7 +390,7 @@ class UserLevelObjective(BaseObjective):
         rows = self.loss.prepare(data.data) if rows is None else rows
         if len(rows) != len(people.order):
             raise DataError("person: must be one id per record; there are more or fewer ids than records.")
-        if isinstance(rows, Reorderable) and not people.in_order:  # a copy, once: rows read together lie together
+        if isinstance(rows, Table) and not people.in_order:  # a copy, once: rows read together lie together
             rows, people = rows.arranged(people.order), replace(people, order=np.arange(len(people.order)))
         return UserLevelRecords(rows, people)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from quietgrad.vectors import Vector, dot
 
@@ -62,15 +63,8 @@ class L2(_Separable):
         """μ."""
         return self.strength
 
-    @property
-    def hessian_lipschitz(self) -> float:
-        """0: the curvature is the same everywhere."""
-        return 0.0
-
-    @property
-    def weak_convexity(self) -> float:
-        """0: the penalty is convex."""
-        return 0.0
+    hessian_lipschitz: ClassVar[float] = 0.0
+    weak_convexity: ClassVar[float] = 0.0
 
     def value(self, params: Vector) -> float:
         """Return μ/2 ‖θ‖²."""
@@ -105,10 +99,7 @@ class Nonconvex(_Separable):
     (0.25, array([0.25, 0.  ]))
     """
 
-    @property
-    def strong_convexity(self) -> float:
-        """0: the penalty is not convex."""
-        return 0.0
+    strong_convexity: ClassVar[float] = 0.0
 
     @property
     def smoothness(self) -> float:

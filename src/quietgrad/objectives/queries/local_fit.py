@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quietgrad.errors import DataError
-from quietgrad.objectives.base import LARGEST_CLIP, Batch, LossConstants, check_clip
+from quietgrad.objectives.base import LARGEST_CLIP, Batch, LossConstants, Objective, Records, check_clip
 from quietgrad.vectors import Vector, copy
 
 
@@ -54,11 +54,10 @@ class LocalFit:
         """Δ/2, so that the replace-one sensitivity 2·bound is Δ. No other relation is covered."""
         return self.sensitivity / 2.0
 
-    def dim(self, records: Any) -> int:
-        """Number of parameters."""
-        return int(records.dim)
+    def dim(self, records: Records) -> int:
+        return records.dim
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
         """out += (records/n)·θ_T."""
         records = batch.records
         if batch.indices is not None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from quietgrad.objectives.base import Batch, ClippingRule, HasHessian, Objective
+from quietgrad.objectives.tables.table import Floats
 from quietgrad.vectors import Vector, norm, zeros_like
-
-Floats = npt.NDArray[np.float64]
 
 
 def hessian_total(objective: Objective, batch: Batch, params: Vector, clip: float) -> Floats:
@@ -31,8 +28,7 @@ def hessian_total(objective: Objective, batch: Batch, params: Vector, clip: floa
 
 
 class _Scalar:
-    def dim(self, records: Any) -> int:
-        """One number."""
+    def dim(self, records: object) -> int:
         return 1
 
 
@@ -46,11 +42,9 @@ class GradientNorm(_Scalar):
 
     @property
     def bound(self) -> float:
-        """C."""
         return self.clip
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        """out += the norm."""
         total = zeros_like(self.params)
         objective.add(batch, (self.params,), ClippingRule.gradient(self.clip), total)
         out += norm(total + self.n * objective.regularizer.gradient(self.params))
@@ -66,11 +60,9 @@ class LeastEigenvalue(_Scalar):
 
     @property
     def bound(self) -> float:
-        """M."""
         return self.smoothness
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        """out += the eigenvalue."""
         total = hessian_total(objective, batch, self.params, self.smoothness)
         if objective.regularizer.smoothness:
             total[np.diag_indices(len(total))] += self.n * objective.regularizer.curvature(self.params)
@@ -94,11 +86,9 @@ class StationarityGap(_Scalar):
 
     @property
     def bound(self) -> float:
-        """1."""
         return 1.0
 
     def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
-        """out += the excess."""
         slope, curve = np.zeros(1), np.zeros(1)
         GradientNorm(self.params, self.clip, self.n).sum_into(objective, batch, slope)
         LeastEigenvalue(self.params, self.smoothness, self.n).sum_into(objective, batch, curve)

@@ -159,8 +159,8 @@ class Affine:
     scale: Floats
 
     def __post_init__(self) -> None:
-        for name, dimensions in (("shift", (1,)), ("scale", (1, 2))):
-            value = np.array(getattr(self, name), dtype=np.float64)
+        for name, given, dimensions in (("shift", self.shift, (1,)), ("scale", self.scale, (1, 2))):
+            value = np.array(given, dtype=np.float64)
             if value.ndim not in dimensions or not np.isfinite(value).all():
                 raise ValueError(f"{name}: must be a vector of finite numbers, one per feature.")
             object.__setattr__(self, name, value)
