@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import quietgrad as qg
 from quietgrad.errors import BudgetError
-from quietgrad.estimators import private_score
+from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.estimators.validation import predict_row_independent, row_products
 from quietgrad.objectives.base import Batch
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
@@ -45,7 +45,9 @@ def test_value_and_error_bars_are_honest() -> None:
     With exact normal errors 95.4 % would; fewer than 86 % (103) has probability below 10⁻⁴ even at 93 % coverage.
     """
     rng = np.random.default_rng(0)
-    model = Fixed([0, 1])
+    model = PrivateLogisticRegression()  # a model of this library answers for all rows at once
+    model.coef_, model.intercept_, model.classes_ = np.ones((1, 1)), np.zeros(1), np.arange(2)
+    model.feature_range_, model.n_features_in_ = None, 1
     X, y = people(200_000, rng)
     p = model.predict_proba(X)[:, 1]
     truth = {"accuracy": np.mean((p > 0.5) == y), "auc": roc_auc_score(y, p), "log_loss": log_loss(y, p)}

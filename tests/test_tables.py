@@ -215,18 +215,23 @@ def test_steps_of_a_pipeline_that_promise_to_different_units_are_told() -> None:
     PrivatePipeline([("scale", declared), ("model", last)]).fit(X, y, model__person=ids)
 
 
-def test_summary_covers_or_is_refused() -> None:
+@pytest.mark.parametrize("kind", [PrivateLogisticRegression, PrivateLinearRegression])
+def test_summary_covers(kind: Any) -> None:
     """Six coefficients of ten fits: at 95 % coverage fewer than 50 of 60 inside has probability below 10⁻⁵."""
-    rng = np.random.default_rng(4)
-    truth = np.array([0.5, -0.3, 0.0, 0.2, 0.7])
-    inside = 0
+    rng, truth, inside = np.random.default_rng(4), np.array([0.5, -0.3, 0.0, 0.2, 0.7, 0.2]), 0
+    linear = kind is PrivateLinearRegression
+    given: dict[str, Any] = {"target_bounds": (-8, 8)} if linear else {}
     for _ in range(10):
         X = rng.standard_normal((20_000, 5))
-        y = rng.random(20_000) < 1 / (1 + np.exp(-(X @ truth + 0.2)))
-        rows = PrivateLogisticRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 5).fit(X, y).summary()
+        score = X @ truth[:-1] + truth[-1]
+        y = score + rng.standard_normal(20_000) if linear else rng.random(20_000) < 1 / (1 + np.exp(-score))
+        rows = kind(epsilon=1.0, feature_bounds=[(-6, 6)] * 5, **given).fit(X, y).summary()
         assert list(rows.columns) == ["coef", "std_err", "lower", "upper", "p_value"]
-        inside += int(((rows.lower < np.append(truth, 0.2)) & (np.append(truth, 0.2) < rows.upper)).sum())
+        inside += int(((rows.lower < truth) & (truth < rows.upper)).sum())
     assert inside >= 50
+
+
+def test_a_summary_that_would_say_nothing_is_refused() -> None:
     X, y = table(800)
     small = PrivateLogisticRegression(epsilon=0.5, classes=[0, 1], feature_bounds=[(-6, 6)] * 6)
     with pytest.raises(TooNoisyError, match="would do"):
@@ -273,18 +278,6 @@ def test_negative_counts_are_refused_before_anything_is_charged(tmp_path: Path) 
     assert "1234" not in str(told.value)
     assert "3.5" not in str(told.value)
     assert not path.exists() or not qg.Ledger(path).book().held
-
-
-def test_linear_summary_covers() -> None:
-    rng = np.random.default_rng(5)
-    truth, inside = np.array([1.0, -0.5, 0.0, 0.3]), 0
-    for _ in range(10):
-        X = rng.standard_normal((20_000, 4))
-        y = X @ truth + 2.0 + rng.standard_normal(20_000)
-        model = PrivateLinearRegression(epsilon=1.0, feature_bounds=[(-6, 6)] * 4, target_bounds=(-8, 12))
-        rows = model.fit(X, y).summary()
-        inside += int(((rows.lower < np.append(truth, 2.0)) & (np.append(truth, 2.0) < rows.upper)).sum())
-    assert inside >= 40  # of 50; below that has probability under 10⁻⁴ at 95 %
 
 
 def test_a_refusal_after_looking_costs_the_whole_plan(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ huge, tiny, zero, sparse, with explicit zeros, with absurd targets.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 from typing import Any
 
@@ -70,23 +71,14 @@ def test_no_record_moves_a_release_further_than_planned(
     labels = (rng.random(n) * (objective.outputs if objective.outputs > 1 else 2)).astype(int)
     y = 300.0 + 50.0 * rng.standard_normal(n) if options.get("regression") else labels
     for is_sparse in (False, True):
-        asked: list[tuple[str, Any]] = []
         X = table(n, rng)
         algorithm = for_table(n, D, budget=budget, sparse=is_sparse, **options)
         plan = qg.plan(algorithm, n=n, budget=budget)
         curator = CentralCurator(objective, (sparse.csr_array(X) if is_sparse else X, y))
         session = curator.open(plan)
-        release = session.release
-
-        def kept(slot: str, query: Any, release: Any = release, asked: Any = asked, **more: Any) -> Any:
-            asked.append((slot, query))
-            return release(slot, query, **more)
-
-        session.release = kept  # type: ignore[method-assign]
+        asked = recorded(session)
         state = algorithm.init(curator.initial())
-        with suppress(
-            TooNoisyError
-        ):  # few targets: their range is refused after a release that must be bounded too
+        with suppress(TooNoisyError):  # few targets: their range is refused after a release that is bounded too
             while not state.done:
                 state = algorithm.step(state, session)
         assert {slot for slot, _ in asked} <= {slot.name for slot in plan.schedule.slots}
@@ -108,7 +100,6 @@ def test_no_record_moves_an_additive_release_further_than_planned(
     budget = qg.Budget(6.0, 1e-5, relation)
     regression = isinstance(objective, Squared)
     features = (*(Feature(f"x{j}") for j in range(D - 1)), Feature("c", values=("a", "b")))
-    asked: list[tuple[str, Any]] = []
     X = table(n, rng)
     X[:, -1] = rng.integers(-1, 2, n)
     y = rng.uniform(-3.0, 9.0, n) if regression else rng.integers(0, max(objective.outputs, 2), n)
@@ -118,18 +109,24 @@ def test_no_record_moves_an_additive_release_further_than_planned(
     )  # fmt: skip
     curator = CentralCurator(objective, (X, y))
     session = curator.open(qg.plan(algorithm, n=n, budget=budget))
-    release = session.release
-
-    def kept(slot: str, query: Any, **more: Any) -> Any:
-        asked.append((slot, query))
-        return release(slot, query, **more)
-
-    session.release = kept  # type: ignore[method-assign]
+    asked = recorded(session)
     algorithm.step(algorithm.init(curator.initial()), session)
     check_all(objective, asked, relation, rng, False)
     slots = {slot for slot, _ in asked}
     assert slots == {slot.name for slot in session.plan.schedule.slots}
     assert ({"cells", "shapes", "pairs"} <= slots) == (rows == "many")
+
+
+def recorded(session: Any) -> list[tuple[str, Any]]:
+    """The slots and queries that the session is asked from now on."""
+    asked, release = [], session.release
+
+    def kept(slot: str, query: Any, **more: Any) -> Any:
+        asked.append((slot, query))
+        return release(slot, query, **more)
+
+    session.release = kept
+    return asked
 
 
 def check_all(
@@ -174,17 +171,13 @@ def test_what_is_not_a_number_is_refused_before_anything_is_asked(bad: float) ->
 
 
 def test_shares_are_public_and_never_exceed_the_budget() -> None:
-    for n in (30, 300, 5000, 10**6):
-        for d in (1, 20, 500, 20_000):
-            for epsilon in (0.05, 1.0, 8.0):
-                for relation in Relation:
-                    budget = qg.Budget(epsilon, 1e-6, relation)
-                    for regression in (False, True):
-                        for is_sparse in (False, True):
-                            plan = for_table(n, d, budget=budget, regression=regression, sparse=is_sparse)
-                            shares = [slot.count / slot.noise**2 for slot in plan.schedule(n).slots]
-                            assert sum(shares) == pytest.approx(1.0)
-                            assert shares[-1] >= 0.2  # a good part of it trains, also beside standard errors
+    sizes, both = ((30, 300, 5000, 10**6), (1, 20, 500, 20_000), (0.05, 1.0, 8.0)), (False, True)
+    for n, d, epsilon, relation, regression, is_sparse in itertools.product(*sizes, Relation, both, both):
+        budget = qg.Budget(epsilon, 1e-6, relation)
+        plan = for_table(n, d, budget=budget, regression=regression, sparse=is_sparse)
+        shares = [slot.count / slot.noise**2 for slot in plan.schedule(n).slots]
+        assert sum(shares) == pytest.approx(1.0)
+        assert shares[-1] >= 0.2  # a good part of it trains, also beside standard errors
 
 
 def test_the_plan_costs_what_it_says() -> None:
