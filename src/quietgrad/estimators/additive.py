@@ -23,7 +23,7 @@ from quietgrad.errors import DataError
 from quietgrad.estimators.base import PrivateModel, noted
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
-from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, Scan, drop_person_column, read_table
+from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, ScanTable, drop_person_column, read_table
 from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
 from quietgrad.objectives.tables.range_queries import FeatureBox
 from quietgrad.objectives.tables.shapes import AdditiveBasis, Feature
@@ -77,22 +77,20 @@ class _Additive(PrivateModel):
             if self.pairs not in (None, "auto"):
                 raise ValueError(f"pairs={self.pairs!r}: must be 'auto', pairs of columns, or None.")
             return () if self.pairs is None else None
-        names, found = self._columns.names, []
+        names = self._columns.names
+        places = {name: j for j, name in enumerate(names)}
+        if not self._columns.named:  # a column of an array is named by its position too
+            places |= {str(j): j for j in range(len(names))}
+        found = []
         for pair in self.pairs:
             try:
-                first, second = (self._position(names, name) for name in pair)
-            except (TypeError, ValueError):
+                first, second = (places[str(name)] for name in pair)
+            except (TypeError, ValueError, KeyError):
                 raise ValueError("pairs: each must name two columns of X.") from None
             if first == second:
                 raise ValueError("pairs: each must name two columns of X, not one twice.")
             found.append((first, second))
         return tuple(found)
-
-    def _position(self, names: list[str], name: Any) -> int:
-        """A column by its name, or of an array by its position."""
-        if not self._columns.named and isinstance(name, int | np.integer) and not isinstance(name, bool):
-            return range(len(names))[int(name)] if 0 <= name < len(names) else names.index(str(name))
-        return names.index(str(name))
 
     def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> AdditiveGD:
         vocabularies = self._columns.vocabularies
@@ -122,7 +120,7 @@ class _Additive(PrivateModel):
         names = self._columns.names
         return [(names[a], names[b]) for a, b in self.shapes_.pairs]
 
-    def _scanned(self, X: Scan) -> Scan:
+    def _scanned(self, X: ScanTable) -> ScanTable:
         if self.categories is not None:
             raise DataError("categories: of a scan they are declared in its schema.")
         self._columns = ColumnSchema([str(name) for name in X.feature_names], named=True)
@@ -153,7 +151,7 @@ class _Additive(PrivateModel):
         """
         check_is_fitted(self)
         weights = self.coef_[-1] - (self.coef_[:-1].mean(axis=0) if len(self.coef_) > 1 else 0.0)
-        scale = FeatureBox(np.zeros(1), np.ones(1), getattr(self, "target_range_", None)).target_scale
+        scale = FeatureBox(np.zeros(1), np.ones(1), vars(self).get("target_range_")).target_scale
         covariance = np.asarray(self.result_.details["noise_covariance"]) * scale**2
         shapes: dict[Any, tuple[Any, Any, Any]] = {}
         for feature, part in zip(self.shapes_.features, self.shapes_.parts(), strict=False):

@@ -31,7 +31,7 @@ from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
-    Scan,
+    ScanTable,
     checked_rows,
     drop_person_column,
     is_frame,
@@ -116,7 +116,7 @@ class PrivateModel(SpendsPrivacy):
                 "X: one sample (n_samples = 1) is too few: the noise hides a single record. Give more records."
             )
 
-    def _scanned(self, X: Scan) -> Scan:
+    def _scanned(self, X: ScanTable) -> ScanTable:
         """A scan, with what is public of it; it is read when the session opens."""
         self._check_size(len(X))
         self.n_features_in_ = X.features
@@ -148,7 +148,7 @@ class PrivateModel(SpendsPrivacy):
         return tuple(pairs) if any(pair is not None for pair in pairs) else None
 
     def _column_names(self, features: int) -> list[str]:
-        return list(map(str, getattr(self, "feature_names_in_", [f"x{j}" for j in range(features)])))
+        return list(map(str, vars(self).get("feature_names_in_", [f"x{j}" for j in range(features)])))
 
     def _features(self, X: Any) -> Any:
         """Rows to predict for, checked against the columns of the fit and moved into the range it knows."""
@@ -164,7 +164,13 @@ class PrivateModel(SpendsPrivacy):
     def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> Algorithm:
         """The method for a public number of records."""
         if isinstance(self.algorithm, str):
-            return _by_name(self.algorithm, n)
+            kind = by_name(self.algorithm)
+            known = {each.name for each in fields(kind)}
+            batch = max(1, min(n, 512))  # mini-batch methods take twenty passes
+            usual = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
+            given = {key: value for key, value in usual.items() if key in known and "batch_size" in known}
+            made: Algorithm = kind(**given)
+            return made
         if self.algorithm is not None:
             if not (hasattr(self.algorithm, "schedule") and hasattr(self.algorithm, "step")):
                 raise ValueError("algorithm: must be a method of quietgrad, its name such as 'dp-sgd', or None.")
@@ -400,14 +406,3 @@ def undetected_notes(details: Mapping[str, Any], look: Mapping[str, Any]) -> tup
 def noted(privacy: Privacy, notes: Sequence[str]) -> Privacy:
     """The statement with more notes."""
     return replace(privacy, notes=(*privacy.notes, *notes))
-
-
-def _by_name(name: str, n: int) -> Algorithm:
-    """An algorithm by its command-line name; mini-batch methods take twenty passes over ``n`` records."""
-    kind = by_name(name)
-    known = {each.name for each in fields(kind)}
-    batch = max(1, min(n, 512))
-    chosen = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
-    settings = {key: value for key, value in chosen.items() if key in known and "batch_size" in known}
-    made: Algorithm = kind(**settings)
-    return made

@@ -23,7 +23,14 @@ from quietgrad.algorithms.whitened_design import look_for, strength
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.estimators.validation import PrivacyUnitSpec, codes_in, take_person_column, taken_as_public
+from quietgrad.estimators.validation import (
+    PrivacyUnitSpec,
+    codes_in,
+    is_frame,
+    listed_by,
+    take_person_column,
+    taken_as_public,
+)
 from quietgrad.objectives.queries.counts import CellSums, Tabulation
 from quietgrad.objectives.tables.losses import Squared
 from quietgrad.objectives.tables.shapes import usual_edges
@@ -341,7 +348,7 @@ def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) ->
 def _read(frame: Any, schema: object) -> tuple[list[_Column], Floats, tuple[str, ...]]:
     """The columns, their cells as numbers (NaN for a gap, −1 for a value that is not listed), and notes."""
     given = _declared(schema)
-    names = [str(name) for name in (frame.columns if hasattr(frame, "columns") else frame)]
+    names = [str(name) for name in (frame.columns if is_frame(frame) else frame)]
     typed: list[str] = []
     columns, numbers = [], []
     if given is not None and (unknown := sorted(set(given) - set(names))):
@@ -381,9 +388,9 @@ def _by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
     kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
     if str(kind) in ("bool", "boolean"):
         return {"kind": "bool"}
-    if getattr(kind, "categories", None) is not None:
+    if (listed := listed_by(kind)) is not None:
         typed.append(name)
-        return {"kind": "category", "categories": list(kind.categories)}
+        return {"kind": "category", "categories": listed}
     if str(kind).startswith(("datetime", "date")):
         return {"kind": "date"}
     if getattr(kind, "kind", "O") not in "iuf":

@@ -48,7 +48,7 @@ class DataFrame(Protocol):
     def __getitem__(self, key: Any, /) -> Any: ...
 
 
-class Scan(ScanSource, Protocol):
+class ScanTable(ScanSource, Protocol):
     """What an estimator reads of a :class:`quietgrad.data.scanning.Scan`."""
 
     name: str
@@ -61,18 +61,18 @@ class Scan(ScanSource, Protocol):
 
     def __len__(self) -> int: ...
     def blocks(self) -> Iterator[tuple[Array, Array]]: ...
-    def known(self) -> Scan: ...
+    def known(self) -> ScanTable: ...
     def named(self) -> Any: ...
-    def labelled(self, labels: Callable[[Any], Any]) -> Scan: ...
-    def mapped(self, turned: Callable[[Any], Any], names: Sequence[str]) -> Scan: ...
-    def of_people(self, person: object) -> Scan: ...
+    def labelled(self, labels: Callable[[Any], Any]) -> ScanTable: ...
+    def mapped(self, turned: Callable[[Any], Any], names: Sequence[str]) -> ScanTable: ...
+    def of_people(self, person: object) -> ScanTable: ...
 
 
 def is_frame(X: object) -> TypeGuard[DataFrame]:
     return hasattr(X, "columns")
 
 
-def is_scan(X: object) -> TypeGuard[Scan]:
+def is_scan(X: object) -> TypeGuard[ScanTable]:
     return isinstance(X, ScanSource)
 
 
@@ -171,7 +171,7 @@ def predict_to(model: Any, scan: object, path: str | Path) -> int:
     return rows
 
 
-def nameless(model: Any, scan: Scan) -> Any:
+def nameless(model: Any, scan: ScanTable) -> Any:
     """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
     plain = copy(model)
     known = list(vars(plain).pop("feature_names_in_", ()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, AnyStr
 
 import numpy as np
 import numpy.typing as npt
@@ -118,8 +118,10 @@ def hashed_ids(ids: object, key: bytes) -> set[bytes]:
     return {hmac.digest(key, text.encode(), "sha256") for text in written}
 
 
-def _plain(value: str) -> str:
+def _plain(value: AnyStr) -> AnyStr:
     """What two spellings of one id have in common: no spaces around or doubled, nothing invisible, one form."""
+    if isinstance(value, bytes):
+        return b" ".join(value.split())
     if not value.isascii():
         value = unicodedata.normalize("NFKC", value)
     if not value.isprintable():
@@ -127,7 +129,7 @@ def _plain(value: str) -> str:
     return " ".join(value.split())
 
 
-def is_plain_text(value: str) -> bool:
+def is_plain_text(value: str | bytes) -> bool:
     """Whether an id is written as no other one that looks like it: a text that is not may be two people's.
 
     >>> is_plain_text("ann"), is_plain_text(" ann")
