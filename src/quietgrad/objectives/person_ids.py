@@ -11,7 +11,7 @@ from __future__ import annotations
 import hmac
 import unicodedata
 from collections.abc import Callable, Mapping
-from typing import Any, AnyStr
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -118,7 +118,7 @@ def hashed_ids(ids: object, key: bytes) -> set[bytes]:
     return {hmac.digest(key, text.encode(), "sha256") for text in written}
 
 
-def _plain(value: AnyStr) -> AnyStr:
+def _plain(value: str | bytes) -> Any:
     """What two spellings of one id have in common: no spaces around or doubled, nothing invisible, one form."""
     if isinstance(value, bytes):
         return b" ".join(value.split())
@@ -135,7 +135,7 @@ def is_plain_text(value: str | bytes) -> bool:
     >>> is_plain_text("ann"), is_plain_text(" ann")
     (True, False)
     """
-    return _plain(value) == value
+    return bool(_plain(value) == value)
 
 
 def _cells(ids: Any) -> npt.NDArray[Any]:
