@@ -20,13 +20,14 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.base import Algorithm, State, check_range
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, Batch, GradientQuery, Objective, check_clip
 from quietgrad.objectives.queries.second_order import hessian_total
 from quietgrad.oracles.base import constant_of, noise_multiplier
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.sampling import FullBatch
+from quietgrad.settings import Within
 from quietgrad.vectors import Vector, norm
 
 Floats = npt.NDArray[np.float64]
@@ -121,8 +122,8 @@ class HessianSelection(Algorithm):
     def __post_init__(self) -> None:
         if not len(self.candidates):
             raise ValueError("candidates: must hold at least one iterate.")
-        check_range("alpha", self.alpha, 0.0, math.inf, closed=False)
-        check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
+        Within(0.0, closed=False).check("alpha", self.alpha)
+        Within(0.0, 1.0 - 1e-9, closed=False).check("failure", self.failure)
         if self.noise not in ("goe", "triangle"):
             raise ValueError(f"noise={self.noise!r}: must be 'goe' or 'triangle' (as printed).")
 

@@ -24,7 +24,7 @@ class Doors:
         self.plan, self.objective, self.regularizer = doors[0].plan, doors[0].objective, doors[0].regularizer
         self.rho_left = doors[0].rho_left
         self.seeded, self.epochs, self.run = doors[0].seeded, 1, doors[0].run
-        self.noise_sources = len(doors)
+        self.noise_sources, self.charged = len(doors), ()
 
     @property
     def used(self) -> dict[str, int]:

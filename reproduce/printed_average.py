@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.output_perturbation import WeightedAverage
+from quietgrad.algorithms.output_perturbation import WeightedAverage, step_size
 from quietgrad.privacy import events
 from quietgrad.privacy.budget import Budget, Relation
 
@@ -121,7 +121,7 @@ def printed_average(
     constants = objective.constants()
     if constants.lipschitz is None:
         raise ValueError("objective: its gradients are unbounded, so the printed noise is not defined.")
-    rate = algorithm.step_size(objective)
+    rate = step_size(algorithm.learning_rate, objective)
     effective = n if weighted else m * min(sizes)
     printed = constant * constants.lipschitz**2 * algorithm.steps * math.log(1.0 / budget.delta)
     sigma = math.sqrt(printed) / (effective * budget.epsilon)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
+from quietgrad.algorithms.output_perturbation import step_size
 from quietgrad.errors import BudgetError, DataError
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -105,7 +106,7 @@ def test_other_plans_and_other_runs_are_refused() -> None:
 
 def test_sensitivity_of_a_fit_is_proved_by_the_party() -> None:
     plan = made(qg.WeightedAverage(steps=20), budget=qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE))
-    fit = local_fit(OBJECTIVE, 2 * N, 20, qg.WeightedAverage().step_size(OBJECTIVE), start=np.zeros(D))
+    fit = local_fit(OBJECTIVE, 2 * N, 20, step_size(None, OBJECTIVE), start=np.zeros(D))
     lie = replace(fit, sensitivity=fit.sensitivity / 10)
     assert ask(talk.opened(party(plan)), fit, slot="model").kind == "sum"
     assert "sensitivity" in ask(talk.opened(party(plan)), lie, slot="model").fields["reason"]

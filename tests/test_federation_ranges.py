@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.algorithms.output_perturbation import step_size
 from quietgrad.federation import Party
 from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -89,7 +90,7 @@ FIT = Logistic(row_bound=1.0, rows="clip", regularizer=L2(0.1))
 @pytest.mark.parametrize("trust", [{"trust": "local"}, {"trust": "secure", "secure": "masks"}])
 def test_the_start_of_a_fit_is_pinned_by_value(trust: dict[str, Any]) -> None:
     """Alternating ±1.79e308 made one dense record's score inf − inf: the coordinator knew that it was there."""
-    fit = local_fit(FIT, 2 * N, 20, qg.WeightedAverage().step_size(FIT), start=np.zeros(4))
+    fit = local_fit(FIT, 2 * N, 20, step_size(None, FIT), start=np.zeros(4))
     there, not_there = np.full((N, 4), 0.5), np.full((N, 4), 0.5)
     not_there[0] = [0.5, 0.0, 0.0, 0.0]
     starts = (np.array([1.79e308, -1.79e308] * 2), np.full(4, 1e-300), np.ones(4), np.full(4, np.nan))

@@ -114,18 +114,3 @@ def test_the_table_must_enforce_the_bound() -> None:
             fitted(loose, query, X, y)
     with pytest.raises(ValueError, match="FullBatch"):
         query.sum_into(objective, Batch(objective.prepare((X, y)), np.array([0])), np.zeros(2))
-
-
-def test_parties_shares_have_the_sensitivity_of_the_union() -> None:
-    """A record of a small party moves the weighted average no more than one of a large party."""
-    objective = Logistic(regularizer=L2(0.2), row_bound=1.0, rows="clip")
-    query = local_fit(objective, n=12, steps=30, step_size=1.0, start=np.array([0.5, -0.5]))
-    rng = np.random.default_rng(1)
-    for size in (2, 10):
-        X, y = rng.normal(size=(size, 2)), rng.integers(0, 2, size).astype(float)
-        X2 = X.copy()
-        X2[0] *= -1
-        moved = fitted(objective, query, X, y) - fitted(objective, query, X2, y)
-        assert 0 < np.linalg.norm(moved) <= query.sensitivity
-    assert query.start is not None
-    np.testing.assert_array_equal(query.start, [0.5, -0.5])

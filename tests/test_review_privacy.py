@@ -19,9 +19,9 @@ from quietgrad.algorithms.dp_sgd import DPGD, DPSGD
 from quietgrad.algorithms.output_perturbation import OutputPerturbation
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError, DataError, LedgerWarning, UnprovableError
+from quietgrad.errors import BudgetError, DataError, UnprovableError
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch
-from quietgrad.objectives.base import Batch, GradientQuery, LossQuery
+from quietgrad.objectives.base import Batch, GradientQuery
 from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
 from quietgrad.objectives.regularizers import L2
 from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squared
@@ -115,19 +115,6 @@ def test_a_seeded_run_is_never_private_and_cannot_become_so_by_resuming(tmp_path
         qg.resume(Logistic(), (X, Y), DPGD(steps=6), folder=tmp_path / "run")
 
 
-def test_a_stop_by_callback_is_charged_in_full(tmp_path: Path) -> None:
-    def stop(progress: qg.Progress) -> None:
-        if progress.step == 2:
-            progress.stop()
-
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    told: dict[str, Any] = {"budget": BUDGET, "ledger": ledger, "n_public": len(X)}
-    result = qg.minimize(Logistic(), (X, Y), DPGD(steps=20), callback=stop, **told)
-    whole = plan(DPGD(steps=20), n=len(X), budget=BUDGET).epsilon()
-    assert (result.stopped_by, result.privacy.epsilon) == ("callback", whole)
-    assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == whole
-
-
 def test_what_a_statement_rests_on_is_noted() -> None:
     budget = Budget(1.0, 1 / len(X))
     loose = qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=budget, n_public=len(X))
@@ -158,14 +145,6 @@ def test_replace_one_runs_are_not_priced_under_add_remove(tmp_path: Path) -> Non
     with pytest.raises(BudgetError, match="replace-one"):
         qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, cap=Budget(9.0, 1e-5))
     assert ledger.spent("default", delta=1e-5, relation="replace-one").epsilon <= 1.0
-
-
-def test_a_table_charged_to_two_accounts_is_noticed(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger.jsonl")
-    qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="patients")
-    qg.minimize(Huber(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="patients")
-    with pytest.warns(LedgerWarning, match="patients"):
-        qg.minimize(Logistic(), (X, Y), DPGD(steps=2), budget=BUDGET, ledger=ledger, account="customers")
 
 
 def test_a_cap_without_a_ledger_is_held_against_the_projects() -> None:
@@ -258,12 +237,6 @@ def test_the_number_of_rounds_is_not_cut_off() -> None:
 
 
 # --- statements -----------------------------------------------------------------------------------------------
-
-
-def test_a_choice_that_no_filter_pays_for_is_refused() -> None:
-    session = CentralCurator(Logistic(), (X, Y)).open(plan(DPGD(steps=5), n=len(X), budget=BUDGET))
-    with pytest.raises(BudgetError, match="planned as a sum"):
-        session.choose("gradient", [LossQuery(np.zeros(3), 1.0), LossQuery(np.ones(3), 1.0)], rho=1e9)
 
 
 def test_a_plan_names_what_was_released_beforehand() -> None:

@@ -13,15 +13,12 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reproduce.hessian_selection import HessianSelection, PackedHessian
 from reproduce.landscapes import landscape
-from reproduce.local_parties import Doors, run_on_parties
 from scipy import special
 
 import quietgrad as qg
 from quietgrad.algorithms.base import State
 from quietgrad.algorithms.perturbed_sgd_theorem import solve
-from quietgrad.cli import main
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
@@ -55,6 +52,8 @@ ALL: dict[str, Any] = {
     "phase-retrieval": landscape("phase-retrieval", d=5),
     "two-layer": landscape("two-layer", inputs=3, hidden=2),
 }
+UNBOUNDED = qg.objectives.Squared(row_bound=100.0)
+TABLE = np.random.default_rng(0).standard_normal((600, 6)), np.zeros(600)
 every = pytest.mark.parametrize("land", list(ALL.values()), ids=list(ALL))
 
 
@@ -232,6 +231,10 @@ def test_records_that_are_not_finite_count_as_nothing(land: Any) -> None:
         (lambda: qg.AdaptiveSpider(kappa=0.0), "kappa=0.0"),
         (lambda: qg.AdaptiveSpider(batch_size=0), "batch_size=0"),
         (lambda: qg.AdaptiveSpider(regime="twice"), "regime='twice'"),  # type: ignore[arg-type]
+        (
+            lambda: qg.minimize(UNBOUNDED, TABLE, qg.PerturbedSGD(), budget=None),
+            "no finite lipschitz",
+        ),
         (lambda: qg.AdaptiveSpider().slots(59, 10), "n=59: too small for one full query"),
         (lambda: Schedule(MiniBatch(10).slots(100, 5), "parallel"), "every slot must be a SinglePass"),
         (lambda: qg.PerturbedSGD(mode="guess"), "mode='guess'"),  # type: ignore[arg-type]
@@ -284,8 +287,6 @@ def test_one_record_moves_no_query_beyond_its_bound(seed: int, which: int, expon
         GradientNorm(x, size, 8.0),
         LeastEigenvalue(x, size, 8.0),
         StationarityGap(x, 0.1, 1.0, size, size, 8.0),
-        PackedHessian(x, size),
-        PackedHessian(x, size, isometric=False),
     ]
     everyone, others = np.arange(8), np.delete(np.arange(8), rng.integers(8))
     for query in queries:
@@ -470,15 +471,6 @@ def test_stated_error_covers_the_true_one() -> None:
     assert 0.8 * 6 * noise**2 < float(np.mean(errors)) < stated.size(6) ** 2
 
 
-def test_missing_constants_are_named() -> None:
-    rng = np.random.default_rng(0)
-    data = (rng.standard_normal((600, 6)), np.zeros(600))
-    squared = qg.objectives.Squared(row_bound=100.0)
-    oracle = qg.AdaptiveSpider()
-    with pytest.raises(ValueError, match="clip=None: the objective has no finite lipschitz"):
-        oracle.estimate(Estimate(), np.zeros(6), opened(oracle, objective=squared, data=data))
-
-
 # --- the state machine of Algorithm 1 --------------------------------------------------------------------------
 
 
@@ -648,40 +640,12 @@ def test_what_a_stop_rests_on_is_said() -> None:
     assert claim(oracle=qg.AdaptiveSpider(clip=2.0)) == "stated constants"
 
 
-def test_any_oracle_will_do() -> None:
-    for oracle in (
-        MiniBatch(20_000, clip=1.5),
-        qg.AdaptiveSpider(20_000, 5_000, regime="reuse", full_queries=20),
-    ):
-        algorithm = qg.PerturbedSGD(oracle=oracle, steps=150, chi=0.02, escape_steps=40, attempts=2)
-        result = qg.minimize(HILL, 400_000, algorithm, budget=BUDGET, seed=2)
-        assert result.escapes >= 1, oracle
-        assert qg.certify(HILL, result.params, alpha=0.1).lambda_min > 0.0, oracle
-
-
 def test_samples_run_out_cleanly() -> None:
     algorithm = qg.PerturbedSGD(oracle=qg.AdaptiveSpider(2_000, 200), chi=0.03)
     result = qg.minimize(HILL, 20_000, algorithm, budget=BUDGET, seed=0)
     assert result.stopped_by == "samples"
     assert 20_000 - 2_000 < result.samples_used <= 20_000
     assert result.privacy.epsilon == pytest.approx(4.0, rel=2e-3)
-
-
-def test_the_command_line_trains_on_data(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
-    method = ["--algorithm", "perturbed-sgd", "--epsilon", "4", "--delta", "1e-6", "--out", str(tmp_path / "data")]
-    rng = np.random.default_rng(0)
-    X = rng.uniform(-0.5, 0.5, (4000, 3))
-    np.savez(tmp_path / "people.npz", X=X, y=(X[:, 0] > 0).astype(int))
-    settings = ["--row-bound", "1", "--set", "chi=0.1", "--set", "oracle.clip=1", "--set", "hessian-lipschitz=0.1"]
-    file = str(tmp_path / "people.npz")
-    assert main(["train", file, *method, *settings, "--set", "oracle=crystal-ball"]) == 2
-    assert "must be one of adaptive-spider" in capsys.readouterr().err
-    assert main(["train", file, *method, *settings, "--set", "oracle=adaptive-spider"]) == 0
-    assert qg.load(tmp_path / "data").algorithm == "perturbed-sgd"
-    assert "saddles left" in (tmp_path / "data" / "report.html").read_text()
 
 
 # --- the search among iterates ---------------------------------------------------------------------------------
@@ -779,27 +743,6 @@ def parties(m: int, n: int) -> list[SyntheticRecords]:
     return [dataclasses.replace(HILL, seed=j).prepare(n) for j in range(m)]
 
 
-def test_spider_on_parties_is_the_mean_of_their_own_estimates() -> None:
-    """Algorithm 3: each client keeps its ĝ_j; the server's mean of them is SPIDER through the joint door."""
-    oracle = qg.AdaptiveSpider(60, 20, kappa=0.05)
-    plan = qg.plan(qg.PerturbedSGD(oracle=oracle), n=600, budget=None)
-
-    def doors() -> list[CentralSession]:
-        return [CentralCurator(HILL, data, seed=j).open(plan) for j, data in enumerate(parties(3, 600))]
-
-    joint, alone = Doors(doors()), doors()
-    state, states = Estimate(), [Estimate() for _ in range(3)]
-    rng, x = np.random.default_rng(0), np.zeros(6)
-    for _ in range(10):
-        state = oracle.estimate(state, x, joint)
-        states = [oracle.estimate(own, x, door) for own, door in zip(states, alone, strict=True)]
-        mean = sum(own.value for own in states if own.value is not None) / 3
-        assert state.value is not None
-        np.testing.assert_allclose(state.value, mean, atol=1e-12)
-        x = x + 0.05 * rng.standard_normal(6)
-    assert joint.used["o1"] >= 2
-
-
 def uneven(m: int, n: int) -> list[SyntheticRecords]:
     """Parties whose own risks differ: half see slopes tilted up, half down; their mean is the landscape's."""
     hill: Any = HILL
@@ -823,18 +766,6 @@ def test_perturbed_sgd_on_a_federation_of_uneven_parties(trust: Any, secure: Any
     assert qg.certify(HILL, result.params, alpha=result.details["alpha"]).kind == "sosp"
     assert result.privacy.epsilon == pytest.approx(4.0, rel=2e-3)
     assert result.samples_used <= 800_000
-
-
-@pytest.mark.parametrize("noise", ["goe", "triangle"])
-def test_algorithm_four_takes_the_first_good_candidate(noise: Any) -> None:
-    points = [HILL.saddle(), 0.5 * HILL.minimum(), HILL.minimum(), -HILL.minimum()]
-    test = HessianSelection(points, alpha=0.03, noise=noise)
-    result = run_on_parties(HILL, parties(4, 50_000), test, budget=BUDGET, seed=0)
-    assert (result.stopped_by, result.details["chosen"]) == ("sosp", 2)
-    np.testing.assert_array_equal(result.params, HILL.minimum())
-    plan = qg.plan(test, n=50_000, budget=BUDGET)
-    assert plan.epsilon() == pytest.approx(4.0, rel=2e-3)
-    assert plan.schedule.releases == 8
 
 
 # --- settings --------------------------------------------------------------------------------------------------

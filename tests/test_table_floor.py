@@ -15,7 +15,7 @@ from sklearn import datasets
 from sklearn.metrics import r2_score
 from sklearn.model_selection import train_test_split
 
-from quietgrad.algorithms.whitened_design import strength
+from quietgrad.algorithms.budget_allocation import budget_mu
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateLinearRegression,
@@ -48,7 +48,7 @@ def wide(X: Any) -> list[tuple[float, float]]:
 def voted(y: Any, test: Any, fits: int = 4000) -> float:
     """The accuracy of answering the most frequent class, if its name is bought with the whole of ε = 0.2."""
     names, counts = np.unique(y, return_counts=True)
-    noise = np.sqrt(2.0) / strength(Budget(0.2, 1e-5, Relation.REPLACE_ONE))
+    noise = np.sqrt(2.0) / budget_mu(Budget(0.2, 1e-5, Relation.REPLACE_ONE))
     noisy = counts + noise * np.random.default_rng(0).standard_normal((fits, len(names)))
     return float(np.mean([np.mean(test == names[k]) for k in noisy.argmax(axis=1)]))
 
@@ -87,6 +87,6 @@ def test_regressors_are_not_below_the_mean() -> None:
             epsilon=0.2, target_bounds=(0, 400), feature_bounds=wide(X), random_state=seed
         )
         scores.append(float(r2_score(t, model.fit(X, y).predict(T))))
-    error = 400.0 / len(y) / strength(Budget(0.2, 1e-5, Relation.REPLACE_ONE))
+    error = 400.0 / len(y) / budget_mu(Budget(0.2, 1e-5, Relation.REPLACE_ONE))
     floor = float(r2_score(t, np.full(len(t), y.mean()))) - error**2 / float(np.var(t))
     assert floor_is_kept(scores, floor), (np.mean(scores), floor)

@@ -12,7 +12,7 @@ from sklearn.base import clone
 
 import quietgrad as qg
 from quietgrad.algorithms.output_perturbation import OutputPerturbation
-from quietgrad.algorithms.range_estimation import Look
+from quietgrad.algorithms.range_estimation import RangeEstimation
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.errors import BudgetError
 from quietgrad.estimators import (
@@ -264,7 +264,7 @@ def test_minimize_gives_back_what_it_did_not_release(tmp_path: Path, kept: bool)
     """Before the first release the whole entry; a stop that a release decided gives nothing back."""
     folder = tmp_path / "run" if kept else None
     X, budget = np.linspace(-1.0, 1.0, 400)[:, None], qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
-    blind = WhitenedGD(look=Look(range_share=0.05, target_share=0.1), steps=4)
+    blind = WhitenedGD(look=RangeEstimation(range_share=0.05, target_share=0.1), steps=4)
     cases: list[tuple[Any, Any, Any, str]] = [
         (OutputPerturbation(), qg.objectives.Logistic(), X[:, 0] > 0, "cancelled"),
         (blind, qg.objectives.Squared(), np.geomspace(1e-9, 1e9, 400), "closed"),

@@ -16,7 +16,7 @@ import scipy.sparse as sparse
 
 import quietgrad as qg
 from quietgrad.algorithms.additive_gd import for_shapes
-from quietgrad.algorithms.whitened_design import for_table
+from quietgrad.algorithms.budget_allocation import for_table
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.base import Batch

@@ -11,6 +11,8 @@ states what a run will release and cost before it reads data:
 1.0
 """
 
+# ruff: noqa: F401
+# mypy: implicit-reexport
 from __future__ import annotations
 
 from importlib import import_module
@@ -80,49 +82,7 @@ _HOMES = {
 }
 _MODULES = {"audit": "audit", "data": "data", "events": "privacy.events", "objectives": "objectives"}
 
-__all__ = [
-    "Budget",
-    "Relation",
-    "Ledger",
-    "account",
-    "calibrate",
-    "plan",
-    "minimize",
-    "resume",
-    "Progress",
-    "CSVLog",
-    "TensorBoardLog",
-    "MLflowLog",
-    "Plan",
-    "Privacy",
-    "Result",
-    "load",
-    "DPSRM",
-    "STORM",
-    "DPSGD",
-    "SGD",
-    "DPAdam",
-    "DPDiSK",
-    "DPGD",
-    "GD",
-    "DPAGD",
-    "StagewiseDPSGD",
-    "OutputPerturbation",
-    "RRPSGD",
-    "BassilySGD",
-    "PerturbedSGD",
-    "ModelSelection",
-    "AdaptiveSpider",
-    "certify",
-    "Certificate",
-    "WhitenedGD",
-    "WeightedAverage",
-    "audit",
-    "data",
-    "events",
-    "objectives",
-    "__version__",
-]
+__all__ = [*_HOMES, *_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -99,7 +99,7 @@ def _local() -> distributed.Client:
     return _LOCAL[0]
 
 
-def _close_local(client: Any, cluster: Any) -> None:
+def _close_local(client: distributed.Client, cluster: distributed.LocalCluster) -> None:
     with suppress(Exception):
         client.close()
         cluster.close()
@@ -144,7 +144,7 @@ class DaskRunner:
         submit = partial(self.client.submit, pure=False)
         try:
             together = _group_size(len(tasks), sum(self.client.nthreads().values()))
-            rows = [_Rows(task) for task in tasks]
+            rows = [_RowSelection(task) for task in tasks]
             level = [
                 submit(_work_on, partial(work, parts), merge, rows[start : start + together])
                 for start in range(0, len(tasks), together)
@@ -192,7 +192,7 @@ def _version() -> str | None:
         return None
 
 
-class _Rows:
+class _RowSelection:
     """A piece and which of its rows are asked for, not shown: who is in a sample is a secret, and logs print."""
 
     def __init__(self, task: Task) -> None:
@@ -202,10 +202,10 @@ class _Rows:
         return "rows"
 
 
-def _work_on(work: Callable[[Task], Any], merge: Merge, rows: list[_Rows]) -> Any:
+def _work_on(work: Callable[[Task], Value], merge: Merge, rows: list[_RowSelection]) -> Value | None:
     with one_thread_each():
         return merged((work(asked.task) for asked in rows), merge)
 
 
-def _merge_all(merge: Merge, values: list[Any]) -> Any:
+def _merge_all(merge: Merge, values: list[Value]) -> Value | None:
     return merged(values, merge)

@@ -96,8 +96,8 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     return value
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
+def _check_depth(value: object) -> None:
+    level: list[Any] = [value]
     for _ in range(_DEEPEST):
         level = [
             item

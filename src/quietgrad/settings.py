@@ -1,7 +1,8 @@
 """Settings by name: what a command line or a plan file says becomes the fields of a dataclass, by their types.
 
 Both speak through the one parser here, so that both accept the same: a command line has texts, a plan file texts
-and numbers, and a text is read the same way wherever it stands. What neither can express is refused.
+and numbers, and a text is read the same way wherever it stands. What neither can express is refused. A field's type
+also says its range (:data:`Count`, :data:`Positive`, …), which :func:`check_fields` holds it to.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import dataclasses
 import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from quietgrad.sanitize import did_you_mean, sanitize
 
@@ -21,7 +23,67 @@ _SHOWN = 60  # characters of a value in an error
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none", str: "text"}
 
 
-def fields_of(kind: Any) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """A range of numbers: low ≤ value ≤ high, or low < value if not ``closed``; whole ones only if ``whole``."""
+
+    low: float
+    high: float = math.inf
+    closed: bool = True
+    whole: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ``ValueError`` unless ``value``, called ``name``, is in the range."""
+        if self.whole and (isinstance(value, bool) or int(value) != value or value < self.low):
+            raise ValueError(f"{name}={value!r}: must be a whole number ≥ {self.low}.")
+        if not (self.low <= value if self.closed else self.low < value) or not value <= self.high:
+            raise ValueError(
+                f"{name}={value!r}: must be in {'[' if self.closed else '('}{self.low:g}, {self.high:g}]."
+            )
+
+
+Count = Annotated[int, Within(1, whole=True)]
+Positive = Annotated[float, Within(0.0, closed=False)]
+NotNegative = Annotated[float, Within(0.0)]
+Fraction = Annotated[float, Within(0.0, 1.0 - 1e-9)]
+PositiveFraction = Annotated[float, Within(0.0, 1.0 - 1e-9, closed=False)]
+
+
+def check_fields(settings: object) -> None:
+    """Raise ``ValueError`` unless each field of a dataclass is in the range, or among the choices, of its type.
+
+    >>> from quietgrad.algorithms.dp_sgd import DPGD
+    >>> DPGD(momentum=1.0)
+    Traceback (most recent call last):
+    ValueError: momentum=1.0: must be in [0, 1].
+    """
+    kind: Any = type(settings)
+    for name, (ranges, choices) in _limits(kind).items():
+        value = getattr(settings, name)
+        if choices and value not in choices:
+            raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}.")
+        for limit in ranges if isinstance(value, int | float) else ():
+            limit.check(name, value)
+
+
+@cache
+def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...]]]:
+    """The ranges of numbers, and the choices of texts, that the types of fields state."""
+    found = {}
+    try:
+        hints = get_type_hints(kind, include_extras=True)
+    except NameError:  # a user's class, whose types are known where it was written only
+        return {}
+    for name, hint in hints.items():
+        options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        ranges = [limit for option in options for limit in getattr(option, "__metadata__", ())]
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        found[name] = (ranges, choices)
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {name: limits for name, limits in found.items() if name in known and any(limits)}
+
+
+def fields_of(kind: type) -> dict[str, Any]:
     """The settings of a dataclass and their types.
 
     >>> from quietgrad.algorithms.dp_sgd import DPGD
@@ -34,11 +96,11 @@ def fields_of(kind: Any) -> dict[str, Any]:
 
 def build_dataclass(
     name: str,
-    kind: Any,
-    settings: Mapping[str, Any],
+    kind: type,
+    settings: Mapping[str, object],
     readers: Readers | None = None,
     *,
-    ready: Mapping[str, Any] | None = None,
+    ready: Mapping[str, object] | None = None,
     hidden: Sequence[str] = (),
 ) -> Any:
     """An object of the dataclass ``kind``, called ``name`` in errors.
@@ -59,19 +121,19 @@ def build_dataclass(
             raise ValueError(f"{name} has no setting {field!r}; it has {', '.join(known)}.{near}")
         if field in values:
             raise ValueError(f"{name}: {field!r} is set twice.")
-        values[field] = read(field, given, known[field], readers)
+        values[field] = parse_setting(field, given, known[field], readers)
     try:
         return kind(**values, **ready)
     except TypeError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
-def read(key: str, given: Any, wanted: Any, readers: Readers | None = None) -> Any:
+def parse_setting(key: str, given: object, wanted: object, readers: Readers | None = None) -> Any:
     """``given``, a text or a value of a plan file, as a value of type ``wanted``.
 
-    >>> read("steps", "1e3", int), read("steps", 1e3, int), read("zeta", "none", float | None)
-    (1000, 1000, None)
-    >>> read("steps", True, int)
+    >>> parse_setting("steps", "1e3", int), parse_setting("zeta", "none", float | None)
+    (1000, None)
+    >>> parse_setting("steps", True, int)
     Traceback (most recent call last):
     ValueError: steps=True: must be a whole number.
     """
@@ -87,7 +149,7 @@ def read(key: str, given: Any, wanted: Any, readers: Readers | None = None) -> A
     raise ValueError(f"{key}={sanitize(repr(given), most=_SHOWN)}: must be {_describe(options)}.")
 
 
-def _of_text(text: str, wanted: Any) -> Any:
+def _of_text(text: str, wanted: object) -> Any:
     low = text.lower()
     if wanted is type(None) and low in ("none", ""):
         return None
@@ -104,7 +166,7 @@ def _of_text(text: str, wanted: Any) -> Any:
     raise ValueError
 
 
-def _of_value(value: Any, wanted: Any) -> Any:
+def _of_value(value: object, wanted: object) -> Any:
     if isinstance(value, bool) or value is None:
         if isinstance(value, wanted if isinstance(wanted, type) and wanted not in (int, float) else ()):
             return value
@@ -115,7 +177,7 @@ def _of_value(value: Any, wanted: Any) -> Any:
     raise ValueError
 
 
-def _describe(options: Sequence[Any]) -> str:
+def _describe(options: Sequence[object]) -> str:
     said: list[str] = []
     for option in options:
         if get_origin(option) is Literal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quietgrad.algorithms.registry import ALGORITHMS, entry
+from quietgrad.algorithms.registry import ALGORITHMS
 
 _CLASSES = {found.home.partition(".")[2]: found for found in ALGORITHMS.values()}
 
@@ -13,12 +13,3 @@ def __getattr__(name: str) -> Any:
     if name in _CLASSES:
         return _CLASSES[name].kind
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def by_name(name: str) -> Any:
-    """The algorithm class with a command-line name.
-
-    >>> by_name("dp-srm").__name__
-    'DPSRM'
-    """
-    return entry(name).kind

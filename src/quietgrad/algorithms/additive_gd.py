@@ -20,8 +20,14 @@ import numpy as np
 from scipy.special import chdtrc
 
 from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.range_estimation import Look, found_frame, frame_of, noise_of, relation_of
-from quietgrad.algorithms.whitened_design import for_table, is_crowded, look_for, looked_share, strength
+from quietgrad.algorithms.budget_allocation import (
+    allocate_range_estimation,
+    budget_mu,
+    for_table,
+    is_crowded,
+    range_share_needed,
+)
+from quietgrad.algorithms.range_estimation import RangeEstimation, box_of, estimate_box, noise_of, relation_of
 from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Query, following_clip
@@ -32,7 +38,7 @@ from quietgrad.objectives.tables.whitening import WhitenedGradient, Whitening
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import FullBatch
-from quietgrad.vectors import Vector, copy
+from quietgrad.vectors import Vector
 
 _LINES = 0.4  # of the steps, and of the budget that trains
 _LINES_PREFIX = "lines-"  # of the first descent's slots
@@ -60,7 +66,7 @@ class AdditiveGD(Algorithm):
     """
 
     features: tuple[Feature, ...]
-    look: Look
+    look: RangeEstimation
     bins: int
     lines: WhitenedGD
     rest: WhitenedGD | None = None
@@ -82,7 +88,7 @@ class AdditiveGD(Algorithm):
         rest, pairs = config["rest"], config["pairs"]
         return cls(
             (),
-            Look(**config["look"]),
+            RangeEstimation(**config["look"]),
             config["bins"],
             WhitenedGD(**config["lines"]),
             None if rest is None else WhitenedGD(**rest),
@@ -115,14 +121,11 @@ class AdditiveGD(Algorithm):
         asked = {"shapes": _SHAPES * left, **({"pairs": _PAIRS * left} if self.pairs is None else {})}
         return looks, asked, left - sum(asked.values())
 
-    def init(self, x0: Vector) -> State:
-        return State(params=copy(x0))
-
     def step(self, state: State, session: Session) -> State:
         extra, outputs = state.extra, session.objective.outputs
-        found = found_frame(self.look, session, len(self.features), relation_of(session))
+        found = estimate_box(self.look, session, len(self.features), relation_of(session))
         extra.update({name: value for name, value in found.items() if not name.startswith("pilot")})
-        frame = frame_of(found)
+        frame = box_of(found)
         assert frame is not None
         cut = AdditiveBasis(self._cut(found, frame, session))
         shapes = AdditiveBasis(tuple(replace(feature, weight=0.0) for feature in cut.features))
@@ -145,9 +148,6 @@ class AdditiveGD(Algorithm):
         extra["silent_features"] = last.extra.get("silent_features", 0)
         state.params, state.step, state.done = last.params, 1, True
         return state
-
-    def output(self, state: State) -> Vector:
-        return state.params
 
     def _descend(self, method: WhitenedGD, session: Session, slots: str, view: Expanded, start: Floats) -> State:
         """All steps of one descent, on the records as ``view`` shows them."""
@@ -356,12 +356,12 @@ def for_shapes(
     target_bounds: tuple[float, float] | None = None,
 ) -> AdditiveGD:
     """The additive method for ``n`` records within ``budget``: what a table cannot repay is not bought."""
-    mu = strength(budget)
-    look = look_for(
+    mu = budget_mu(budget)
+    look = allocate_range_estimation(
         n, len(features), budget=budget, feature_bounds=bounds, regression=regression, target_bounds=target_bounds
     )
     numeric = sum(not feature.values for feature in features)
-    needed = looked_share(n, max(numeric, 1), mu)
+    needed = range_share_needed(n, max(numeric, 1), mu)
     columns = sum(len(feature.values) or 1 for feature in features)
     shown = for_table(
         n, columns, budget=budget, outputs=outputs, feature_bounds=[(-1.0, 1.0)] * columns, inference=False,

@@ -6,19 +6,20 @@ steps through a session until ``state.done``. State is plain data, so that a run
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol
 
 from quietgrad.algorithms.learning_rates import LearningRate, as_rate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, Objective
-from quietgrad.oracles.base import Estimate, Oracle
+from quietgrad.oracles.base import Estimate, Oracle, config_of
 from quietgrad.plans.schedule import Law, Plan, Schedule
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
+from quietgrad.settings import check_fields
 from quietgrad.vectors import Vector, copy, zeros_like
 
 Output = Literal["last", "average", "ema", "random"]
@@ -48,12 +49,15 @@ class State:
 
 
 class HasSchedule(Protocol):
-    """What a plan is made of: public settings and the releases they lead to."""
+    """What a plan is made of: public settings, each in the range of its type, and the releases they lead to."""
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
     whole_epochs: ClassVar[bool] = True
     """Whether a plan of random allocation that ends within an epoch, which is paid for whole, is refused."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def condition(self) -> str | None:
@@ -83,7 +87,7 @@ class Algorithm(HasSchedule, Protocol):
 
     def init(self, x0: Vector) -> State:
         """The state that a run from ``x0`` starts with."""
-        ...
+        return State(params=copy(x0))
 
     def step(self, state: State, session: Session) -> State:
         """One step through the session."""
@@ -91,7 +95,7 @@ class Algorithm(HasSchedule, Protocol):
 
     def output(self, state: State) -> Vector:
         """What is returned of a run that is over."""
-        ...
+        return state.params
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Raise if settings, loss and start do not go together; before anything is reserved."""
@@ -100,35 +104,6 @@ class Algorithm(HasSchedule, Protocol):
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """By slot, every query that a run may ask, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
-
-
-def check_count(name: str, value: int, least: int = 1) -> None:
-    """Raise unless ``value`` is a whole number of at least ``least``."""
-    if isinstance(value, bool) or int(value) != value or value < least:
-        raise ValueError(f"{name}={value!r}: must be a whole number ≥ {least}.")
-
-
-def check_range(name: str, value: float, low: float, high: float, *, closed: bool = True) -> None:
-    """Raise unless low ≤ value ≤ high (low < value ≤ high if not ``closed``)."""
-    inside = low <= value <= high if closed else low < value <= high
-    if not inside:
-        bracket = "[" if closed else "("
-        raise ValueError(f"{name}={value!r}: must be in {bracket}{low:g}, {high:g}].")
-
-
-def config_of(algorithm: Any) -> dict[str, Any]:
-    """The public settings of a frozen dataclass as JSON values."""
-
-    def plain(value: Any) -> Any:
-        if hasattr(value, "config"):
-            return value.config()
-        if hasattr(value, "to_json"):
-            return value.to_json()
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        return list(value) if isinstance(value, tuple) else value
-
-    return {f.name: plain(getattr(algorithm, f.name)) for f in dataclasses.fields(algorithm)}
 
 
 class FirstOrder(Algorithm):
@@ -144,6 +119,15 @@ class FirstOrder(Algorithm):
     steps: int
     learning_rate: Any
     returns: Any
+    _rate: LearningRate
+    _oracle: Oracle
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.returns == "random" and self.first_round + self.steps < 2:
+            raise ValueError("steps=1: returns='random' needs 2 steps or more.")
+        object.__setattr__(self, "_rate", self.rate())
+        object.__setattr__(self, "_oracle", self.oracle())
 
     def oracle(self) -> Oracle:
         """The oracle the settings describe."""
@@ -158,35 +142,28 @@ class FirstOrder(Algorithm):
         return [1.0 / self.steps] * self.steps if self.returns == "random" else None
 
     def law(self, after: int = 0) -> Law | None:
-        """The law that a slot is priced with which is asked in all of R steps but the first ``after``."""
+        """The law of the number of releases of a slot that is asked in all of R steps but the first ``after``."""
         probabilities = self.rounds()
         if probabilities is None:
             return None
         asked, never = max(0, self.first_round - after), max(0, after - self.first_round)
         return round_law([math.fsum(probabilities[: never + 1]), *probabilities[never + 1 :]], first=asked)
 
-    @property
-    def _most_steps(self) -> int:
-        """The largest R."""
-        rounds = self.rounds()
-        return self.steps if rounds is None else self.first_round + len(rounds) - 1
-
     def schedule(self, n_public: int) -> Schedule:
-        """The releases of a run on ``n_public`` records."""
-        return Schedule.of(self.oracle().slots(n_public, self._most_steps))
+        rounds = self.rounds()
+        most = self.steps if rounds is None else self.first_round + len(rounds) - 1
+        return Schedule.of(self.oracle().slots(n_public, most))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """What the oracle asks."""
         return self._oracle.asks(x0, session)
-
-    def init(self, x0: Vector) -> State:
-        """Start at ``x0``."""
-        return State(params=copy(x0))
 
     def step(self, state: State, session: Session) -> State:
         """One release, one update."""
-        if state.step == 0:
-            state.stop_at = self._draw_round(session)
+        if state.step == 0 and (rounds := self.rounds()) is not None:
+            # R by inversion of its law; rounding may leave a remainder, which is the last round's.
+            sums = itertools.accumulate(rounds)
+            u = session.uniform("round") * math.fsum(rounds)
+            state.stop_at = self.first_round + next((k for k, p in enumerate(sums) if u < p), len(rounds) - 1)
             if state.stop_at == 0:
                 state.done = True
                 return state
@@ -211,40 +188,15 @@ class FirstOrder(Algorithm):
         """The iterate that is returned: last, random round, tail average or exponential average."""
         return state.average if state.average is not None else state.params
 
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        if self.returns not in get_args(Output):
-            raise ValueError(f"returns={self.returns!r}: must be one of {', '.join(get_args(Output))}.")
-        if self.returns == "random" and self.first_round + self.steps < 2:
-            raise ValueError("steps=1: returns='random' needs 2 steps or more.")
-        object.__setattr__(self, "_rate", self.rate())
-        object.__setattr__(self, "_oracle", self.oracle())
-
-    _rate: LearningRate
-    _oracle: Oracle
-
-    def _draw_round(self, session: Session) -> int | None:
-        probabilities = self.rounds()
-        if probabilities is None:
-            return None
-        u, total = session.uniform("round") * math.fsum(probabilities), 0.0
-        for k, p in enumerate(probabilities):
-            total += p
-            if u < total:
-                return self.first_round + k
-        return self._most_steps
-
     def _average(self, state: State) -> None:
-        rule = self.returns
-        if rule == "average" and 2 * state.step > self.steps:  # the second half of the run
-            state.averaged += 1
-            if state.average is None:
-                state.average = zeros_like(state.params)
-            state.average = state.average + (state.params - state.average) * (1.0 / state.averaged)
-        elif rule == "ema":
+        if self.returns == "average" and 2 * state.step > self.steps:  # the second half of the run
+            fresh = 1.0 / (state.averaged + 1.0)
+        elif self.returns == "ema":
             # Weight 10 % of the run's length, corrected for the start like Adam's moments.
-            keep = min(1.0 - 10.0 / max(self.steps, 11), state.averaged / (state.averaged + 1.0))
-            state.averaged += 1
-            if state.average is None:
-                state.average = zeros_like(state.params)
-            state.average = keep * state.average + (1.0 - keep) * state.params
+            fresh = 1.0 - min(1.0 - 10.0 / max(self.steps, 11), state.averaged / (state.averaged + 1.0))
+        else:
+            return
+        state.averaged += 1
+        if state.average is None:
+            state.average = zeros_like(state.params)
+        state.average = state.average + (state.params - state.average) * fresh

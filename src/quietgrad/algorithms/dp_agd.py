@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, ClassVar
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import GradientQuery, LossQuery
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.mechanisms import ExponentialMechanism
 from quietgrad.sampling import FullBatch
+from quietgrad.settings import Count, Positive, Within
 from quietgrad.vectors import Vector, copy, norm
 
 
@@ -37,23 +38,16 @@ class DPAGD(Algorithm):
     'filter'
     """
 
-    splits: int = 60
-    growth: float = 0.1
-    longest_step: float = 2.0
-    adapt_every: int = 10
-    grid: int = 20
-    clip: float = 1.0
-    loss_clip: float = 3.0
-    max_steps: int = 2000
+    splits: Count = 60
+    growth: Positive = 0.1
+    longest_step: Positive = 2.0
+    adapt_every: Count = 10
+    grid: Annotated[int, Within(2, whole=True)] = 20
+    clip: Positive = 1.0
+    loss_clip: Positive = 3.0
+    max_steps: Count = 2000
 
     name: ClassVar[str] = "dp-agd"
-
-    def __post_init__(self) -> None:
-        for name in ("splits", "adapt_every", "max_steps"):
-            check_count(name, getattr(self, name))
-        check_count("grid", self.grid, least=2)
-        for name in ("growth", "longest_step", "clip", "loss_clip"):
-            check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
 
     @property
     def steps(self) -> int:
@@ -123,9 +117,3 @@ class DPAGD(Algorithm):
             state.extra["gradient_rho"] = old + cost
         state.estimate.value = fresh
         return fresh
-
-    def output(self, state: State) -> Vector:
-        return state.params
-
-    def config(self) -> dict[str, Any]:
-        return config_of(self)

@@ -8,18 +8,18 @@ gradients at two points, clipped once; the rest is post-processing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
+from quietgrad.algorithms.base import FirstOrder, Output
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, GradientQuery, JointMomentumQuery
-from quietgrad.oracles.base import Estimate, Noise, Oracle, settings_of, slot_of
+from quietgrad.oracles.base import Estimate, Noise, Oracle, slot_of
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.sampling import SamplingName, sampling_of
+from quietgrad.settings import Count, Positive, PositiveFraction, Within
 from quietgrad.vectors import Vector
 
 
@@ -63,9 +63,6 @@ class KalmanGradient(Oracle):
         yield "gradient", Asked(GradientQuery(params, self.clip))
         yield "gradient", Asked(self._query(params, params))
 
-    def config(self) -> dict[str, Any]:
-        return {"name": type(self).__name__, **settings_of(self)}
-
 
 @dataclass(frozen=True)
 class DPDiSK(FirstOrder):
@@ -83,11 +80,11 @@ class DPDiSK(FirstOrder):
     10
     """
 
-    steps: int = 1000
-    batch_size: int = 256
+    steps: Count = 1000
+    batch_size: Count = 256
     learning_rate: float | str | LearningRate = 0.5
-    clip: float = 1.0
-    kappa: float = 0.7
+    clip: Positive = 1.0
+    kappa: PositiveFraction = 0.7
     lookahead: float = 0.4
     sampling: SamplingName = "poisson"
     returns: Output = "last"
@@ -97,20 +94,9 @@ class DPDiSK(FirstOrder):
     name: ClassVar[str] = "dp-disk"
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("kappa", self.kappa, 0.0, 1.0 - 1e-9, closed=False)
-        check_range("lookahead", self.lookahead, 0.0, (1.0 - self.kappa) / self.kappa * (1 + 1e-12), closed=False)
         super().__post_init__()
+        Within(0.0, (1.0 - self.kappa) / self.kappa * (1 + 1e-12), closed=False).check("lookahead", self.lookahead)
 
     def oracle(self) -> Oracle:
-        return KalmanGradient(
-            self.batch_size,
-            self.clip,
-            self.kappa,
-            self.lookahead,
-            self.sampling,
-            self.law(),
-            self.cohorts,
-            self.noise,
-        )
+        sizes = (self.batch_size, self.clip, self.kappa, self.lookahead)
+        return KalmanGradient(*sizes, self.sampling, self.law(), self.cohorts, self.noise)

@@ -11,12 +11,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
+from quietgrad.algorithms.base import FirstOrder, Output, State
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.curators.base import Session
 from quietgrad.oracles.base import Noise, Oracle, noise_multiplier
 from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.sampling import SamplingName
+from quietgrad.settings import Count, Fraction, Positive
 from quietgrad.vectors import Vector, sqrt
 
 
@@ -47,12 +48,12 @@ class DPSGD(FirstOrder):
     100
     """
 
-    steps: int = 1000
-    batch_size: int = 256
+    steps: Count = 1000
+    batch_size: Count = 256
     learning_rate: float | str | LearningRate = 0.5
-    clip: float = 1.0
+    clip: Positive = 1.0
     sampling: SamplingName = "poisson"
-    momentum: float = 0.0
+    momentum: Fraction = 0.0
     momentum_kind: Literal["heavy-ball", "ema"] = "heavy-ball"
     momentum_steps: int | None = None
     returns: Output = "last"
@@ -60,12 +61,6 @@ class DPSGD(FirstOrder):
     noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-sgd"
-
-    def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("momentum", self.momentum, 0.0, 1.0 - 1e-9)
-        super().__post_init__()
 
     def oracle(self) -> Oracle:
         return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)
@@ -84,7 +79,7 @@ class DPSGD(FirstOrder):
 class SGD(DPSGD):
     """Stochastic gradient descent without clipping or noise: a baseline, **not private**."""
 
-    clip: float = math.inf
+    clip: Positive = math.inf
 
     name: ClassVar[str] = "sgd"
     private: ClassVar[bool] = False
@@ -102,18 +97,13 @@ class DPGD(FirstOrder):
     20
     """
 
-    steps: int = 30
+    steps: Count = 30
     learning_rate: float | str | LearningRate = 2.0
-    clip: float = 1.0
-    momentum: float = 0.0
+    clip: Positive = 1.0
+    momentum: Fraction = 0.0
     returns: Output = "last"
 
     name: ClassVar[str] = "dp-gd"
-
-    def __post_init__(self) -> None:
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("momentum", self.momentum, 0.0, 1.0 - 1e-9)
-        super().__post_init__()
 
     def oracle(self) -> Oracle:
         return MiniBatch(None, self.clip, "full", self.law())
@@ -129,7 +119,7 @@ class DPGD(FirstOrder):
 class GD(DPGD):
     """Gradient descent without clipping or noise: a baseline, **not private**."""
 
-    clip: float = math.inf
+    clip: Positive = math.inf
 
     name: ClassVar[str] = "gd"
     private: ClassVar[bool] = False
@@ -156,29 +146,21 @@ class DPAdam(FirstOrder):
     10
     """
 
-    steps: int = 1000
-    batch_size: int = 256
+    steps: Count = 1000
+    batch_size: Count = 256
     learning_rate: float | str | LearningRate = 0.01
-    clip: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.999
+    clip: Positive = 1.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
     stabiliser: float = 1e-8
     subtract_noise: bool = False
-    floor: float = 0.1
+    floor: Positive = 0.1
     sampling: SamplingName = "poisson"
     returns: Output = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
 
     name: ClassVar[str] = "dp-adam"
-
-    def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("beta1", self.beta1, 0.0, 1.0 - 1e-9)
-        check_range("beta2", self.beta2, 0.0, 1.0 - 1e-9)
-        check_range("floor", self.floor, 0.0, math.inf, closed=False)
-        super().__post_init__()
 
     def step(self, state: State, session: Session) -> State:
         if self.subtract_noise and "noise" not in state.memo:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from quietgrad.algorithms.base import FirstOrder, Output, State, check_count, check_range
+from quietgrad.algorithms.base import FirstOrder, Output, State
 from quietgrad.algorithms.learning_rates import LearningRate
 from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Noise, Oracle
 from quietgrad.oracles.gradient_estimators import RecursiveMomentum, first_apart
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SamplingName
+from quietgrad.settings import Count, NotNegative, Positive, Within
 from quietgrad.vectors import Vector, norm
 
 
@@ -48,12 +49,12 @@ class DPSRM(FirstOrder):
     [('first', 1), ('next', 1499)]
     """
 
-    steps: int = 1000
-    batch_size: int = 256
+    steps: Count = 1000
+    batch_size: Count = 256
     learning_rate: float | str | LearningRate = 0.5
-    gamma: float = 0.1
-    clip: float = 1.0
-    difference_clip: float | None = None
+    gamma: Annotated[float, Within(0.0, 1.0, closed=False)] = 0.1
+    clip: Positive = 1.0
+    difference_clip: NotNegative | None = None
     joint_clip: bool = False
     smoothness: float | None = None
     first_batch_size: int | None = None
@@ -68,11 +69,6 @@ class DPSRM(FirstOrder):
     name: ClassVar[str] = "dp-srm"
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("gamma", self.gamma, 0.0, 1.0, closed=False)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        if self.difference_clip is not None:
-            check_range("difference_clip", self.difference_clip, 0.0, math.inf)
         if self.mode == "theory" and (self.zeta is None or self.smoothness is None):
             raise ValueError(
                 "mode='theory' needs zeta and smoothness: build it with DPSRM.theory(constants, ...), "
@@ -104,7 +100,7 @@ class DPSRM(FirstOrder):
             initial_gap: D_F ≥ F(θ⁰) − min F, a public number.
         """
         g, smooth = constants.needed("lipschitz", "smoothness")
-        check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
+        Within(0.0, closed=False).check("initial_gap", initial_gap)
         root = math.sqrt(dim * math.log(1.0 / budget.delta))
         ne = n * budget.epsilon
         zeta = scale * math.sqrt(g) * math.sqrt(math.sqrt(smooth * initial_gap) * root) / math.sqrt(ne)
@@ -139,7 +135,7 @@ class DPSRM(FirstOrder):
             smoothness=self.smoothness,
             sampling=self.sampling,
             first_noise=self.first_noise,
-            law=self.law(after=int(first_apart(self))),
+            law=self.law(after=int(first_apart(self.sampling, self.cohorts, self.noise))),
             cohorts=self.cohorts,
             noise=self.noise,
         )
@@ -156,7 +152,7 @@ class DPSRM(FirstOrder):
 class STORM(DPSRM):
     """Recursive momentum without clipping or noise (Cutkosky & Orabona 2019): a baseline, **not private**."""
 
-    clip: float = math.inf
+    clip: Positive = math.inf
 
     name: ClassVar[str] = "storm"
     private: ClassVar[bool] = False

@@ -8,14 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from quietgrad.settings import build_dataclass
-
-
-def _positive(name: str, value: float) -> None:
-    if not 0.0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+from quietgrad.settings import Count, Within, build_dataclass, check_fields
 
 
 @dataclass(frozen=True)
@@ -25,7 +20,9 @@ class LearningRate:
     start: float
 
     def __post_init__(self) -> None:
-        _positive("learning_rate", self.start)
+        if not 0.0 < self.start < math.inf:
+            raise ValueError(f"learning_rate={self.start!r}: must be a finite number > 0.")
+        check_fields(self)
 
     def __call__(self, step: int, steps: int) -> float:
         return self.start
@@ -61,13 +58,8 @@ class InverseSqrt(LearningRate):
 class StepDecay(LearningRate):
     """η_t = c·factor^⌊t/every⌋."""
 
-    every: int = 100
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.every < 1 or not 0.0 < self.factor <= 1.0:
-            raise ValueError(f"every={self.every}, factor={self.factor}: must be ≥ 1, and in (0, 1].")
+    every: Count = 100
+    factor: Annotated[float, Within(0.0, 1.0, closed=False)] = 0.5
 
     def __call__(self, step: int, steps: int) -> float:
         return float(self.start * self.factor ** (step // self.every))
@@ -104,41 +96,30 @@ RATES: dict[str, type[LearningRate]] = {
 }
 
 
-def as_rate(value: float | str | LearningRate) -> LearningRate:
-    """A rate from a number, a schedule, or text such as ``"cosine:0.5"``.
+def as_rate(given: float | str | LearningRate | Mapping[str, object]) -> LearningRate:
+    """A rate from a number, a schedule, text such as ``"cosine:0.5"``, or a table of its ``schedule`` and numbers.
 
-    >>> as_rate(0.1)
-    Constant(start=0.1)
-    >>> as_rate("cosine:0.5").start
-    0.5
-    """
-    if isinstance(value, LearningRate):
-        return value
-    if isinstance(value, str):
-        name, _, start = value.partition(":")
-        if name not in RATES:
-            raise ValueError(
-                f"learning_rate={value!r}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}."
-            )
-        try:
-            return RATES[name](float(start or 1.0))
-        except ValueError:
-            raise ValueError(f"learning_rate={value!r}: {start!r} must be a finite number > 0.") from None
-    return Constant(float(value))
-
-
-def read_rate(given: Any) -> LearningRate:
-    """A rate from a table of its ``schedule`` and numbers, as results keep it, or from what :func:`as_rate` takes.
-
-    >>> read_rate({"schedule": "Linear", "start": 1.0, "end": 0.1})
+    >>> as_rate(0.1), as_rate("cosine:0.5").start
+    (Constant(start=0.1), 0.5)
+    >>> as_rate({"schedule": "Linear", "start": 1.0, "end": 0.1})
     Linear(start=1.0, end=0.1)
     """
-    if not isinstance(given, Mapping):
-        return as_rate(given)
-    numbers = dict(given)
-    name = numbers.pop("schedule", None)
-    named = {**RATES, **{kind.__name__: kind for kind in RATES.values()}}
-    if not isinstance(name, str) or name not in named:
-        raise ValueError(f"schedule={name!r}: must be one of {', '.join(RATES)}.")
-    rate: LearningRate = build_dataclass(f"schedule {name}", named[name], numbers)
-    return rate
+    if isinstance(given, LearningRate):
+        return given
+    if isinstance(given, Mapping):  # as results keep it
+        numbers = dict(given)
+        name = str(numbers.pop("schedule", None))
+        named = {**RATES, **{kind.__name__: kind for kind in RATES.values()}}
+        if name not in named:
+            raise ValueError(f"schedule={name!r}: must be one of {', '.join(RATES)}.")
+        rate: LearningRate = build_dataclass(f"schedule {name}", named[name], numbers)
+        return rate
+    if not isinstance(given, str):
+        return Constant(float(given))
+    name, _, start = given.partition(":")
+    if name not in RATES:
+        raise ValueError(f"learning_rate={given!r}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}.")
+    try:
+        return RATES[name](float(start or 1.0))
+    except ValueError:
+        raise ValueError(f"learning_rate={given!r}: {start!r} must be a finite number > 0.") from None

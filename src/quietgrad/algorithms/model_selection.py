@@ -9,11 +9,10 @@ the whole budget.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.perturbed_sgd import check_tolerance, estimate_error
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
@@ -24,6 +23,7 @@ from quietgrad.oracles.gradient_estimators import AdaptiveSpider
 from quietgrad.plans.schedule import Plan, Schedule, Slot
 from quietgrad.privacy.mechanisms import AboveThreshold
 from quietgrad.sampling import SinglePass
+from quietgrad.settings import Count, Positive, PositiveFraction
 from quietgrad.vectors import Vector, copy, norm
 
 _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε
@@ -54,25 +54,19 @@ class ModelSelection(Algorithm):
     """
 
     oracle: AdaptiveSpider = field(default_factory=AdaptiveSpider)
-    alpha: float | None = None
-    held_out: float = 0.5
-    patience: int = 20
-    steps: int = 1000
-    learning_rate: float | None = None
-    failure: float = 0.05
-    hessian_lipschitz: float | None = None
+    alpha: Positive | None = None
+    held_out: PositiveFraction = 0.5
+    patience: Count = 20
+    steps: Count = 1000
+    learning_rate: Positive | None = None
+    failure: PositiveFraction = 0.05
+    hessian_lipschitz: Positive | None = None
 
     name: ClassVar[str] = "model-selection"
     needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_count("patience", self.patience)
-        check_range("held_out", self.held_out, 0.0, 1.0 - 1e-9, closed=False)
-        check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
-        for setting in ("alpha", "learning_rate", "hessian_lipschitz"):
-            if (value := getattr(self, setting)) is not None:
-                check_range(setting, value, 0.0, math.inf, closed=False)
+        super().__post_init__()
         if self.oracle.regime != "fresh":
             raise ValueError("regime='reuse': selection needs held-out records; use an oracle of the fresh regime.")
 
@@ -114,10 +108,6 @@ class ModelSelection(Algorithm):
                 state.estimate = Estimate(calls=state.estimate.calls)
         state.params = state.params - extra["eta"] * gradient
         return state
-
-    def output(self, state: State) -> Vector:
-        """The chosen iterate, or the last one if none passed."""
-        return state.params
 
     def _search(self, state: State, session: Session) -> State:
         extra = state.extra

@@ -28,17 +28,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Asked, GradientQuery, LossConstants
+from quietgrad.objectives.base import Asked, GradientQuery, LossConstants, Objective
 from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.mechanisms import from_json
 from quietgrad.sampling import FullBatch
-from quietgrad.vectors import Vector, copy
+from quietgrad.settings import Count, Positive, Within
+from quietgrad.vectors import Vector
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,12 @@ class OutputPerturbation(Algorithm):
     1
     """
 
-    steps: int = 100
-    learning_rate: float | None = None
+    steps: Count = 100
+    learning_rate: Positive | None = None
     mechanism: Literal["gaussian", "pure"] = "gaussian"
 
     name: ClassVar[str] = "output-perturbation"
     needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        if self.learning_rate is not None:
-            check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
-        if self.mechanism not in ("gaussian", "pure"):
-            raise ValueError(f"mechanism={self.mechanism!r}: must be 'gaussian' or 'pure'.")
 
     @classmethod
     def theory(
@@ -100,7 +94,7 @@ class OutputPerturbation(Algorithm):
         [36, 34]
         """
         lipschitz, beta = constants.needed("lipschitz", "smoothness")
-        check_range("distance", distance, 0.0, math.inf, closed=False)
+        Within(0.0, closed=False).check("distance", distance)
         mu = constants.strong_convexity
         size = float(dim * dim) if mechanism == "pure" else dim * math.log(1.0 / budget.delta)
         signal = (n * budget.epsilon * distance / lipschitz) ** 2 / size
@@ -139,31 +133,12 @@ class OutputPerturbation(Algorithm):
         return Schedule((Slot("model", FullBatch(), mechanism=from_json(self.mechanism)),))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        yield "model", Asked(self._fit(x0, session), pinned=("start",))
-
-    def init(self, x0: Vector) -> State:
-        return State(params=copy(x0))
+        yield "model", Asked(whole_fit(self, x0, session), pinned=("start",))
 
     def step(self, state: State, session: Session) -> State:
-        state.params = session.release("model", self._fit(state.params, session))
-        state.step = 1
-        state.done = True
+        state.params = session.release("model", whole_fit(self, state.params, session))
+        state.step, state.done = 1, True
         return state
-
-    def _fit(self, start: Vector, session: Session) -> LocalFit:
-        step_size = self.learning_rate
-        if step_size is None:
-            constants = session.objective.constants()
-            mu, beta = constants.strong_convexity, constants.smoothness
-            step_size = 2.0 / (mu + beta) if mu else 1.0 / beta
-        n = session.plan.n_public
-        return local_fit(session.objective, n=n, steps=self.steps, step_size=step_size, start=start)
-
-    def output(self, state: State) -> Vector:
-        return state.params
-
-    def config(self) -> dict[str, Any]:
-        return config_of(self)
 
 
 @dataclass(frozen=True)
@@ -183,21 +158,13 @@ class WeightedAverage(Algorithm):
     [1, 100]
     """
 
-    steps: int = 1000
-    learning_rate: float | None = None
+    steps: Count = 1000
+    learning_rate: Positive | None = None
     method: Literal["one-shot", "rounds"] = "one-shot"
-    clip: float = 1.0
+    clip: Positive = 1.0
 
     name: ClassVar[str] = "weighted-average"
     needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
-
-    def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        if self.learning_rate is not None:
-            check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
-        if self.method not in ("one-shot", "rounds"):
-            raise ValueError(f"method={self.method!r}: must be 'one-shot' or 'rounds'.")
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
 
     @classmethod
     def theory(
@@ -231,7 +198,7 @@ class WeightedAverage(Algorithm):
                 "Theorem 2 is about strongly convex risks; add a regulariser such as L2(0.01). Theorem 3 is about "
                 "others: give growth, μ of the Polyak–Łojasiewicz inequality."
             )
-        check_range("growth", strength, 0.0, beta, closed=False)
+        Within(0.0, beta, closed=False).check("growth", strength)
         if growth is not None and method == "one-shot":
             raise ValueError("growth: Theorem 3 is about noise in every step; use method='rounds'.")
         signal = (n * budget.epsilon / lipschitz) ** 2 / (dim * math.log(1.0 / budget.delta))
@@ -253,44 +220,37 @@ class WeightedAverage(Algorithm):
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         if self.method == "one-shot":
-            yield "model", Asked(self._fit(x0, session), pinned=("start",))
+            yield "model", Asked(whole_fit(self, x0, session), pinned=("start",))
         else:
             yield "gradient", Asked(GradientQuery(x0, self.clip))
 
-    def _fit(self, start: Vector, session: Session) -> LocalFit:
-        rate = self.step_size(session.objective)
-        return local_fit(session.objective, session.plan.n_public, self.steps, rate, start=start)
-
-    def init(self, x0: Vector) -> State:
-        return State(params=copy(x0))
-
     def step(self, state: State, session: Session) -> State:
-        rate = self.step_size(session.objective)
         if self.method == "one-shot":
-            state.params = session.release("model", self._fit(state.params, session))
+            state.params = session.release("model", whole_fit(self, state.params, session))
             state.step, state.done = 1, True
             return state
         gradient = session.release("gradient", GradientQuery(state.params, self.clip))
         gradient *= 1.0 / session.expected_batch("gradient")
         gradient += session.regularizer.gradient(state.params)
         state.estimate.value = gradient
-        state.params = state.params - rate * gradient
+        state.params = state.params - step_size(self.learning_rate, session.objective) * gradient
         state.step += 1
         state.done = state.step >= self.steps
         return state
 
-    def step_size(self, objective: Any) -> float:
-        """η: as given, or from the objective's constants."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        constants = objective.constants()
-        mu, beta = constants.strong_convexity, constants.smoothness
-        if beta is None:
-            raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
-        return float(2.0 / (mu + beta) if mu else 1.0 / beta)
 
-    def output(self, state: State) -> Vector:
-        return state.params
+def step_size(given: float | None, objective: Objective) -> float:
+    """η: as given, or the largest that the stability of a smooth risk allows."""
+    if given is not None:
+        return given
+    constants = objective.constants()
+    mu, beta = constants.strong_convexity, constants.smoothness
+    if beta is None:
+        raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
+    return 2.0 / (mu + beta) if mu else 1.0 / beta
 
-    def config(self) -> dict[str, Any]:
-        return config_of(self)
+
+def whole_fit(method: OutputPerturbation | WeightedAverage, start: Vector, session: Session) -> LocalFit:
+    """The query for a model after all steps from ``start``, without noise in between."""
+    rate = step_size(method.learning_rate, session.objective)
+    return local_fit(session.objective, session.plan.n_public, method.steps, rate, start=start)

@@ -41,18 +41,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.algorithms.perturbed_sgd_theorem import solve
 from quietgrad.curators.base import Session
 from quietgrad.errors import ExhaustedError
 from quietgrad.objectives.base import Asked, LossConstants, Objective
 from quietgrad.oracles.base import Estimate, EstimateError, Oracle, constant_of, plan_preview, total_smoothness
-from quietgrad.oracles.gradient_estimators import AdaptiveSpider
+from quietgrad.oracles.gradient_estimators import AdaptiveSpider, MiniBatch
 from quietgrad.plans.schedule import Plan, Schedule
 from quietgrad.privacy.budget import Budget
+from quietgrad.settings import Count, Positive, PositiveFraction
 from quietgrad.vectors import Vector, copy, norm
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
@@ -179,15 +180,15 @@ class PerturbedSGD(Algorithm):
     """
 
     oracle: Oracle = field(default_factory=AdaptiveSpider)
-    steps: int = 1000
-    learning_rate: float | None = None
-    chi: float | None = None
-    radius: float | None = None
-    escape_steps: int | None = None
-    attempts: int | None = None
-    failure: float = 0.05
-    hessian_lipschitz: float | None = None
-    curvature: float | None = None
+    steps: Count = 1000
+    learning_rate: Positive | None = None
+    chi: Positive | None = None
+    radius: Positive | None = None
+    escape_steps: Count | None = None
+    attempts: Count | None = None
+    failure: PositiveFraction = 0.05
+    hessian_lipschitz: Positive | None = None
+    curvature: Positive | None = None
     independent: bool = True
     returns: Literal["certified", "last"] = "certified"
     mode: Literal["derived", "practical", "theory"] = "derived"
@@ -195,32 +196,17 @@ class PerturbedSGD(Algorithm):
     name: ClassVar[str] = "perturbed-sgd"
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        check_range("failure", self.failure, 0.0, 1.0 - 1e-9, closed=False)
-        for setting in ("learning_rate", "chi", "radius", "hessian_lipschitz", "curvature"):
-            if (value := getattr(self, setting)) is not None:
-                check_range(setting, value, 0.0, math.inf, closed=False)
-        for setting in ("escape_steps", "attempts"):
-            if (value := getattr(self, setting)) is not None:
-                check_count(setting, value)
-        if self.returns not in ("certified", "last"):
-            raise ValueError(f"returns={self.returns!r}: must be 'certified' or 'last'.")
-        if self.mode not in ("derived", "practical", "theory"):
-            raise ValueError(f"mode={self.mode!r}: must be 'derived', 'practical' or 'theory'.")
+        super().__post_init__()
         if self.mode == "theory" and None in (self.learning_rate, self.chi, self.radius, self.escape_steps):
             raise ValueError(
                 "mode='theory': build it with PerturbedSGD.theory(constants, ...), which needs G, M and ρ."
             )
         if self.mode == "practical":
-            object.__setattr__(self, "learning_rate", self.learning_rate or STEP)
-            chosen = {"clip": CLIP, "smoothness": 1.0 / self.learning_rate}  # type: ignore[operator]
-            takes = {each.name for each in fields(self.oracle)}  # type: ignore[arg-type]
-            missing = {
-                name: value
-                for name, value in chosen.items()
-                if name in takes and getattr(self.oracle, name) is None
-            }
-            object.__setattr__(self, "oracle", replace(self.oracle, **missing) if missing else self.oracle)  # type: ignore[type-var]
+            rate, own = self.learning_rate or STEP, self.oracle
+            object.__setattr__(self, "learning_rate", rate)
+            if isinstance(own, AdaptiveSpider):
+                own = replace(own, clip=own.clip or CLIP, smoothness=own.smoothness or 1.0 / rate)
+                object.__setattr__(self, "oracle", own)
 
     @classmethod
     def theory(
@@ -309,10 +295,6 @@ class PerturbedSGD(Algorithm):
         }
         return _stop(state, "steps") if state.step >= self.steps and not state.done else state
 
-    def output(self, state: State) -> Vector:
-        """The point no attempt could leave, or where the run stood when samples or steps ran out."""
-        return state.params
-
     # --- the parts of a step ------------------------------------------------------------------------------------
 
     def _attempt(self, state: State, gradient: Vector) -> None:
@@ -327,7 +309,12 @@ class PerturbedSGD(Algorithm):
         elif extra["tried"] >= extra["escape_steps"]:
             done = extra["attempt"] >= extra["attempts"]
             if done and "first" in extra:
-                self._seek_less(extra)
+                # A practical run spends its records anyway: its last drift goes on, for half the curvature.
+                sought = extra["tolerance"] = extra["sought"]
+                found = practical(
+                    extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * sought, radius=self.radius
+                )
+                extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
                 return
             if not done or self.returns == "certified":
                 state.params = saved["params"]
@@ -336,14 +323,6 @@ class PerturbedSGD(Algorithm):
                 return
             extra.update(attempt=extra["attempt"] + 1, tried=0)
             state.estimate = Estimate(calls=state.estimate.calls) if self.independent else saved["estimate"]
-
-    def _seek_less(self, extra: dict[str, Any]) -> None:
-        """A practical run spends its records anyway: its last drift goes on, for half the curvature."""
-        extra["tolerance"] = extra["sought"]
-        found = practical(
-            extra["chi"], extra["push"], eta=extra["eta"], curvature=0.5 * extra["sought"], radius=self.radius
-        )
-        extra.update(sought=found.tolerance, radius=found.radius, escape_steps=found.escape_steps)
 
     def _settle(self, session: Session, dim: int) -> dict[str, Any]:
         """The public numbers of the run: given, or from the oracle's error and what the loss states."""
@@ -375,22 +354,20 @@ class PerturbedSGD(Algorithm):
         """Whether a stop rests on constants that the loss states, or on what was seen alone."""
         if self.mode == "theory":
             return "stated constants, with s and C taken as given"
-        own = getattr(session.objective, "constants", None)
-        oracle = {
-            "lipschitz": getattr(self.oracle, "clip", None),
-            "record_smoothness": self.oracle.smoothness,
-            "hessian_lipschitz": self.hessian_lipschitz,
-        }
         by_hand = (self.chi, self.radius, self.escape_steps, self.attempts, self.learning_rate)
-        if self.mode == "practical" or own is None or any(value is not None for value in by_hand):
+        if self.mode == "practical" or any(value is not None for value in by_hand):
             return "observed"
         try:
-            stated = own()
-        except ValueError:  # rows without a bound state nothing
+            stated = session.objective.constants()
+        except (AttributeError, ValueError):  # rows without a bound state nothing
             return "observed"
-        known = ((getattr(stated, name), value) for name, value in oracle.items() if value is not None)
-        weaker = any(least is None or value < least for least, value in known)
-        return "observed" if weaker or getattr(self.oracle, "difference_clip", None) else "stated constants"
+        oracle = self.oracle
+        taken = [(stated.hessian_lipschitz, self.hessian_lipschitz), (stated.record_smoothness, oracle.smoothness)]
+        if isinstance(oracle, AdaptiveSpider | MiniBatch):
+            taken.append((stated.lipschitz, oracle.clip))
+        weaker = any(given is not None and (least is None or given < least) for least, given in taken)
+        bent = isinstance(oracle, AdaptiveSpider) and oracle.difference_clip is not None
+        return "observed" if weaker or bent else "stated constants"
 
     def _error(self, session: Session, dim: int) -> tuple[float, float]:
         """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""

@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from quietgrad.algorithms.base import check_range
 from quietgrad.objectives.base import LossConstants
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import calibrate_event
 from quietgrad.privacy.budget import Budget
+from quietgrad.settings import Within
 
 
 class TheoremParameters(NamedTuple):
@@ -74,8 +74,8 @@ def solve(
     g, m, rho = constants.needed("lipschitz", "smoothness", "hessian_lipschitz")
     s, c, u = scale, constant, risk_bound
     for name, number in (("risk_bound", u), ("scale", s), ("constant", c)):
-        check_range(name, number, 0.0, 1e300, closed=False)
-    check_range("failure", failure, 0.0, 1.0 - 1e-9, closed=False)
+        Within(0.0, 1e300, closed=False).check(name, number)
+    Within(0.0, 1.0 - 1e-9, closed=False).check("failure", failure)
     noise = calibrate_event(events.Gaussian, budget=budget)
     many, few = g**1.5 * math.sqrt(u * rho / n) / m**2.5, (n * budget.epsilon) ** 0.8 * m ** (34 / 15)
     kappa = max(many, g ** (14 / 15) * dim**0.4 * u**0.8 * rho ** (8 / 15) / few)

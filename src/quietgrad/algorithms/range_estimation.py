@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from quietgrad.algorithms.base import Algorithm, State, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.errors import DataError, TooNoisyError
 from quietgrad.objectives.queries.counts import CellSums
@@ -32,17 +33,20 @@ from quietgrad.objectives.tables.range_queries import (
     TargetMagnitudeHistogram,
     TargetRangeHistogram,
 )
+from quietgrad.objectives.tables.table import Floats
+from quietgrad.oracles.base import config_of
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
-from quietgrad.vectors import Vector, copy
+from quietgrad.settings import Within, check_fields
 
 Bounds = tuple[float, float]
+Share = Annotated[float, Within(0.0, 0.5)]
 _BY_FAR = 0.25
 
 
 @dataclass(frozen=True)
-class Look:
+class RangeEstimation:
     """What is known of a table's ranges and what is paid to find the rest.
 
     Args:
@@ -64,23 +68,18 @@ class Look:
     features: tuple[Bounds | None, ...] | None = None
     target: Bounds | None = None
     ranges: Literal["each", "means", "pooled", "relative"] = "each"
-    range_share: float = 0.0
-    offset_share: float = 0.0
-    octave_share: float = 0.0
-    target_share: float = 0.0
-    closer: int = 1
+    range_share: Share = 0.0
+    offset_share: Share = 0.0
+    octave_share: Share = 0.0
+    target_share: Share = 0.0
+    closer: Annotated[int, Within(1, 3, whole=True)] = 1
     sparse: bool = False
     refine: bool = False
     whole: bool = False
     counts: bool = False
 
     def __post_init__(self) -> None:
-        if self.ranges not in ("each", "means", "pooled", "relative"):
-            raise ValueError(f"ranges={self.ranges!r}: must be 'each', 'means', 'pooled' or 'relative'.")
-        for name in ("range_share", "offset_share", "octave_share", "target_share"):
-            check_range(name, getattr(self, name), 0.0, 0.5)
-        if isinstance(self.closer, bool) or self.closer not in (1, 2, 3):
-            raise ValueError(f"closer={self.closer!r}: must be 1, 2 or 3.")
+        check_fields(self)
         if self.features is not None:
             pairs = tuple(
                 None if pair is None else checked_bounds("feature_bounds", pair) for pair in self.features
@@ -89,7 +88,7 @@ class Look:
         if self.target is not None:
             object.__setattr__(self, "target", checked_bounds("target_bounds", self.target))
 
-    def looked_at(self, features: int) -> Any:
+    def to_estimate(self, features: int) -> npt.NDArray[np.int64]:
         """Positions of the features whose size is asked for: the undeclared, and with ``refine`` the wide ones."""
 
         def is_wide(low: float, high: float) -> bool:
@@ -121,18 +120,18 @@ class Look:
         return config_of(self)
 
 
-def read_look(given: Any) -> Look | None:
+def range_estimation_from_json(given: object) -> RangeEstimation | None:
     """A look as plan files and saved runs hold it."""
-    if given is None or isinstance(given, Look) or str(given).strip().lower() in ("none", ""):
-        return given if isinstance(given, Look) else None
+    if given is None or isinstance(given, RangeEstimation) or str(given).strip().lower() in ("none", ""):
+        return given if isinstance(given, RangeEstimation) else None
     if not isinstance(given, Mapping):
         raise ValueError("look: must be a table of settings such as ranges and range_share, or none.")
-    if unknown := sorted(set(map(str, given)) - {f.name for f in fields(Look)}):
+    if unknown := sorted(set(map(str, given)) - {f.name for f in fields(RangeEstimation)}):
         raise ValueError(f"look has no setting {', '.join(unknown)}.")
-    return Look(**given)
+    return RangeEstimation(**given)
 
 
-def checked_bounds(name: str, pair: Any) -> Bounds:
+def checked_bounds(name: str, pair: object) -> Bounds:
     """(low, high) as floats, low < high, both finite and far from what float64 can hold.
 
     A public norm, ``{"centre": c, "spread": s}``, stands for three spreads around its centre.
@@ -143,7 +142,7 @@ def checked_bounds(name: str, pair: Any) -> Bounds:
         centre, spread = float(pair["centre"]), float(pair["spread"])
         pair = (centre - 3.0 * spread, centre + 3.0 * spread)
     try:
-        low, high = (float(limit) for limit in pair)
+        low, high = np.asarray(pair, np.float64).tolist()
     except (TypeError, ValueError):
         raise ValueError(f"{name}: each must be a pair (low, high) of numbers.") from None
     if not (math.isfinite(low) and math.isfinite(high) and low < high and max(-low, high) < 1e150):
@@ -161,18 +160,20 @@ def noise_of(session: Session, slot: str, bound: float) -> float:
     return session.plan.schedule[slot].multiplier(session.plan.noise_multiplier) * bound
 
 
-def found_frame(look: Look, session: Session, features: int, relation: Relation) -> dict[str, Any]:
+def estimate_box(look: RangeEstimation, session: Session, features: int, relation: Relation) -> dict[str, Any]:
     """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
     declared = look.features if look.features is not None else (None,) * features
     if len(declared) != features:
         raise DataError(f"feature_bounds: has {len(declared)} pairs, must have one per feature ({features}).")
     low = np.array([-1.0 if pair is None else pair[0] for pair in declared])
     high = np.array([1.0 if pair is None else pair[1] for pair in declared])
-    looked_at = look.looked_at(features)
+    to_estimate = look.to_estimate(features)
     hidden = 0
     out: dict[str, Any] = {}
-    if len(looked_at) and look.range_share:
-        new_low, new_high, hidden = _found_ranges(look, session, relation, looked_at, low.copy(), high.copy(), out)
+    if len(to_estimate) and look.range_share:
+        new_low, new_high, hidden = _found_ranges(
+            look, session, relation, to_estimate, low.copy(), high.copy(), out
+        )
         known = np.array([pair is not None for pair in declared])
         low = np.where(known, np.maximum(low, new_low), new_low)
         high = np.where(known, np.minimum(high, new_high), new_high)
@@ -183,8 +184,14 @@ def found_frame(look: Look, session: Session, features: int, relation: Relation)
 
 
 def _found_ranges(
-    look: Look, session: Session, relation: Relation, unknown: Any, low: Any, high: Any, out: dict[str, Any]
-) -> tuple[Any, Any, int]:
+    look: RangeEstimation,
+    session: Session,
+    relation: Relation,
+    unknown: npt.NDArray[np.int64],
+    low: Floats,
+    high: Floats,
+    out: dict[str, Any],
+) -> tuple[Floats, Floats, int]:
     """Fill in the limits of the ``unknown`` features; also how many could not be told from noise.
 
     ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
@@ -237,7 +244,7 @@ def _found_ranges(
     return low, high, hidden
 
 
-def _found_target(look: Look, session: Session, relation: Relation) -> dict[str, float]:
+def _found_target(look: RangeEstimation, session: Session, relation: Relation) -> dict[str, float]:
     """The limits of the targets, declared or released; of counts, about their mean and their spread besides."""
     charged = "The whole budget of this run was charged, because the stop depends on a release."
     query = TargetMagnitudeHistogram(relation)
@@ -264,8 +271,8 @@ def _found_target(look: Look, session: Session, relation: Relation) -> dict[str,
     return {} if limits is None else {"target_low": limits[0], "target_high": limits[1]}
 
 
-def frame_of(extra: Mapping[str, Any]) -> FeatureBox | None:
-    """The frame that :func:`found_frame` found, from a run's state."""
+def box_of(extra: Mapping[str, Any]) -> FeatureBox | None:
+    """The frame that :func:`estimate_box` found, from a run's state."""
     if "low" not in extra:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
@@ -276,7 +283,7 @@ def frame_of(extra: Mapping[str, Any]) -> FeatureBox | None:
 class Ranges(Algorithm):
     """The releases of a look, then those of ``shares``, which divide the rest; without shares the look gets all."""
 
-    look: Look
+    look: RangeEstimation
     shares: Mapping[str, float] = field(default_factory=dict)
 
     name: ClassVar[str] = "ranges"
@@ -290,21 +297,15 @@ class Ranges(Algorithm):
         slots = [Slot(name, FullBatch(), noise=share**-0.5) for name, share in {**looks, **rest}.items()]
         return Schedule(tuple(slots))
 
-    def init(self, x0: Vector) -> State:
-        return State(params=x0)
-
     def step(self, state: State, session: Session) -> State:
-        found = found_frame(self.look, session, len(state.params), relation_of(session))
+        found = estimate_box(self.look, session, len(state.params), relation_of(session))
         state.extra.update(found, feature_range=[found["low"].tolist(), found["high"].tolist()])
         state.step, state.done = 1, True
         return state
 
-    def output(self, state: State) -> Vector:
-        return state.params
-
 
 @dataclass(frozen=True)
-class Tabulate(Algorithm):
+class HistogramRelease(Algorithm):
     """Release the sums of ``cells`` cells, of which a person has one in each of ``groups`` groups."""
 
     cells: int
@@ -315,15 +316,9 @@ class Tabulate(Algorithm):
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("evaluation", FullBatch()),))
 
-    def init(self, x0: Vector) -> State:
-        return State(params=copy(x0))
-
     def step(self, state: State, session: Session) -> State:
         query = CellSums(self.cells, self.groups, relation_of(session))
         state.params = session.release("evaluation", query)
         state.extra["noise"] = noise_of(session, "evaluation", query.bound)
         state.step, state.done = 1, True
         return state
-
-    def output(self, state: State) -> Vector:
-        return state.params

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from quietgrad import settings
 from quietgrad.sanitize import did_you_mean
 
-_REPLACE = "replace-one"
+_ADD, _REPLACE = "add-remove", "replace-one"
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,23 @@ class Example:
     every: int = 1
 
 
-def _row(loss: float, relation: str = "add-remove", **settings: Any) -> Example:
+def _row(loss: float, relation: str = "add-remove", **settings: object) -> Example:
     return Example(settings, relation, loss)
 
 
 def _attack(
-    label: str, relation: str = "add-remove", n: int = 4, epsilon: float = 6.0, share: float = 1.0, **settings: Any
+    label: str,
+    relation: str = "add-remove",
+    n: int = 4,
+    epsilon: float = 6.0,
+    share: float = 1.0,
+    **settings: object,
 ) -> Example:
     return Example(settings, relation, n=n, epsilon=epsilon, label=label, share=share)
 
 
-def _queries(label: str, *args: Any, **settings: Any) -> Example:
-    return replace(_attack(label, *args, **settings), space="queries")
+def _queries(label: str, relation: str = "add-remove", **settings: Any) -> Example:
+    return replace(_attack(label, relation, **settings), space="queries")
 
 
 def _batches(n: int = 4, **settings: Any) -> tuple[Example, ...]:
@@ -79,19 +84,11 @@ _ONCE: dict[str, Any] = {"sampling": "single-pass", "noise": "correlated"}
 _BANDS: dict[str, Any] = {"sampling": "poisson-turns", "cohorts": 5, "noise": "correlated"}
 _STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
 _ESCAPE: dict[str, Any] = {
-    "learning_rate": 2.0,
-    "radius": 1.0,
-    "escape_steps": 10,
-    "attempts": 2,
-    "hessian_lipschitz": 0.1,
-}
+    "learning_rate": 2.0, "radius": 1.0, "escape_steps": 10, "attempts": 2, "hessian_lipschitz": 0.1,
+}  # fmt: skip
 _SPIDER: dict[str, Any] = {
-    "name": "adaptive-spider",
-    "clip": 1.0,
-    "smoothness": 0.25,
-    "kappa": 3.0,
-    "batch_size": 300,
-}
+    "name": "adaptive-spider", "clip": 1.0, "smoothness": 0.25, "kappa": 3.0, "batch_size": 300,
+}  # fmt: skip
 
 EXAMPLES: dict[str, tuple[Example, ...]] = {
     "dp-srm": (
@@ -152,14 +149,15 @@ _LOOKS: dict[str, Any] = {"ranges": "each", "range_share": 0.1, "offset_share": 
 
 # χ so small that the run never thinks it has arrived, κ so large that differences follow the first gradient.
 _NEVER: dict[str, Any] = {
-    "learning_rate": 0.1,
-    "chi": 1e-3,
-    "radius": 1.0,
-    "escape_steps": 2,
-    "attempts": 1,
-    "hessian_lipschitz": 1e-6,
-}
+    "learning_rate": 0.1, "chi": 1e-3, "radius": 1.0, "escape_steps": 2, "attempts": 1, "hessian_lipschitz": 1e-6,
+}  # fmt: skip
+_TWO_TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 2, "noise": "correlated"}
+_TWO_BANDS: dict[str, Any] = {**_TWO_TURNS, "sampling": "poisson-turns"}
 _AUDIT_SPIDER: dict[str, Any] = {"name": "adaptive-spider", "clip": 1.0, "smoothness": 1.0, "kappa": 1e6}
+_SELECTION: dict[str, Any] = {
+    "n": 8, "epsilon": 2.0, "alpha": 0.1, "steps": 2, "learning_rate": 0.1,
+    "oracle": {**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
+}  # fmt: skip
 _MINI_BATCH: dict[str, Any] = {"name": "mini-batch", "batch_size": 4, "clip": 1.0}
 _REUSE: dict[str, Any] = {"batch_size": 4, "difference_batch_size": 4, "regime": "reuse", "full_queries": 1}
 # A refused step costs as much as a fresh one, so that every run spends all of ρ on the same few releases. Under
@@ -172,24 +170,16 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
         _attack("one clip", steps=6, batch_size=4, joint_clip=True),
         _attack("C2 follows the step", _REPLACE, steps=4, batch_size=4, smoothness=1.0),
         _attack("random round", steps=4, batch_size=2, returns="random"),
-        _attack("turns", steps=6, difference_clip=0.2, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("turns", steps=6, difference_clip=0.2, **_TWO_TURNS),
     ),
     "dp-sgd": (
         *_batches(steps=6, learning_rate=0.1, momentum=0.5),
         _attack("random allocation", steps=6, batch_size=2, sampling="random-allocation"),
-        _attack("turns", steps=6, sampling="turns", cohorts=2, noise="correlated"),
-        _attack("turns", _REPLACE, steps=6, sampling="turns", cohorts=2, noise="correlated"),
+        _attack("turns", steps=6, **_TWO_TURNS),
+        _attack("turns", _REPLACE, steps=6, **_TWO_TURNS),
         _attack("single pass", _REPLACE, n=6, steps=2, batch_size=3, sampling="single-pass", noise="correlated"),
-        _attack("Poisson turns", steps=6, batch_size=1, sampling="poisson-turns", cohorts=2, noise="correlated"),
-        _attack(
-            "Poisson turns",
-            _REPLACE,
-            steps=6,
-            batch_size=1,
-            sampling="poisson-turns",
-            cohorts=2,
-            noise="correlated",
-        ),
+        _attack("Poisson turns", steps=6, batch_size=1, **_TWO_BANDS),
+        _attack("Poisson turns", _REPLACE, steps=6, batch_size=1, **_TWO_BANDS),
         # A record in every third release, as early as it can be: the worst turns there are, and they are known.
         replace(
             _queries("known turns", n=6, share=0.4, steps=9, cohorts=3, sampling="turns", noise="correlated"),
@@ -238,33 +228,9 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "model-selection": (
         # A search of pure ε allows so much at larger ε that thousands of runs would say nothing.
-        _attack(
-            "fresh records",
-            _REPLACE,
-            n=8,
-            epsilon=2.0,
-            share=0.15,
-            oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
-            alpha=0.1,
-            steps=2,
-            learning_rate=0.1,
-            hessian_lipschitz=1e-6,
-        ),
+        _attack("fresh records", _REPLACE, share=0.15, hessian_lipschitz=1e-6, **_SELECTION),
         # One record is in one part: here in the one that is searched.
-        replace(
-            _queries(
-                "the search",
-                _REPLACE,
-                n=8,
-                epsilon=2.0,
-                share=0.5,
-                oracle={**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
-                alpha=0.1,
-                steps=2,
-                learning_rate=0.1,
-            ),
-            only=("select",),
-        ),
+        replace(_queries("the search", _REPLACE, share=0.5, **_SELECTION), only=("select",)),
     ),
     "weighted-average": (
         _attack("one shot", _REPLACE, steps=5, learning_rate=0.5),
@@ -288,7 +254,7 @@ class AlgorithmSpec:
         module, _, cls = self.home.partition(".")
         return getattr(import_module(f"quietgrad.algorithms.{module}"), cls)
 
-    def make(self, given: Mapping[str, Any]) -> Any:
+    def make(self, given: Mapping[str, object]) -> Any:
         """The algorithm with the settings ``given``, texts or values.
 
         >>> entry("perturbed-sgd").make({"steps": "50", "oracle": {"name": "mini-batch", "batch_size": 3}}).oracle
@@ -303,7 +269,7 @@ _RETIRED: dict[str, dict[str, Any]] = {
 }
 
 
-def current_config(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def current_config(name: str, config: Mapping[str, object]) -> dict[str, object]:
     """The settings that a run of 0.2 wrote, without those that are no settings any more and had their default."""
     gone = _RETIRED.get(name, {})
     return {key: value for key, value in config.items() if key not in gone or value != gone[key]}
@@ -348,17 +314,17 @@ def entry(name: str) -> AlgorithmSpec:
 
 
 def _readers() -> settings.Readers:
-    from quietgrad.algorithms.learning_rates import LearningRate, read_rate
-    from quietgrad.algorithms.range_estimation import Look, read_look
+    from quietgrad.algorithms.learning_rates import LearningRate, as_rate
+    from quietgrad.algorithms.range_estimation import RangeEstimation, range_estimation_from_json
     from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
     from quietgrad.privacy.correlated import CorrelatedNoise
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
     return {
-        LearningRate: read_rate,
+        LearningRate: as_rate,
         Oracle: make_oracle,
-        Look: read_look,
+        RangeEstimation: range_estimation_from_json,
         CorrelatedNoise: read_noise,
         **kinds,
     }

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from quietgrad.algorithms.base import FirstOrder, Output, check_count, check_range
+from quietgrad.algorithms.base import FirstOrder, Output
 from quietgrad.algorithms.learning_rates import Inverse, InverseSqrt, LearningRate
 from quietgrad.objectives.base import LossConstants
 from quietgrad.oracles.base import Oracle
@@ -22,6 +22,7 @@ from quietgrad.oracles.gradient_estimators import MiniBatch
 from quietgrad.plans.schedule import plan
 from quietgrad.privacy.budget import Budget
 from quietgrad.sampling import SamplingName
+from quietgrad.settings import Count, NotNegative, Positive, Within
 from quietgrad.vectors import Vector, norm
 
 
@@ -41,11 +42,11 @@ class RRPSGD(FirstOrder):
     400
     """
 
-    steps: int = 400
-    batch_size: int = 200
+    steps: Count = 400
+    batch_size: Count = 200
     learning_rate: float | str | LearningRate = 0.5
-    clip: float = 1.0
-    smoothness: float = 0.0
+    clip: Positive = 1.0
+    smoothness: NotNegative = 0.0
     sampling: SamplingName = "poisson"
     returns: Literal["random"] = "random"
 
@@ -53,17 +54,14 @@ class RRPSGD(FirstOrder):
     first_round: ClassVar[int] = 1  # as printed, w_R after R steps; the proof of Theorem 5 is about R − 1 of them
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("smoothness", self.smoothness, 0.0, math.inf)
         super().__post_init__()
         if self.smoothness * max(self._rate(k, self.steps) for k in (0, self.steps - 1)) >= 2.0:
             raise ValueError("learning_rate: must stay below 2/smoothness; else P(R) is not a law.")
 
     @classmethod
-    def for_data(cls, n: int, *, batch_size: int, **settings: object) -> RRPSGD:
+    def for_data(cls, n: int, *, batch_size: int, **settings: Any) -> RRPSGD:
         """The settings for ``n`` records: (n/b)² steps."""
-        return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)  # type: ignore[arg-type]
+        return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)
 
     @classmethod
     def theory(
@@ -93,7 +91,7 @@ class RRPSGD(FirstOrder):
         (400, 0.25, True)
         """
         lipschitz, smooth = constants.needed("lipschitz", "smoothness")
-        check_range("initial_gap", initial_gap, 0.0, math.inf, closed=False)
+        Within(0.0, closed=False).check("initial_gap", initial_gap)
         draft = cls.for_data(n, batch_size=batch_size, clip=lipschitz, smoothness=smooth, sampling=sampling,
                              learning_rate=1.0 / smooth)  # fmt: skip
         z = plan(draft, n=n, budget=budget).noise_multiplier
@@ -124,28 +122,21 @@ class BassilySGD(FirstOrder):
     400
     """
 
-    steps: int = 400
-    batch_size: int = 200
+    steps: Count = 400
+    batch_size: Count = 200
     learning_rate: float = 0.5
-    strong_convexity: float = 0.0
-    clip: float = 1.0
-    radius: float = 10.0
+    strong_convexity: NotNegative = 0.0
+    clip: Positive = 1.0
+    radius: Positive = 10.0
     sampling: SamplingName = "poisson"
     returns: Output = "last"
 
     name: ClassVar[str] = "bassily-sgd"
 
-    def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("radius", self.radius, 0.0, math.inf, closed=False)
-        check_range("strong_convexity", self.strong_convexity, 0.0, math.inf)
-        super().__post_init__()
-
     @classmethod
-    def for_data(cls, n: int, *, batch_size: int, **settings: object) -> BassilySGD:
+    def for_data(cls, n: int, *, batch_size: int, **settings: Any) -> BassilySGD:
         """The settings for ``n`` records: (n/b)² steps."""
-        return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)  # type: ignore[arg-type]
+        return cls(steps=max(1, round((n / batch_size) ** 2)), batch_size=batch_size, **settings)
 
     def rate(self) -> LearningRate:
         return Inverse(1.0 / self.strong_convexity) if self.strong_convexity else InverseSqrt(self.learning_rate)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range, config_of
+from quietgrad.algorithms.base import Algorithm, State
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, GradientQuery, LossConstants
 from quietgrad.oracles.base import Noise, slot_of
@@ -20,6 +20,7 @@ from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.events import round_law
 from quietgrad.sampling import SamplingName, sampling_of
+from quietgrad.settings import Count, Fraction, Positive, Within
 from quietgrad.vectors import Vector, copy
 
 
@@ -45,28 +46,19 @@ class StagewiseDPSGD(Algorithm):
     [('stage-1', 20), ('stage-2', 40)]
     """
 
-    stages: int = 4
-    first_steps: int = 50
-    batch_size: int = 256
-    learning_rate: float = 1.0
-    clip: float = 1.0
-    momentum: float = 0.9
-    early_momentum: int = 5
+    stages: Count = 4
+    first_steps: Count = 50
+    batch_size: Count = 256
+    learning_rate: Positive = 1.0
+    clip: Positive = 1.0
+    momentum: Fraction = 0.9
+    early_momentum: Annotated[int, Within(0, whole=True)] = 5
     sampling: SamplingName = "poisson"
     returns: Literal["last", "random"] = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
 
     name: ClassVar[str] = "stagewise"
-
-    def __post_init__(self) -> None:
-        check_count("stages", self.stages)
-        check_count("first_steps", self.first_steps)
-        check_count("batch_size", self.batch_size)
-        check_count("early_momentum", self.early_momentum, least=0)
-        check_range("learning_rate", self.learning_rate, 0.0, math.inf, closed=False)
-        check_range("clip", self.clip, 0.0, math.inf, closed=False)
-        check_range("momentum", self.momentum, 0.0, 1.0 - 1e-9)
 
     @classmethod
     def theory(
@@ -105,10 +97,10 @@ class StagewiseDPSGD(Algorithm):
         """
         lipschitz, beta = constants.needed("lipschitz", "smoothness")
         mu = constants.strong_convexity if growth is None else growth
-        check_range("growth", mu, 0.0, math.inf, closed=False)
-        check_range("quasi_convexity", quasi_convexity, 0.0, 1.0, closed=False)
-        check_range("early", early, 0.0, 1.0)
-        check_range("slack", slack, 0.0, 2.0 - 1e-9, closed=False)
+        Within(0.0, closed=False).check("growth", mu)
+        Within(0.0, 1.0, closed=False).check("quasi_convexity", quasi_convexity)
+        Within(0.0, 1.0).check("early", early)
+        Within(0.0, 2.0 - 1e-9, closed=False).check("slack", slack)
         rate = min(quasi_convexity * (1.0 - momentum) ** 2 / (2.0 * beta), 1.0)
         effective = (1.0 - early) + early / (2.0 * (1.0 - momentum))
         first = max(1, math.ceil(1.0 / (slack * quasi_convexity * mu * rate * effective)))
@@ -180,9 +172,3 @@ class StagewiseDPSGD(Algorithm):
         state.extra = {"stage": stage, "stage_step": t}
         state.done = stage > self.stages
         return state
-
-    def output(self, state: State) -> Vector:
-        return state.params
-
-    def config(self) -> dict[str, Any]:
-        return config_of(self)

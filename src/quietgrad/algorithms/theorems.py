@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quietgrad.algorithms.base import HasSchedule
 from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.algorithms.rrpsgd import RRPSGD
 from quietgrad.algorithms.stagewise import StagewiseDPSGD
@@ -73,7 +74,7 @@ class Known:
 
 
 def bounds(
-    algorithm: Any,
+    algorithm: HasSchedule,
     constants: LossConstants,
     plan: Plan,
     *,

@@ -4,7 +4,7 @@ A part of the budget buys what the features look like: their ranges, a mean, sec
 full-batch gradient steps in whitened coordinates, where one public step size suits all directions. Every release
 is an un-sampled Gaussian, so the composition is exact; every threshold, window, damping and horizon follows from
 public numbers and earlier releases. Which releases a table can repay is decided before it is seen:
-:func:`~quietgrad.algorithms.whitened_design.for_table`.
+:func:`~quietgrad.algorithms.budget_allocation.for_table`.
 
 Standard errors come from one noisy Newton step at the end. From a private start θ₀ the step θ₁ = θ₀ − Ĥ⁻¹ĝ uses a
 noisy gradient ĝ = g + N_g and a noisy curvature Ĥ = H + N_H. To first order
@@ -24,16 +24,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, cg
 
-from quietgrad.algorithms.base import Algorithm, State, check_count, check_range
-from quietgrad.algorithms.range_estimation import Bounds, Look, found_frame, frame_of, noise_of, relation_of
+from quietgrad.algorithms.base import Algorithm, State
+from quietgrad.algorithms.range_estimation import (
+    Bounds,
+    RangeEstimation,
+    box_of,
+    estimate_box,
+    noise_of,
+    relation_of,
+)
 from quietgrad.curators.base import Session, SupportsPrefetch
 from quietgrad.objectives.base import Asked, LossQuery, Query, following_clip
 from quietgrad.objectives.tables.histogram_decoding import read_norms
+from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.objectives.tables.losses import Logistic, Squared
 from quietgrad.objectives.tables.range_queries import BoxedQuery
 from quietgrad.objectives.tables.table import Affine, Floats
@@ -49,9 +57,10 @@ from quietgrad.objectives.tables.whitening import (
 from quietgrad.plans.schedule import Schedule, Slot
 from quietgrad.privacy.budget import Relation
 from quietgrad.sampling import FullBatch
-from quietgrad.vectors import Vector, copy
+from quietgrad.settings import Count, Positive, Within
+from quietgrad.vectors import Vector
 
-__all__ = ["Bounds", "Look", "WhitenedGD"]
+__all__ = ["Bounds", "RangeEstimation", "WhitenedGD"]
 
 
 _CLEAR = 3.0  # spectral norms of its noise: an eigenvalue of the curvature below is raised to it
@@ -116,7 +125,7 @@ _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little 
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
-def _tempered(velocity: Any, far: float, at: Any, session: Session, whitening: Whitening) -> Any:
+def _tempered(velocity: Floats, far: float, at: Floats, session: Session, whitening: Whitening) -> Floats:
     """(I + far·H)⁻¹v: the velocity v, shortened where the regulariser is steep; H is its Hessian at ``at``.
 
     Whitening stretches features that vary little, and the penalty on them with it. Plain steps of the length that
@@ -132,7 +141,10 @@ def _tempered(velocity: Any, far: float, at: Any, session: Session, whitening: W
         matvec=lambda v: v + far * whitening.pull_back(bend * whitening.to_raw(v)),
         dtype=np.float64,
     )
-    return cg(system, velocity, rtol=1e-8, maxiter=100)[0]
+    return np.asarray(cg(system, velocity, rtol=1e-8, maxiter=100)[0])
+
+
+Share = Annotated[float, Within(0.0, 0.6)]
 
 
 @dataclass(frozen=True)
@@ -159,37 +171,28 @@ class WhitenedGD(Algorithm):
     [('mean', 1), ('second-moments', 1), ('gradient', 10)]
     """
 
-    steps: int = 32
-    learning_rate: float = 1.25
-    clip: float = 0.4
-    row_bound: float | None = None
-    mean_share: float = 0.04
-    moment_share: float = 0.16
-    norm_share: float = 0.02
-    damping: float = 0.6
+    steps: Count = 32
+    learning_rate: Positive = 1.25
+    clip: Positive = 0.4
+    row_bound: Positive | None = None
+    mean_share: Share = 0.04
+    moment_share: Share = 0.16
+    norm_share: Share = 0.02
+    damping: Positive = 0.6
     moments: Literal["full", "diagonal"] = "full"
-    look: Look | None = None
-    freedom: float | None = None
-    horizon: float | None = None
-    inference_share: float = 0.0
+    look: RangeEstimation | None = None
+    freedom: Positive | None = None
+    horizon: Positive | None = None
+    inference_share: Share = 0.0
     bands: bool = False
 
     name: ClassVar[str] = "whitened-gd"
 
     def __post_init__(self) -> None:
-        check_count("steps", self.steps)
-        for name in ("learning_rate", "clip", "damping"):
-            check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
-        for name in ("mean_share", "moment_share", "norm_share", "inference_share"):
-            check_range(name, getattr(self, name), 0.0, 0.6)
-        for name in ("row_bound", "freedom", "horizon"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0.0, math.inf, closed=False)
-        if self.moments not in ("full", "diagonal"):
-            raise ValueError(f"moments={self.moments!r}: must be 'full' or 'diagonal'.")
+        super().__post_init__()
         look: Any = self.look
         if isinstance(look, dict):  # as a saved configuration holds it
-            object.__setattr__(self, "look", Look(**look))
+            object.__setattr__(self, "look", RangeEstimation(**look))
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
 
@@ -242,9 +245,6 @@ class WhitenedGD(Algorithm):
         varies = {"clip": (0.0, longest), "whitening.radius": (0.0, radius)}
         yield "gradient", Asked(WhitenedGradient(x0, longest, whitening), varies)
 
-    def init(self, x0: Vector) -> State:
-        return State(params=copy(x0))
-
     def step(self, state: State, session: Session) -> State:
         if state.step == 0:
             self._measure(state, session)
@@ -273,7 +273,7 @@ class WhitenedGD(Algorithm):
 
     def _finish(self, state: State, session: Session, whitening: Whitening) -> None:
         """Take the Newton step if it was bought; keep raw parameters and what the result tells besides."""
-        frame, extra = frame_of(state.extra), state.extra
+        frame, extra = box_of(state.extra), state.extra
         if self.inference_share:
             inner, covariance, raised = _newton_step(
                 session, lambda query: self._seen(query, state), extra["mean_inner"], whitening
@@ -333,7 +333,7 @@ class WhitenedGD(Algorithm):
         relation, extra = relation_of(session), state.extra
         features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)
         if self.look is not None:
-            extra.update(found_frame(self.look, session, features, relation))
+            extra.update(estimate_box(self.look, session, features, relation))
         bound = extra["row_bound"] = self._row_bound(state, session, features, relation)
         n, mean = session.expected_batch("gradient"), np.zeros(features)
         if self.mean_share:
@@ -405,7 +405,7 @@ class WhitenedGD(Algorithm):
         return 2.0 * session.expected_batch("gradient") / noise / math.sqrt(max(session.objective.outputs, 2) / 2.0)
 
     def _row_bound(self, state: State, session: Session, features: int, relation: Relation) -> float:
-        frame = frame_of(state.extra)
+        frame = box_of(state.extra)
         if self.row_bound is not None:
             return self.row_bound
         if not self.norm_share:
@@ -437,12 +437,12 @@ class WhitenedGD(Algorithm):
         if self.look is None:
             return query
         if "frame" not in state.memo:
-            state.memo["frame"] = frame_of(state.extra)
+            state.memo["frame"] = box_of(state.extra)
         return BoxedQuery(query, state.memo["frame"])
 
-    def _to_raw(self, params: Any, state: State, session: Session) -> Any:
+    def _to_raw(self, params: Floats, state: State, session: Session) -> Floats:
         """Parameters for raw features and targets; they hold for rows inside the frame."""
-        frame = frame_of(state.extra)
+        frame = box_of(state.extra)
         if frame is None:
             return params
         matrix = params.reshape(-1, session.objective.outputs).copy()
@@ -458,11 +458,8 @@ class WhitenedGD(Algorithm):
             matrix[-1] += frame.target_centre / column
         return matrix.ravel()
 
-    def output(self, state: State) -> Vector:
-        return state.params
 
-
-def _pace_of(objective: Any) -> float:
+def _pace_of(objective: LinearObjective) -> float:
     """The curvature in the score that steps are sized for."""
     if objective.pace is not None:
         return float(objective.pace)

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.range_estimation import Ranges, Tabulate
+from quietgrad.algorithms.budget_allocation import allocate_range_estimation
+from quietgrad.algorithms.range_estimation import HistogramRelease, Ranges
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.audit.canaries import QueryGame, table_game
 from quietgrad.audit.confidence_bounds import dprime_found, dprime_lower
 from quietgrad.audit.federated import attack_shared_person, audit_federations
@@ -205,7 +205,7 @@ def _estimators(runs: int) -> Iterator[AuditReport]:
     """The plans that estimators make, range and label estimates included: noise of every slot."""
     X = np.random.default_rng(0).uniform(-0.5, 0.5, (1000, 3))  # enough for shapes and pairs of an additive model
     y, n = (X[:, 0] > 0).astype(int), len(X)
-    ranges = look_for(n, X.shape[1], budget=_BUDGET)
+    ranges = allocate_range_estimation(n, X.shape[1], budget=_BUDGET)
     plans = {
         "PrivateScaler": make_plan(Ranges(ranges), n=n, budget=_BUDGET),
         "describe": make_plan(_Describe(ranges, _SHARES), n=n, budget=_BUDGET),
@@ -363,7 +363,7 @@ _ROWS = (
     ),
     AuditTarget(
         "evaluation", ("algorithms.range_estimation",), "(ε, δ) of a histogram",
-        _through_queries(lambda: Tabulate(4), _cells),
+        _through_queries(lambda: HistogramRelease(4), _cells),
     ),
     AuditTarget("labels", ("objectives.queries.counts",), "(ε, δ) of finding labels", _labels),
     AuditTarget("estimators", _ESTIMATORS, "the noise of every slot", _estimators, "sklearn"),

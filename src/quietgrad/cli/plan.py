@@ -9,8 +9,8 @@ import typer
 from typer import Argument, Option
 
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.budget_allocation import for_table
 from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.cli.options import Explain, Json, budget, say, say_meaning, show_json, show_rows, show_table, usage
 from quietgrad.cli.run_spec import RunSpec, algorithm_from, with_options
 from quietgrad.plans.explain import ScanCostEstimate, expected_cost

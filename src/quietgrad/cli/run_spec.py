@@ -24,8 +24,8 @@ from typer import Argument, BadParameter, Option
 
 from quietgrad import data as datasets
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.budget_allocation import for_table
 from quietgrad.algorithms.registry import entry
-from quietgrad.algorithms.whitened_design import for_table
 from quietgrad.cli.options import Delta, RelationName, budget, class_labels, usage
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import hold_out_records

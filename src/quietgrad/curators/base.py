@@ -74,6 +74,11 @@ class Session(Protocol):
         ...
 
     @property
+    def charged(self) -> tuple[str, ...]:
+        """What a statement must say of how the run was charged."""
+        ...
+
+    @property
     def used(self) -> dict[str, int]:
         """Releases made so far, by slot."""
         ...

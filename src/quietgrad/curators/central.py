@@ -52,7 +52,7 @@ class CentralCurator:
     def __init__(
         self,
         objective: RecordAdapter,
-        data: Any,
+        data: object,
         *,
         ledger: Ledger | str | Path | None = None,
         account: Account | str = "default",

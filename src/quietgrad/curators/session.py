@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from quietgrad.curators.account import Charge
 from quietgrad.curators.base import SessionCost, offsets_above_minimum
 from quietgrad.curators.transcript import Transcript
 from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.objectives.base import Batch, Query, RecordAdapter, Regularizer, StreamedRecords
+from quietgrad.objectives.base import Batch, Query, RecordAdapter, Records, Regularizer, StreamedRecords
 from quietgrad.objectives.privacy_units import UserLevelObjective, public_loss
 from quietgrad.objectives.queries.counts import LabelCounts
 from quietgrad.plans.schedule import Plan
@@ -32,6 +32,7 @@ from quietgrad.sampling import Sampler, Sampling
 from quietgrad.vectors import Vector, wide_zeros, zeros_like
 
 Answer = TypeVar("Answer")
+Asked = ParamSpec("Asked")
 _PLACES = "/places"  # in a transcript, beside the slots: the records in their order
 _FILTER_ONLY = "rho must be given exactly in a plan with a zCDP filter."
 
@@ -44,11 +45,13 @@ class PendingRelease(NamedTuple):
     fresh: int
 
 
-def _serialized(verb: Callable[..., Answer]) -> Callable[..., Answer]:
+def _serialized(
+    verb: Callable[Concatenate[CentralSession, Asked], Answer],
+) -> Callable[Concatenate[CentralSession, Asked], Answer]:
     """One release at a time, whichever threads ask."""
 
     @wraps(verb)
-    def locked(self: CentralSession, *args: Any, **options: Any) -> Answer:
+    def locked(self: CentralSession, /, *args: Asked.args, **options: Asked.kwargs) -> Answer:
         with self._lock:
             return verb(self, *args, **options)
 
@@ -62,7 +65,7 @@ class CentralSession:
         self,
         plan: Plan,
         objective: RecordAdapter,
-        records: Any,
+        records: Records,
         key: bytes,
         charges: Mapping[str, Charge],
         *,
@@ -84,18 +87,17 @@ class CentralSession:
         self._closed = False
         self.rho_left = plan.event_rho if self._filter and plan.budget is not None else math.inf
         self._slots = {slot.name: slot for slot in plan.schedule.slots}
-        self._spanning = [slot.name for slot in plan.schedule.slots if slot.mechanism.together]
         self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
         self._used = dict.fromkeys(self._slots, 0)
         self._begun: set[PendingRelease] = set()  # drawn and not yet released
         self._fresh_at = 0  # fresh records taken by single passes
-        self._see(objective, records)
+        self._bind(objective, records)
         self._draw_from(key)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("an open session cannot be copied or pickled: two would use the same noise.")
 
-    def _see(self, objective: RecordAdapter, records: Any) -> None:
+    def _bind(self, objective: RecordAdapter, records: Records) -> None:
         self.objective: Any = public_loss(objective)
         self._reading = objective
         self._records = records
@@ -135,13 +137,10 @@ class CentralSession:
 
         All that were planned, where a transcript may have forgotten some.
         """
-        used, log = self.used, self._transcript
+        log, slots = self._transcript, self._slots.values()
         if log is None:
-            return used
-        return {
-            name: max(used[name], log.count(name)) if log.complete else slot.count
-            for name, slot in self._slots.items()
-        }
+            return self.used
+        return {s.name: max(self._used[s.name], log.count(s.name)) if log.complete else s.count for s in slots}
 
     @property
     def charge(self) -> Charge:
@@ -183,8 +182,8 @@ class CentralSession:
         if self._closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         self._here()
-        for other in self._spanning:
-            if other != slot and 0 < self._used[other] < self._slots[other].count:
+        for other, spanning in self._slots.items():
+            if spanning.mechanism.together and other != slot and 0 < self._used[other] < spanning.count:
                 raise BudgetError(
                     f"{slot!r}: cannot be released between the releases of {other!r}, whose noise is correlated. "
                     "Release it before them."
@@ -329,7 +328,7 @@ class CentralSession:
             if self._settled(begun, (multiplier, bound), counts, content):
                 return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
 
-    def reread(self, objective: RecordAdapter, data: Any) -> None:
+    def reread(self, objective: RecordAdapter, data: object) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
         if isinstance(objective, UserLevelObjective) != isinstance(self._reading, UserLevelObjective):
             raise DataError(
@@ -338,7 +337,7 @@ class CentralSession:
         records = objective.prepare(data)
         if len(records) != len(self._records):
             raise DataError("the records changed within a run: go on with the same people in the same order.")
-        self._see(objective, records)
+        self._bind(objective, records)
 
     def close(self, reason: str, *, data_dependent: bool = False) -> SessionCost:
         if self._closed:
@@ -385,7 +384,7 @@ class CentralSession:
             self._enter(log.epoch + 1)
         log.record(_PLACES, 0, mac)
 
-    def _settled(self, begun: PendingRelease, settings: tuple[float, ...], *sums: npt.NDArray[Any]) -> bool:
+    def _settled(self, begun: PendingRelease, settings: tuple[float, ...], *sums: npt.NDArray[np.generic]) -> bool:
         """Whether this release may be made as it stands: it is new, or the very one that was made before.
 
         If not, samples and noise come from a new epoch by now, and the sum has to be made again.

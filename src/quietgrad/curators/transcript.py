@@ -34,7 +34,6 @@ import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +41,7 @@ import numpy.typing as npt
 from quietgrad.errors import DataError, LedgerError
 from quietgrad.files import os_error_text, sync_folder
 from quietgrad.privacy.rng import SecureStream
+from quietgrad.vectors import Vector
 
 
 class LockedAppendFile:
@@ -190,11 +190,6 @@ class SealedLog(LockedAppendFile):
             self.close()
             raise
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was ever written."""
-        return not self._last
-
     def lines(self) -> list[str]:
         """What was written before, openings left out."""
         return self._lines
@@ -324,7 +319,7 @@ class Transcript(SealedLog):
         """Whether a release that is not here was certainly never made."""
         super().__init__(path, f"is running run {run}", key, run)
         try:
-            if self.empty:
+            if not self._last:  # nothing was ever written
                 self.complete = not resumed
                 if not resumed:
                     super().reopen(0)
@@ -400,7 +395,7 @@ class Transcript(SealedLog):
             digest.update(part)
         return digest.digest()
 
-    def digest(self, total: Any) -> npt.NDArray[np.int64]:
+    def digest(self, total: Vector) -> npt.NDArray[np.int64]:
         """What stands for a sum on an accelerator in its MAC: a keyed digest that is made there."""
         from quietgrad.privacy.device_stream import digest
 

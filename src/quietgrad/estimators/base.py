@@ -21,10 +21,10 @@ from scipy.special import ndtr, ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms import by_name
 from quietgrad.algorithms.base import Algorithm
+from quietgrad.algorithms.budget_allocation import budget_mu, for_table
 from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
-from quietgrad.algorithms.whitened_design import for_table, strength
+from quietgrad.algorithms.registry import entry
 from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
@@ -164,7 +164,7 @@ class PrivateModel(SpendsPrivacy):
     def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> Algorithm:
         """The method for a public number of records."""
         if isinstance(self.algorithm, str):
-            kind = by_name(self.algorithm)
+            kind = entry(self.algorithm).kind
             known = {each.name for each in fields(kind)}
             batch = max(1, min(n, 512))  # mini-batch methods take twenty passes
             usual = {"batch_size": batch, "steps": max(1, 20 * n // batch), "learning_rate": 1.0}
@@ -220,7 +220,7 @@ class PrivateModel(SpendsPrivacy):
 
     def _signal(self, n: int) -> float:
         """nμ: records per unit of the budget's noise, which decides what can be found."""
-        return n * strength(self._budget())
+        return n * budget_mu(self._budget())
 
     # --- the fit ----------------------------------------------------------------------------------------------
 

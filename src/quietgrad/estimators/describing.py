@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quietgrad.algorithms.range_estimation import Ranges, checked_bounds, found_frame, noise_of
-from quietgrad.algorithms.whitened_design import look_for, strength
+from quietgrad.algorithms.budget_allocation import allocate_range_estimation, budget_mu
+from quietgrad.algorithms.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, DeclaredWarning
@@ -195,7 +195,7 @@ def describe(
     bounds = [column.bounds if not column.values else (0.0, 1.0) for column in columns]
 
     def method(n: int) -> _Describe:
-        look = look_for(n, len(columns), budget=budget, feature_bounds=bounds)
+        look = allocate_range_estimation(n, len(columns), budget=budget, feature_bounds=bounds)
         return _Describe(replace(look, whole=True), shares)  # no tail may be cut off: means would miss it
 
     declared = n_public if budget.relation is Relation.ADD_REMOVE else None
@@ -203,9 +203,9 @@ def describe(
     chosen = method(size.n)
     session = curator.open(make_plan(chosen, n=size, budget=budget, unit=whom.unit), note="describe", part=True)
     try:
-        found = found_frame(chosen.look, session, len(columns), budget.relation)
+        found = estimate_box(chosen.look, session, len(columns), budget.relation)
         # As many bins as let one with an equal part of the records stand out of the noise.
-        per_bin = 0.5 * size.n * strength(budget) / math.sqrt(len(columns))
+        per_bin = 0.5 * size.n * budget_mu(budget) / math.sqrt(len(columns))
         bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
         for j in numeric:
             low, high = float(found["low"][j]), float(found["high"][j])

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from sklearn.pipeline import Pipeline
 
-from quietgrad.algorithms.range_estimation import Tabulate
+from quietgrad.algorithms.range_estimation import HistogramRelease
 from quietgrad.curators.account import Account
 from quietgrad.curators.central import CentralCurator
 from quietgrad.errors import DataError, LedgerWarning
@@ -249,7 +249,7 @@ class _Publisher:
         whom = self._whom
         data = whom.of_data(self._held.with_rows(places))
         curator = CentralCurator(whom.asks(Tabulation()), data, account=self._account)
-        self._size = curator.count(self._budget, self._declared, Tabulate(1, 1))
+        self._size = curator.count(self._budget, self._declared, HistogramRelease(1, 1))
         self._account = curator.account
         return self._size.n
 
@@ -259,7 +259,7 @@ class _Publisher:
         result = minimize(
             Tabulation(),
             self._held.with_rows(places),
-            Tabulate(cells, groups),
+            HistogramRelease(cells, groups),
             budget=self._budget,
             account=self._account,
             n_public=self._size,

@@ -20,8 +20,8 @@ from sklearn.pipeline import FeatureUnion, Pipeline
 from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
+from quietgrad.algorithms.budget_allocation import allocate_range_estimation
 from quietgrad.algorithms.range_estimation import Ranges
-from quietgrad.algorithms.whitened_design import look_for
 from quietgrad.errors import LedgerWarning
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
 from quietgrad.estimators.validation import (
@@ -83,7 +83,9 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, SpendsPrivacy):  # t
         bounds = X.bounds if is_scan(X) and self.feature_bounds is None else bounds
 
         def ranges(n: int) -> Ranges:
-            return Ranges(look_for(n, features, budget=budget, feature_bounds=bounds, sparse=sparse))
+            return Ranges(
+                allocate_range_estimation(n, features, budget=budget, feature_bounds=bounds, sparse=sparse)
+            )
 
         self.privacy_: Any = None
         if bounds is None or any(pair is None for pair in bounds):

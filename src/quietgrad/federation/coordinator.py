@@ -167,7 +167,7 @@ class FederatedSession:
         self.faults: list[tuple[int, dict[str, str]]] = []
         """Rounds that failed or lack a party: number, and by name what happened."""
         self.store, self._exchange, self._charge = store, curator.exchange, charge
-        self.epochs, self.run = 1, store.run
+        self.epochs, self.run, self.charged = 1, store.run, (charge.note,) if charge.note else ()
         self._answered: set[str] = set()
         self._tell = curator.tell
         curator.admitted = self._admitted

@@ -82,7 +82,9 @@ def make_objective(
         if classes is None:
             raise ValueError(f"a {name} objective needs the public list of classes.")
         ready["classes"] = classes
-    free = ready.get("classes", 1) if settings.read("intercept", values.get("intercept", False), bool) else 0
+    free = (
+        ready.get("classes", 1) if settings.parse_setting("intercept", values.get("intercept", False), bool) else 0
+    )
     if (found := make_regularizer(penalty, free)) is not None:
         ready["regularizer"] = found
     objective = settings.build_dataclass(name, kind, {**number, **values}, ready=ready, hidden=_HIDDEN)

@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, Objective
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
-from quietgrad.sampling import (
-    Sampling,
-)
+from quietgrad.sampling import Sampling
+from quietgrad.settings import check_fields
 from quietgrad.vectors import Vector
 
 Noise = Literal["independent", "correlated"] | CorrelatedNoise
@@ -49,6 +48,9 @@ class EstimateError(NamedTuple):
 class Oracle(Protocol):
     """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
         """The releases that ``steps`` estimates may need."""
         ...
@@ -58,8 +60,8 @@ class Oracle(Protocol):
         ...
 
     def config(self) -> dict[str, Any]:
-        """The oracle's public settings as JSON values."""
-        ...
+        """The oracle's public settings as JSON values; the law of a random round is the algorithm's."""
+        return {"name": type(self).__name__, **{k: v for k, v in config_of(self).items() if k != "law"}}
 
     @property
     def smoothness(self) -> float | None:
@@ -95,7 +97,7 @@ def slot_of(
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 
-def read_noise(given: Any) -> CorrelatedNoise:
+def read_noise(given: object) -> CorrelatedNoise:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
     >>> from quietgrad.privacy.correlated import BandedToeplitzNoise
@@ -108,12 +110,28 @@ def read_noise(given: Any) -> CorrelatedNoise:
     return made
 
 
-def settings_of(oracle: Any) -> dict[str, Any]:
-    """The public settings of an oracle as JSON values; the law of a random round is the algorithm's."""
-    values = {f.name: getattr(oracle, f.name) for f in fields(oracle) if f.name != "law"}
-    return {
-        name: value.to_json() if isinstance(value, CorrelatedNoise) else value for name, value in values.items()
-    }
+@runtime_checkable
+class HasConfig(Protocol):
+    """A setting that is made of settings: an oracle, a learning rate, what is estimated of a table's ranges."""
+
+    def config(self) -> dict[str, Any]:
+        """Its settings as JSON values."""
+        ...
+
+
+def config_of(settings: Any) -> dict[str, Any]:
+    """The public settings of a frozen dataclass as JSON values."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, HasConfig):
+            return value.config()
+        if isinstance(value, CorrelatedNoise):
+            return value.to_json()
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {f.name: plain(getattr(settings, f.name)) for f in fields(settings)}
 
 
 def plan_preview(objective: Objective, plan: Plan) -> Any:

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from quietgrad import settings
 from quietgrad.curators.base import Session
@@ -44,11 +44,11 @@ from quietgrad.oracles.base import (
     Oracle,
     constant_of,
     noise_multiplier,
-    settings_of,
     slot_of,
 )
 from quietgrad.plans.schedule import Law, Slot
 from quietgrad.sampling import Sampling, SamplingName, SinglePass, sampling_of
+from quietgrad.settings import Count, Positive
 from quietgrad.vectors import Vector, norm
 
 
@@ -84,14 +84,10 @@ class MiniBatch(Oracle):
         size = session.expected_batch("gradient")
         return EstimateError(self.clip / math.sqrt(size), noise_multiplier(session) * self.clip / size)
 
-    def config(self) -> dict[str, Any]:
-        return {"name": type(self).__name__, **settings_of(self)}
 
-
-def first_apart(settings: Any) -> bool:
+def first_apart(sampling: str, cohorts: int | None, noise: Noise) -> bool:
     """Whether the first release of recursive momentum has a slot of its own; else it is one of ``next``."""
-    alone = settings.noise == "independent" and settings.cohorts is None
-    return bool(alone and settings.sampling != "random-allocation")
+    return noise == "independent" and cohorts is None and sampling != "random-allocation"
 
 
 @dataclass(frozen=True)
@@ -130,8 +126,7 @@ class RecursiveMomentum(Oracle):
             if self.first_batch_size not in (None, self.batch_size) or self.first_noise != 1.0:
                 raise ValueError(
                     "first_batch_size, first_noise: in turns, under random allocation or correlated noise, the "
-                    "first "
-                    "release is like all others; leave both out."
+                    "first release is like all others; leave both out."
                 )
             return (slot_of("next", then, steps, self.noise, self.law),)
         first = sampling_of(self.sampling, n_public, self.first_batch_size or self.batch_size)
@@ -143,7 +138,7 @@ class RecursiveMomentum(Oracle):
     @property
     def _first(self) -> str:
         """The slot of the first release: its own, unless all releases together are one thing."""
-        return "first" if first_apart(self) else "next"
+        return "first" if first_apart(self.sampling, self.cohorts, self.noise) else "next"
 
     def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
         if state.value is None:
@@ -169,9 +164,6 @@ class RecursiveMomentum(Oracle):
         adaptive = self.smoothness is not None and not self.joint_clip
         yield "next", Asked(self._query(params, params), varies if adaptive else {})
 
-    def config(self) -> dict[str, Any]:
-        return settings_of(self)
-
 
 Regime = Literal["fresh", "reuse"]
 
@@ -195,26 +187,14 @@ class AdaptiveSpider(Oracle):
     [('o1', 10), ('o2', 50)]
     """
 
-    batch_size: int | None = None
-    difference_batch_size: int | None = None
-    clip: float | None = None
-    smoothness: float | None = None
-    difference_clip: float | None = None
+    batch_size: Count | None = None
+    difference_batch_size: Count | None = None
+    clip: Positive | None = None
+    smoothness: Positive | None = None
+    difference_clip: Positive | None = None
     regime: Regime = "fresh"
-    full_queries: int | None = None
-    kappa: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.regime not in ("fresh", "reuse"):
-            raise ValueError(f"regime={self.regime!r}: must be 'fresh' or 'reuse'.")
-        for name in ("batch_size", "difference_batch_size", "full_queries"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1, or None.")
-        for name in ("clip", "smoothness", "difference_clip", "kappa"):
-            value = getattr(self, name)
-            if value is not None and not value > 0.0:
-                raise ValueError(f"{name}={value!r}: must be > 0, or None.")
+    full_queries: Count | None = None
+    kappa: Positive | None = None
 
     def batches(self, n_public: int) -> tuple[int, int]:
         """(b₁, b₂): as given, else n/60 and a tenth of b₁."""
@@ -286,30 +266,26 @@ class AdaptiveSpider(Oracle):
             z * math.hypot(g / full, m_drift / difference),
         )
 
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return {"name": type(self).__name__, **asdict(self)}
 
-
-ORACLES: dict[str, Any] = {"adaptive-spider": AdaptiveSpider, "mini-batch": MiniBatch}
+ORACLES: dict[str, type[Oracle]] = {"adaptive-spider": AdaptiveSpider, "mini-batch": MiniBatch}
 """Each class by its name on the command line and in plan files; the first is the default."""
 
-_HIDDEN = ("law",)  # of a random round: the algorithm's
 
-
-def oracle_class(name: str) -> Any:
-    """The class called ``name``; results name it as Python does.
+def oracle_class(name: object, kind: type = object) -> type[Oracle]:
+    """The class called ``name``, which results name as Python does; it must be a ``kind``.
 
     >>> oracle_class("mini-batch") is oracle_class("MiniBatch")
     True
     """
     classes = {**ORACLES, **{cls.__name__: cls for cls in ORACLES.values()}}
-    if name not in classes:
-        raise ValueError(f"oracle {name!r}: must be one of {', '.join(ORACLES)}.")
-    return classes[name]
+    found = classes.get(name) if isinstance(name, str) else None
+    if found is None or not issubclass(found, kind):
+        wanted = [each for each, cls in ORACLES.items() if issubclass(cls, kind)]
+        raise ValueError(f"oracle {name!r}: must be {' or '.join(wanted)} here.")
+    return found
 
 
-def make_oracle(given: Any, kind: Any = object) -> Any:
+def make_oracle(given: object, kind: type = object) -> Oracle:
     """The oracle that a name, or a table of a ``name`` and settings, describes; it must be a ``kind``.
 
     >>> make_oracle({"name": "adaptive-spider", "kappa": 3.0}).kappa
@@ -319,8 +295,5 @@ def make_oracle(given: Any, kind: Any = object) -> Any:
         raise ValueError(f"oracle={given!r}: must be a name, or a table of a name and settings.")
     values = {"name": given} if isinstance(given, str) else dict(given)
     name = values.pop("name", next(iter(ORACLES)))
-    found = oracle_class(name) if isinstance(name, str) else None
-    if found is None or not issubclass(found, kind):
-        wanted = [n for n in ORACLES if issubclass(oracle_class(n), kind)]
-        raise ValueError(f"oracle {name!r}: must be {' or '.join(wanted)} here.")
-    return settings.build_dataclass(f"oracle {name}", found, values, hidden=_HIDDEN)
+    made: Oracle = settings.build_dataclass(f"oracle {name}", oracle_class(name, kind), values, hidden=("law",))
+    return made

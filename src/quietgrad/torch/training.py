@@ -25,7 +25,7 @@ from quietgrad.torch.distributed import is_distributed
 from quietgrad.training.callbacks import Callback, Progress, together
 from quietgrad.training.minimizing import check_people, progress_bar
 from quietgrad.training.result import Result
-from quietgrad.training.runs import look
+from quietgrad.training.runs import read_run
 
 log = logging.getLogger("quietgrad")
 
@@ -169,7 +169,7 @@ def resume(
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:
-        _, state = look(folder)
+        _, state = read_run(folder)
         if len(state.params) != run.examples.dim:
             raise DataError(
                 f"{folder}: the checkpoint is of a model with {len(state.params)} parameters; this one has "

@@ -1,4 +1,4 @@
-"""What a run tells while it trains, and who listens: one protocol for tables, networks and parties.
+"""Callbacks of a training run: one protocol for tables, networks and parties.
 
 A callback is called with a :class:`Progress`: once with step 0, before anything is reserved in a ledger, and then
 after steps. Whatever is wrong with a callback shows in that first call, where it costs nothing.
@@ -15,7 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,7 +86,7 @@ class Callback(Protocol):
 
 
 def begin(callback: Callback | None, releases: int, x0: Vector, *, private: bool) -> None:
-    """Tell of step 0. The caller reserves nothing before this has returned, not even a count of its records."""
+    """Report step 0. The caller reserves nothing before this has returned, not even a count of its records."""
     if callback is not None:
         callback(Progress(0, 0, releases, x0, spent=lambda: 0.0 if private else None))
 
@@ -102,44 +102,33 @@ def together(callbacks: Iterable[Callback | None]) -> Callback:
     return tell
 
 
-class Reports:
-    """What one run tells its callback after its steps."""
+def report(algorithm: Algorithm, session: Session, state: State, callback: Callback) -> None:
+    """Tell of ``state``, which ends if the callback says so."""
+    plan, used = session.plan, sum(session.used.values())
+    progress = Progress(
+        state.step, used, plan.schedule.releases, algorithm.output(state), state.estimate.value, done=state.done,
+        spent=lambda: None if session.seeded else _spent(plan, session.epochs, used), plan=plan,
+    )  # fmt: skip
+    callback(progress)
+    if progress.stopped and not state.done:
+        state.done, state.stopped_by = True, "callback"
 
-    def __init__(self, algorithm: Algorithm, session: Session, callback: Callback | None) -> None:
-        self._algorithm, self._session, self._callback = algorithm, session, callback
-        self._again: dict[int, float] = {}  # ε by how often the plan was charged
 
-    def tell(self, state: State) -> None:
-        """Tell of ``state``, which ends if the callback says so."""
-        if self._callback is None:
-            return
-        session, plan = self._session, self._session.plan
-        progress = Progress(
-            state.step, sum(session.used.values()), plan.schedule.releases, self._algorithm.output(state),
-            state.estimate.value, done=state.done, spent=self._spent, plan=plan,
-        )  # fmt: skip
-        self._callback(progress)
-        if progress.stopped and not state.done:
-            state.done, state.stopped_by = True, "callback"
+_account = lru_cache(maxsize=8)(account)  # the same event is asked about after every step
 
-    def _spent(self) -> float | None:
-        """ε of the session so far: the plan's next proved point at or after what was used.
 
-        A run that was charged again, because it was resumed on other sums, has spent its plan as often: which of
-        its releases were made before is in its transcript alone, so each charge counts whole.
-        """
-        session, plan = self._session, self._session.plan
-        if session.seeded or plan.budget is None:
-            return None
-        again = session.epochs
-        if again == 1:
-            return plan.epsilon_by(sum(session.used.values()))
-        if again not in self._again:
-            budget = plan.budget
-            self._again[again] = account(
-                plan.with_count(composed([plan.event] * again)), delta=budget.delta, relation=budget.relation
-            )
-        return self._again[again]
+def _spent(plan: Plan, charges: int, used: int) -> float | None:
+    """ε of a session so far: the plan's next proved point at or after what was used.
+
+    A run that was charged again, because it was resumed on other sums, has spent its plan as often: which of its
+    releases were made before is in its transcript alone, so each charge counts whole.
+    """
+    if plan.budget is None:
+        return None
+    if charges == 1:
+        return plan.epsilon_by(used)
+    event = plan.with_count(composed([plan.event] * charges))
+    return _account(event, delta=plan.budget.delta, relation=plan.budget.relation)
 
 
 class _Log(ABC):
@@ -258,6 +247,6 @@ class MLflowLog(_Log):
         """Log the settings and the privacy statement of ``result``; none of its scores."""
         settings = {key: str(value)[:200] for key, value in result.config.items()}
         self._mlflow.log_params({"algorithm": result.algorithm, "n_public": result.n_public, **settings})
-        privacy = result.privacy
+        privacy = result.privacy.to_json()
         stated = ("epsilon", "delta", "relation", "condition", "accountant", "is_private")
-        self._mlflow.set_tags({f"privacy.{name}": str(getattr(privacy, name)) for name in stated})
+        self._mlflow.set_tags({f"privacy.{name}": str(privacy[name]) for name in stated})

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
@@ -25,6 +26,7 @@ from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.oracles.base import Estimate
 
 FORMAT = 3
+Array = npt.NDArray[np.generic]
 _KINDS = {"State": State, "Estimate": Estimate}
 
 
@@ -37,16 +39,16 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def save(path: Path, run: str, content: Any, key: bytes) -> None:
+def save(path: Path, run: str, content: object, key: bytes) -> None:
     """Write ``content`` of ``run`` to ``path``; see :func:`sealed_bytes`."""
     write_atomically(path, sealed_bytes(run, content, key))
 
 
-def sealed_bytes(run: str, content: Any, key: bytes) -> bytes:
+def sealed_bytes(run: str, content: object, key: bytes) -> bytes:
     """A safetensors file of dataclasses of ours, dictionaries, lists, tuples, arrays, tensors and plain values."""
     from safetensors.numpy import save as to_bytes
 
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Array] = {}
     said = json.dumps({"format": FORMAT, "run": run, "content": _pack(content, "content", tensors)})
     return to_bytes(tensors, metadata={"quietgrad": said, "seal": _seal(key, said, tensors)})
 
@@ -107,7 +109,7 @@ def run_named_in(path: Path) -> str | None:
     return found[0] if found else None
 
 
-def _seal(key: bytes, said: str, tensors: Mapping[str, Any]) -> str:
+def _seal(key: bytes, said: str, tensors: Mapping[str, Array]) -> str:
     seal = hashlib.blake2b(key=hmac.digest(key, b"checkpoint", "sha256"), digest_size=32)
     seal.update(f"{len(said)}\0{said}".encode())
     for name in sorted(tensors):
@@ -117,7 +119,7 @@ def _seal(key: bytes, said: str, tensors: Mapping[str, Any]) -> str:
     return seal.hexdigest()
 
 
-def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
+def _pack(value: object, name: str, tensors: dict[str, Array]) -> dict[str, object]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if field.name != "memo"]
         fields = {key: _pack(getattr(value, key), f"{name}.{key}", tensors) for key in names}
@@ -138,9 +140,10 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     if type(value).__module__.partition(".")[0] == "torch":
         import torch
 
-        value = value.detach().cpu().contiguous()
-        narrow = value.dtype == torch.bfloat16  # which numpy does not know
-        tensors[name] = (value.view(torch.int16) if narrow else value).numpy()
+        assert isinstance(value, torch.Tensor)
+        flat = value.detach().cpu().contiguous()
+        narrow = flat.dtype == torch.bfloat16  # which numpy does not know
+        tensors[name] = (flat.view(torch.int16) if narrow else flat).numpy()
         return {"kind": "bfloat16" if narrow else "torch", "tensor": name}
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "plain", "value": value}
@@ -150,7 +153,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     )
 
 
-def _unpack(packed: Any, tensors: Mapping[str, Any]) -> Any:
+def _unpack(packed: Any, tensors: Mapping[str, Array]) -> Any:
     kind = packed["kind"]
     if kind == "plain":
         return packed["value"]

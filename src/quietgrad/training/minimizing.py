@@ -26,15 +26,17 @@ from quietgrad.objectives.registry import facts_of, from_facts
 from quietgrad.plans.counting import NOMINAL, PublicCount
 from quietgrad.plans.schedule import Plan, plan
 from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint as checkpoints
-from quietgrad.training.callbacks import Callback, Progress, Reports
+from quietgrad.training.callbacks import Callback, Progress, report
 from quietgrad.training.callbacks import begin as tell_first
 from quietgrad.training.result import Privacy, Result, privacy_statement
 from quietgrad.training.runs import Run, begin, is_kept, open_run, over
 from quietgrad.vectors import Vector, all_finite, copy, norm
 
 if TYPE_CHECKING:
-    from quietgrad.plans.schedule import Plan
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 __all__ = ["Watched", "progress_bar"]
 
@@ -56,7 +58,6 @@ def run(
     """Step ``algorithm`` through an open ``session`` until it is done, close, and state what was proved."""
     started = time.perf_counter()
     state = algorithm.init(x0) if state is None else state
-    reports = Reports(algorithm, session, callback)
     history: list[dict[str, float]] = [] if kept is None else kept.history
     every = int(history[1]["step"] - history[0]["step"]) if len(history) > 1 else 1
     if kept is not None:
@@ -71,7 +72,8 @@ def run(
             if len(history) > _HISTORY:  # a long run keeps every second point
                 every *= 2
                 history[:] = [record for record in history if record["step"] % every == 0 or state.done]
-        reports.tell(state)
+        if callback is not None:
+            report(algorithm, session, state, callback)
         if kept is not None:
             kept.save(state, session)
     if kept is not None:
@@ -130,11 +132,11 @@ def settle_failed_run(session: CentralSession, error: Exception) -> bool:
 
 def minimize(
     objective: Any,
-    data: Any,
+    data: object,
     algorithm: Algorithm | Callable[[int], Algorithm],
     *,
     budget: Budget | None,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str | Account = "default",
     cap: Budget | None = None,
     n_public: int | PublicCount | None = None,
@@ -146,7 +148,7 @@ def minimize(
     callback: Callback | None = None,
     noise_multiplier: float | None = None,
     planned: Plan | None = None,
-    person: Any = None,
+    person: object = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
 ) -> Result:
@@ -234,13 +236,9 @@ def minimize(
             folder, the_plan, curator, kind=TABLE, state=algorithm.init(x0), settings=settings, notes=notes,
             every=checkpoint_seconds,
         )  # fmt: skip
+    session = None
     try:
         session = curator.open(the_plan) if kept is None else kept.open(curator)
-    except Exception:
-        if kept is not None:
-            kept.discard()
-        raise
-    try:
         result = run(algorithm, session, x0, callback=callback, kept=kept, account=str(payer), notes=notes)
         if kept is not None:
             kept.finish(result)
@@ -248,7 +246,8 @@ def minimize(
             result.save(folder)
         return result
     except Exception as error:
-        if settle_failed_run(session, error) and kept is not None:  # then there is nothing to resume either
+        over_now = session is None or settle_failed_run(session, error)
+        if over_now and kept is not None:  # then there is nothing to resume either
             kept.discard()
         raise
     finally:
@@ -258,16 +257,16 @@ def minimize(
 
 def resume(
     objective: Any = None,
-    data: Any = None,
+    data: object = None,
     algorithm: Algorithm | Callable[[int], Algorithm] | None = None,
     *,
     folder: str | Path,
-    ledger: Any = None,
+    ledger: Ledger | str | Path | None = None,
     account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
     callback: Callback | None = None,
-    person: Any = None,
+    person: object = None,
     combine: Combine | None = None,
     records_per_person: int | None = None,
 ) -> Result:
@@ -325,7 +324,7 @@ def resume(
         kept.close()
 
 
-def counting(objective: Any) -> dict[str, Any] | None:
+def counting(objective: object) -> dict[str, Any] | None:
     """How people with several records count, as a folder keeps it; ``None`` by record."""
     if not isinstance(objective, UserLevelObjective):
         return None
@@ -336,7 +335,7 @@ TABLE = "table"  # the kind of these runs
 COUNTED = "a person counts with "
 
 
-def how_people_count(objective: Any) -> tuple[str, ...]:
+def how_people_count(objective: object) -> tuple[str, ...]:
     """What a statement says of people with several records."""
     if not isinstance(objective, UserLevelObjective):
         return ()
@@ -345,7 +344,7 @@ def how_people_count(objective: Any) -> tuple[str, ...]:
     return (f"{COUNTED}the {objective.combine} of {of}, clipped as a whole",)
 
 
-def check_people(algorithm: Algorithm, objective: Any) -> None:
+def check_people(algorithm: Algorithm, objective: object) -> None:
     """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
     if not isinstance(objective, UserLevelObjective) or not algorithm.needs_means:
         return
@@ -359,9 +358,10 @@ def check_people(algorithm: Algorithm, objective: Any) -> None:
 class Watched:
     """The callback of a command: it keeps the plan that the run is on, and draws a bar if there is one to draw."""
 
-    def __init__(self, bar: Any = None) -> None:
+    def __init__(self, bar: Bar | None = None) -> None:
         self.plan: Plan | None = None
-        self._bar, self._task = bar, None
+        self._bar = bar
+        self._task: TaskID | None = None
 
     def __call__(self, progress: Progress) -> None:
         if progress.plan is not None:

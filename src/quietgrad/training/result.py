@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from quietgrad.charts import Lines, Series, to_notebook_html
 from quietgrad.curators.account import run_of
 from quietgrad.curators.base import Session, SessionCost
@@ -72,19 +74,12 @@ class Privacy:
 
     def to_json(self) -> dict[str, Any]:
         """The statement as JSON values."""
+        plain = {key: vars(self)[key] for key in (*_STATEMENT, "condition")}
         return {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
+            **plain,
             "relation": None if self.relation is None else str(self.relation),
             "unit": str(self.unit),
-            "accountant": self.accountant,
-            "sampling": self.sampling,
-            "noise_multiplier": self.noise_multiplier,
             "releases": dict(self.releases),
-            "adversary": self.adversary,
-            "account": self.account,
-            "is_private": self.is_private,
-            "condition": self.condition,
             "notes": list(self.notes),
             "event": None if self.events is None else self.events.to_json(),
         }
@@ -96,18 +91,11 @@ class Privacy:
             value = data[key]
             if not isinstance(value, kinds) or (isinstance(value, float) and not value >= 0.0):
                 raise ValueError(f"{key}={value!r}: is not what a privacy statement has there.")
+        plain: dict[str, Any] = {key: data[key] for key in _STATEMENT if key != "notes"}
         return cls(
-            epsilon=data["epsilon"],
-            delta=data["delta"],
+            **plain,
             relation=None if data["relation"] is None else Relation.parse(data["relation"]),
-            accountant=data["accountant"],
-            noise_multiplier=data["noise_multiplier"],
             events=None if data["event"] is None else from_json(data["event"]),
-            releases=data["releases"],
-            sampling=data["sampling"],
-            adversary=data["adversary"],
-            account=data["account"],
-            is_private=data["is_private"],
             notes=tuple(data["notes"]),
             unit=PrivacyUnit.parse(data.get("unit", "record")),
             condition=data.get("condition"),
@@ -221,7 +209,7 @@ class Result:
 
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        params = self.params if hasattr(self.params, "tobytes") else self.params.detach().cpu().numpy()
+        params = self.params if isinstance(self.params, np.ndarray) else self.params.detach().cpu().numpy()
         write_atomically(path / "model.safetensors", to_bytes({"params": params}))
         write_atomically(path / "result.json", (json.dumps(self.to_json(), indent=2) + "\n").encode())
         return path
@@ -302,25 +290,13 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
     if session.epochs > 1:
         again = "resumed on other sums than it was interrupted on: fresh noise was drawn and charged again"
         notes = (again, *notes)
-    notes = (*getattr(session, "charged", ()), *notes)
+    notes = (*session.charged, *notes)
     if session.seeded:
         notes = (SEEDED, *notes)
     return Privacy(
-        epsilon=epsilon,
-        delta=budget.delta,
-        relation=budget.relation,
-        accountant=proof.accountant,
-        noise_multiplier=the_plan.noise_multiplier,
-        events=released,
-        releases=releases,
-        sampling=sampling,
-        adversary=ADVERSARY,
-        account=account,
-        is_private=not session.seeded,
-        notes=notes,
-        unit=the_plan.unit,
-        condition=the_plan.condition,
-    )
+        epsilon, budget.delta, budget.relation, proof.accountant, the_plan.noise_multiplier, released, releases,
+        sampling, ADVERSARY, account, not session.seeded, notes, the_plan.unit, the_plan.condition,
+    )  # fmt: skip
 
 
 _SLACK = 1e-6  # relative: the accountants' own numerics on another machine
@@ -428,13 +404,12 @@ def unpaid(
         return [f"{name} holds no reservation of this run for the releases listed"]
     if not of_a_party and not any(same(each.reservation.account, privacy.account) for each in paid):
         return [f"{name} has the run under the account {paid[0].reservation.account!r}"]
-    if not any(
-        each.reservation.relation == privacy.relation and each.reservation.delta == privacy.delta for each in paid
-    ):
+    entries = [each.reservation for each in paid]
+    if not any((entry.relation, entry.delta) == (privacy.relation, privacy.delta) for entry in entries):
         return [f"{name} has the run under another δ or relation"]
-    if not any(each.reservation.unit == privacy.unit for each in paid):
-        return [f"{name} has the run about a {paid[0].reservation.unit}, and it is stated about a {privacy.unit}"]
-    if not any(each.reservation.condition == privacy.condition for each in paid):
+    if not any(entry.unit == privacy.unit for entry in entries):
+        return [f"{name} has the run about a {entries[0].unit}, and it is stated about a {privacy.unit}"]
+    if not any(entry.condition == privacy.condition for entry in entries):
         return [f"{name} has the run under another condition"]
     return []
 
@@ -465,7 +440,8 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
     return folder / "no ledger"
 
 
-def event_size(value: Any) -> int:
+def event_size(value: object) -> int:
+    """How many objects a JSON value holds."""
     if isinstance(value, dict):
         return 1 + sum(map(event_size, value.values()))
     return sum(map(event_size, value)) if isinstance(value, list) else 0

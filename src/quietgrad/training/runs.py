@@ -54,7 +54,7 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint
 from quietgrad.training.result import Result, ledger_of, load, problems_of, refuted
 
-__all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "look", "open_run", "over"]
+__all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "read_run", "open_run", "over"]
 
 FILE = "checkpoint.safetensors"
 
@@ -111,8 +111,7 @@ class Run:
         stands: Mapping[str, Any],
         every: float,
     ) -> None:
-        self.folder, self.name, self.header, self.account = folder, name, header, account
-        self.every = every
+        self.folder, self.name, self.header, self.account, self.every = folder, name, header, account, every
         self.history: list[dict[str, float]] = list(stands["history"])
         """Public numbers of the run so far, which the result will hold."""
         self.seconds: float = stands["seconds"]
@@ -134,6 +133,11 @@ class Run:
         """Whether an earlier process began it."""
         return self._transcript.resumed
 
+    @property
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        return time.monotonic() - self._last >= self.every
+
     def open(self, curator: CentralCurator) -> CentralSession:
         """The session, for a curator that was made with this run's account and name.
 
@@ -147,20 +151,14 @@ class Run:
             self.plan, transcript=self._transcript, used=self._used, rho_left=self._rho_left, note=note
         )
 
-    def save(self, state: Any, session: Session, *, now: bool = False) -> None:
+    def save(self, state: object, session: Session, *, now: bool = False) -> None:
         """Write a checkpoint if one is due, or ``now``."""
-        if not now and not self.due:
-            return
-        rho = session.rho_left if session.plan.schedule.composition == "filter" else None
-        self._write(state, session.used, rho)
-        self._last = time.monotonic()
+        if now or self.due:
+            rho = session.rho_left if session.plan.schedule.composition == "filter" else None
+            self._write(state, session.used, rho)
+            self._last = time.monotonic()
 
-    @property
-    def due(self) -> bool:
-        """Whether it is time for a checkpoint."""
-        return time.monotonic() - self._last >= self.every
-
-    def _write(self, state: Any, used: Mapping[str, int], rho_left: float | None) -> None:
+    def _write(self, state: object, used: Mapping[str, int], rho_left: float | None) -> None:
         self._transcript.sync()
         stands = {
             "state": state,
@@ -173,7 +171,7 @@ class Run:
         content = {"header": json.dumps(self.header.to_json()), "stands": stands}
         checkpoint.save(self.folder / FILE, self.name, content, self._key)
 
-    def agree(self, what: str, given: Any, kept: Any) -> None:
+    def agree(self, what: str, given: object, kept: object) -> None:
         """Raise ``DataError`` if ``given``, which may be ``None``, is not what the folder says."""
         if given is not None and json.loads(json.dumps(given)) != json.loads(json.dumps(kept)):
             said = json.dumps(kept)
@@ -209,8 +207,8 @@ def begin(
     curator: CentralCurator,
     *,
     kind: str,
-    state: Any,
-    settings: Mapping[str, Any] | None = None,
+    state: object,
+    settings: Mapping[str, object] | None = None,
     notes: tuple[str, ...] = (),
     every: float = 10.0,
 ) -> Run | None:
@@ -234,21 +232,14 @@ def begin(
     ledger = account.open() if plan.is_private else None
     if curator.seeded or (plan.is_private and ledger is None):
         return None
+    path_and_id = (None, None) if ledger is None else (str(ledger.path), ledger.id)
+    settled = json.loads(json.dumps(dict(settings or {})))
     header = Header(
-        kind,
-        plan,
-        None if ledger is None else str(ledger.path),
-        None if ledger is None else ledger.id,
-        account.name,
-        account.asked or account.name,
-        account.by_default,
-        account.cap,
-        json.loads(json.dumps(dict(settings or {}))),
-        notes,
-    )
+        kind, plan, path_and_id[0], path_and_id[1], account.name, str(account), account.by_default, account.cap,
+        settled, notes,
+    )  # fmt: skip
     path.mkdir(parents=True, exist_ok=True)
-    name = curator.run
-    key = KeyFile.create(name, path)
+    key = KeyFile.create(name := curator.run, path)
     try:
         transcript = Transcript(_transcript(name), name, key)
         stands = {"state": state, "used": {}, "rho_left": None, "history": [], "seconds": 0.0}
@@ -340,7 +331,7 @@ def open_run(
     return Run(path, name, key, header, account, transcript, stands, every)
 
 
-def look(folder: str | Path) -> tuple[Header, Any]:
+def read_run(folder: str | Path) -> tuple[Header, Any]:
     """What the run in ``folder`` is and the state it saved last, for whoever must know before it is opened."""
     _, _, header, stands = _sealed(Path(folder))
     return header, stands["state"]
@@ -348,14 +339,8 @@ def look(folder: str | Path) -> tuple[Header, Any]:
 
 def _sealed(folder: Path) -> tuple[str, bytes, Header, dict[str, Any]]:
     """The name, the key, the header and where it stands; a file whose seal does not fit is not read."""
-    keys: list[bytes] = []
-
-    def key_of(run: str) -> bytes:
-        keys.append(KeyFile.load(run))
-        return keys[0]
-
-    name, content = checkpoint.load(folder / FILE, key_of)
-    return name, keys[0], Header.from_json(json.loads(content["header"])), content["stands"]
+    name, content = checkpoint.load(folder / FILE, KeyFile.load)
+    return name, KeyFile.load(name), Header.from_json(json.loads(content["header"])), content["stands"]
 
 
 def _transcript(name: str) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -84,7 +85,7 @@ def classify(
 
 
 def certify(
-    objective: Any, params: Vector, data: Any = None, *, alpha: float = 0.01, rho: float | None = None
+    objective: Any, params: Vector, data: object = None, *, alpha: float = 0.01, rho: float | None = None
 ) -> Certificate:
     """Evaluate ‖∇F‖ and λ_min(∇²F) at ``params`` and classify the point. Not private.
 
@@ -101,7 +102,7 @@ def certify(
     """
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha={alpha!r}: must be a finite number > 0.")
-    product: Callable[[Any], Any]
+    product: Callable[[Vector], Vector]
     if data is None:
         if not hasattr(objective, "population_gradient"):
             raise ValueError("data=None: only a landscape has a population risk; pass the data to evaluate on.")
@@ -113,29 +114,32 @@ def certify(
         product = _product_on(objective, records, params)
     least, largest = extreme_eigenvalues(product, params)
     length = norm(gradient)
-    rho = known_rho(objective) if rho is None else rho
-    curvature = known_curvature(objective)
+    rho, curvature = _known(objective, rho)
     if curvature is None:  # nothing is stated; that of this point is there for certain
         curvature = largest
     return Certificate(length, least, classify(length, least, alpha, rho, curvature), alpha, rho, curvature)
 
 
-def extreme_eigenvalues(
-    product: Callable[[Any], Any], like: Vector, tolerance: float = 1e-7
-) -> tuple[float, float]:
+def extreme_eigenvalues(product: Callable[[Vector], Vector], like: Vector) -> tuple[float, float]:
     """λ_min of the symmetric operator v ↦ ``product(v)``, and the largest curvature in absolute value.
 
     Small operators are written out; larger ones go to Lanczos, and the eigenpair found is checked: the residual
     ‖Hv − λv‖ bounds the distance to an eigenvalue.
     """
-    dim, wrap = len(like), _like(like)
+    dim = len(like)
+
+    def apply(v: Floats) -> Floats:
+        if isinstance(like, np.ndarray):
+            return np.asarray(product(v), np.float64)
+        return np.asarray(product(like.new_tensor(v)).detach().cpu().numpy(), np.float64)
+
     if dim <= _DENSE:
-        matrix = np.stack([_numpy(product(wrap(row))) for row in np.eye(dim)])
+        matrix = np.stack([apply(row) for row in np.eye(dim)])
         values = np.linalg.eigvalsh(0.5 * (matrix + matrix.T))
         return float(values[0]), float(np.abs(values).max())
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
-    operator = LinearOperator((dim, dim), matvec=lambda v: _numpy(product(wrap(v.ravel()))), dtype=np.float64)
+    operator = LinearOperator((dim, dim), matvec=lambda v: apply(v.ravel()), dtype=np.float64)
     start = np.random.default_rng(0).standard_normal(dim)
     # λ_min of H is the end of largest magnitude of H − cI with c above the spectrum: ARPACK is quickest there.
     top = abs(float(eigsh(operator, k=1, which="LM", v0=start, tol=1e-3, return_eigenvectors=False)[0])) * 1.01
@@ -151,7 +155,7 @@ def extreme_eigenvalues(
     return least, top
 
 
-def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any], Any]:
+def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Vector], Vector]:
     exact = getattr(objective, "hessian_product", None)
     if exact is not None:
         return partial(exact, records, params)
@@ -164,7 +168,7 @@ def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any],
     if full_batch.covers(objective):
         return partial(full_batch.hessian_product, objective, records, params)
 
-    def differences(vector: Any) -> Any:
+    def differences(vector: Vector) -> Vector:
         # Central differences of the gradient: error of order h² plus rounding/h, least near h = ε^(1/3).
         length = math.sqrt(dot(vector, vector)) or 1.0
         h = 6e-6 * (1.0 + norm(params)) / length
@@ -174,29 +178,16 @@ def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Any],
     return differences
 
 
-def known_rho(objective: Any) -> float | None:
-    """The objective's ρ, or ``None`` if it states none."""
-    try:
-        value = objective.constants().hessian_lipschitz
-    except (AttributeError, ValueError):
-        return None
-    return None if value is None else float(value)
+def _known(objective: Any, rho: float | None) -> tuple[float | None, float | None]:
+    """ρ, as given or the objective's, and the most negative curvature it can have; ``None`` where nothing is said.
 
-
-def known_curvature(objective: Any) -> float | None:
-    """The most negative curvature that the objective can have, or ``None`` if it does not say."""
-    stated = getattr(objective, "negative_curvature", None)  # a loss may be known by its gradient alone
-    return None if stated is None else stated()
-
-
-def _like(like: Vector) -> Callable[[Floats], Any]:
-    if isinstance(like, np.ndarray):
-        return lambda v: v
-    return lambda v: like.new_tensor(v)
-
-
-def _numpy(vector: Any) -> Floats:
-    return np.asarray(vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy(), np.float64)
+    A loss may be known by its gradient alone.
+    """
+    stated = getattr(objective, "negative_curvature", None)
+    if rho is None:
+        with suppress(AttributeError, ValueError):
+            rho = objective.constants().hessian_lipschitz
+    return rho, None if stated is None else stated()
 
 
 @dataclass(frozen=True)
@@ -218,9 +209,6 @@ class StationarityRelease(Algorithm):
     def schedule(self, n_public: int) -> Schedule:
         return Schedule((Slot("norm", FullBatch()), Slot("curvature", FullBatch())))
 
-    def init(self, x0: Vector) -> State:
-        return State(params=x0)
-
     def step(self, state: State, session: Session) -> State:
         clip, smoothness = (constant_of(name, name, None, session) for name in ("lipschitz", "record_smoothness"))
         n = float(session.plan.n_public)
@@ -232,14 +220,11 @@ class StationarityRelease(Algorithm):
         state.step, state.done = 1, True
         return state
 
-    def output(self, state: State) -> Vector:
-        return state.params
-
 
 def certify_privately(
     objective: Any,
     params: Vector,
-    data: Any,
+    data: object,
     *,
     budget: Budget,
     alpha: float = 0.01,
@@ -261,11 +246,8 @@ def certify_privately(
     ('saddle', True)
     """
     result = minimize(objective, data, StationarityRelease(), budget=budget, start=params, **options)
-    rho = known_rho(objective) if rho is None else rho
-    curvature = known_curvature(objective)
+    rho, curvature = _known(objective, rho)
     names = ("gradient_norm", "lambda_min", "gradient_error", "curvature_error")
     slope, curve, slope_error, curve_error = (float(result.details[name]) for name in names)
     kind = classify(slope, curve, alpha, rho, curvature)
-    return PrivateCertificate(
-        slope, curve, kind, alpha, rho, curvature, slope_error, curve_error, result.privacy
-    )  # fmt: skip
+    return PrivateCertificate(slope, curve, kind, alpha, rho, curvature, slope_error, curve_error, result.privacy)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quietgrad.algorithms.base import check_range
-from quietgrad.algorithms.range_estimation import Bounds, Look
+from quietgrad.algorithms.range_estimation import Bounds, RangeEstimation
 from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS, WhitenedGD
 from quietgrad.privacy.budget import Budget, Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_mu
+from quietgrad.settings import Within
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
 _RELATIVE = 0.05  # share of one histogram that narrows all declared ranges alike
@@ -19,7 +19,7 @@ _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard error
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
 
-def strength(budget: Budget) -> float:
+def budget_mu(budget: Budget) -> float:
     """μ of the budget, in units of a record's replacement: how many deviations a whole release moves by."""
     mu = gaussian_mu(budget.epsilon, budget.delta)
     return mu * 2.0 if budget.relation is Relation.ADD_REMOVE else mu
@@ -46,8 +46,8 @@ def for_table(
     ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
     """
     if row_bound is not None:
-        check_range("row_bound", row_bound, 0.0, 1e150, closed=False)
-    mu = strength(budget)
+        Within(0.0, 1e150, closed=False).check("row_bound", row_bound)
+    mu = budget_mu(budget)
     tightness = (features + 1) ** 1.5 / (n * mu)
     if inference is None:
         inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
@@ -59,7 +59,7 @@ def for_table(
             f"inference: {features} features are too many for standard errors at this budget. About {more} "
             f"records, or a budget {tightness / CROWDED:.1f} times as strong, would do."
         )
-    look = look_for(
+    look = allocate_range_estimation(
         n, features, budget=budget, feature_bounds=feature_bounds, row_bound=row_bound,
         target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=bool(inference),
     )  # fmt: skip
@@ -100,10 +100,10 @@ def is_crowded(
     # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
     plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
     limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
-    return features > _WIDEST or (budget is not None and features**1.5 / (n * strength(budget)) >= limit)
+    return features > _WIDEST or (budget is not None and features**1.5 / (n * budget_mu(budget)) >= limit)
 
 
-def look_for(
+def allocate_range_estimation(
     n: int,
     features: int,
     *,
@@ -115,29 +115,29 @@ def look_for(
     counts: bool = False,
     sparse: bool = False,
     whole: bool = False,
-) -> Look:
+) -> RangeEstimation:
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay."""
-    mu = strength(budget)
+    mu = budget_mu(budget)
     target_share = 0.0
     if regression and (target_bounds is None or counts):
         target_share = min(max(100.0 * (10.0 * math.sqrt(2.0) / (n * mu)) ** 2, 0.03), 0.12)
     if row_bound is not None and feature_bounds is None:
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
-    known = Look(
+    known = RangeEstimation(
         declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, whole=whole, counts=counts
     )
-    wide = len(known.looked_at(features)) if row_bound is None and not whole else 0
+    wide = len(known.to_estimate(features)) if row_bound is None and not whole else 0
     known = replace(known, refine=False)
-    unknown = len(known.looked_at(features))
-    if not unknown and (not wide or looked_share(n, wide, mu) > _CHEAP):
+    unknown = len(known.to_estimate(features))
+    if not unknown and (not wide or range_share_needed(n, wide, mu) > _CHEAP):
         # Ranges that are all declared ten times too wide are worse than none: one histogram of all of them tells.
         seen = 2.0 * math.sqrt(2.0 / _RELATIVE) / mu <= 0.2 * n
         relative = wide and not sparse and seen
         return replace(known, refine=True, ranges="relative", range_share=_RELATIVE) if relative else known
-    if looked_share(n, max(wide, unknown), mu) <= _CHEAP:
+    if range_share_needed(n, max(wide, unknown), mu) <= _CHEAP:
         known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
-    needed = looked_share(n, unknown, mu)
+    needed = range_share_needed(n, unknown, mu)
     if needed <= 0.3:
         share = min(max(needed, 0.02), 0.15)
         closer = 3 if needed <= 0.005 else 1  # where they cost next to nothing
@@ -151,6 +151,6 @@ def look_for(
     return replace(known, ranges="means", range_share=share, octave_share=min(max(asked, 0.01), 0.12))
 
 
-def looked_share(n: int, features: int, mu: float) -> float:
+def range_share_needed(n: int, features: int, mu: float) -> float:
     """The share with which a bin with four tenths of the records stands eight deviations out of its noise."""
     return (8.0 * math.sqrt(2.0 * features) / (0.4 * n * mu)) ** 2
