@@ -5,7 +5,7 @@ Nothing here knows losses, noise or budgets. The session that asked adds the noi
 Consecutive pieces go to one worker, their sums are merged in the tree of
 :func:`quietgrad.objectives.tables.scanned.merged`, and the merged ones again, eight at a time, on the workers: the
 numbers that are added, and their order, do not depend on how many workers there are or on which of them died. A
-lost worker's pieces are computed again by Dask; a sum is asked for once, and noise is added by nobody here.
+lost worker's pieces are computed again by Dask; a sum is asked for once, and no noise is added here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def connected(cluster: str | DaskRunner | distributed.Client) -> DaskRunner:
     """The runner of ``"local"``, of a scheduler's address, or of a Dask client.
 
     Raises:
-        ClusterError: Dask is not installed, nobody answers, or the workers hold another version of quietgrad.
+        ClusterError: Dask is not installed, no scheduler answers, or the workers hold another version of quietgrad.
     """
     try:
         import distributed
@@ -72,15 +72,15 @@ def _local() -> distributed.Client:
     """One cluster of processes on this machine, for as long as this process lives.
 
     Its sockets speak TLS under certificates that are made for it, kept in memory and known to its processes alone.
-    Whoever else has an account on the machine can reach a socket of the loopback interface, and whom a worker
-    listens to it obeys: on plain TCP anybody's code would run as the holder of the data.
+    Every user of the machine can reach a socket of the loopback interface, and a worker obeys its callers: on plain
+    TCP another user's code would run as the holder of the data.
     """
     if not _LOCAL or _LOCAL[0].status not in ("running", "connecting"):
         import dask
         import distributed
 
         security = distributed.Security.temporary()
-        pages = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")  # for nobody
+        pages = ("distributed.scheduler.http.routes", "distributed.worker.http.routes")  # pages that are not served
         quiet: dict[str, list[str]] = {page: [] for page in pages}
         with dask.config.set({"distributed.worker.daemon": True, **quiet}):
             cluster = distributed.LocalCluster(

@@ -89,13 +89,13 @@ class ClusterError(QuietgradError, RuntimeError):
 
 @contextmanager
 def boundary(refusal: str) -> Iterator[None]:
-    """Around what reads a file of somebody else: whatever a foreign parser raises becomes one ``DataError``.
+    """Turn whatever a foreign parser raises for a file into one ``DataError``.
 
-    Which exceptions a parser has for bytes that are not its own is nowhere promised, and their texts may quote what
+    Which exceptions a parser has for bytes that are not its own is not documented, and their texts may quote what
     was read. What quietgrad raised on purpose, and a file that is not there, pass as they are.
 
     >>> with boundary("rows.npz: not a readable npz file."):
-    ...     raise IndexError("somebody's cell")
+    ...     raise IndexError("a person's cell")
     Traceback (most recent call last):
     quietgrad.errors.DataError: rows.npz: not a readable npz file.
     """

@@ -1,11 +1,11 @@
 """Files made by others, and files of our own: read within limits, written whole, privately and through no link.
 
 Reading never waits for a pipe, never opens a device and never takes more than a stated number of bytes. Writing
-goes to a fresh file with an unpredictable name that cannot be a link somebody laid there, and replaces the target
+goes to a fresh file with an unpredictable name that cannot be a link of an attacker, and replaces the target
 in one step, so a crash leaves the old file or the new one, never a part.
 
 There is one rule for names that become part of a path. A federation, a party, a run or a data set is named by
-somebody else, and the name becomes a folder or a file here: ``../../etc`` must never arrive there, nor a name that
+others, and the name becomes a folder or a file here: ``../../etc`` must never arrive there, nor a name that
 two file systems spell differently.
 """
 
@@ -58,7 +58,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int | None = None) -> byte
     quietgrad.errors.DataError: /dev/null: is a pipe, socket or device, not a file.
     """
     check_regular(path)
-    # Between the look and the opening somebody may put a pipe there: do not wait for it, and look again.
+    # A pipe may be put there between check and opening: do not wait for it, and check again.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):

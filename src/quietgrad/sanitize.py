@@ -1,7 +1,7 @@
 """Text that was not written here, made fit for a terminal, a log or a page.
 
-Names of columns and accounts, reasons that another party gives and the messages of libraries all end up before
-somebody's eyes. Control characters there can clear a screen, fill a clipboard or rename a window, bidirectional
+Names of columns and accounts, reasons that another party gives and the messages of libraries are all printed
+for people. Control characters there can clear a screen, fill a clipboard or rename a window, bidirectional
 marks can turn ``ε = 10`` around, and a line break can forge a line of our own. Everything that is printed passes
 through here, and so does the text of every error that quietgrad raises.
 """
@@ -12,7 +12,7 @@ import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-MOST = 4000  # characters: nobody reads more, and a message of megabytes hides the others
+MOST = 4000  # characters: more is not read, and a message of megabytes hides the others
 
 
 def sanitize(text: object, *, most: int = MOST) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -32,11 +33,14 @@ class Within:
     closed: bool = True
     whole: bool = False
 
-    def check(self, name: str, value: float) -> None:
-        """Raise ``ValueError`` unless ``value``, called ``name``, is in the range."""
-        if self.whole and (isinstance(value, bool) or int(value) != value or value < self.low):
+    def check(self, name: str, value: object) -> None:
+        """Raise ``ValueError`` unless ``value``, called ``name``, is a number in the range."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(f"{name}={value!r}: must be a {'whole ' * self.whole}number.")
+        number = float(value)
+        if self.whole and (not number.is_integer() or number < self.low):
             raise ValueError(f"{name}={value!r}: must be a whole number ≥ {self.low}.")
-        if not (self.low <= value if self.closed else self.low < value) or not value <= self.high:
+        if not (self.low <= number if self.closed else self.low < number) or not number <= self.high:
             raise ValueError(
                 f"{name}={value!r}: must be in {'[' if self.closed else '('}{self.low:g}, {self.high:g}]."
             )
@@ -58,17 +62,17 @@ def check_fields(settings: object) -> None:
     ValueError: momentum=1.0: must be in [0, 1].
     """
     kind: Any = type(settings)
-    for name, (ranges, choices) in _limits(kind).items():
+    for name, (ranges, choices, optional) in _limits(kind).items():
         value = getattr(settings, name)
         if choices and value not in choices:
             raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}.")
-        for limit in ranges if isinstance(value, int | float) else ():
+        for limit in () if optional and value is None else ranges:
             limit.check(name, value)
 
 
 @cache
-def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...]]]:
-    """The ranges of numbers, and the choices of texts, that the types of fields state."""
+def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...], bool]]:
+    """The ranges of numbers, the choices of texts, and whether ``None`` will do, as the types of fields state."""
     found = {}
     try:
         hints = get_type_hints(kind, include_extras=True)
@@ -78,9 +82,9 @@ def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...]]]:
         options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         ranges = [limit for option in options for limit in getattr(option, "__metadata__", ())]
         choices = get_args(hint) if get_origin(hint) is Literal else ()
-        found[name] = (ranges, choices)
+        found[name] = (ranges, choices, type(None) in options)
     known = {field.name for field in dataclasses.fields(kind)}
-    return {name: limits for name, limits in found.items() if name in known and any(limits)}
+    return {name: limits for name, limits in found.items() if name in known and any(limits[:2])}
 
 
 def fields_of(kind: type) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from quietgrad.vectors import Vector
 
 _LINES = 0.4  # of the steps, and of the budget that trains
 _LINES_PREFIX = "lines-"  # of the first descent's slots
-_SHAPES, _PAIRS = 0.12, 0.08  # of what the looks leave
+_SHAPES, _PAIRS = 0.12, 0.08  # of what range estimation leaves
 _LEAST_SIGNAL = 300.0  # nμ below which shapes of ten columns or fewer cannot be told: lines alone
 _MOST_CELLS = 64
 _MOST_PAIRS, _KEPT_PAIRS = 400, 4
@@ -58,11 +58,11 @@ class AdditiveGD(Algorithm):
 
     Args:
         features: one per column: its name, and its vocabulary if it is a category; weight 0 for a line alone.
-        look: how ranges are found.
+        look: how ranges are estimated.
         bins: of each numeric feature.
         lines, rest: the two descents; no ``rest`` for lines alone.
         cell_share: part of μ² for a histogram within the ranges, by which bins are cut.
-        pairs: positions of features that act together; ``None`` to look for them.
+        pairs: positions of features that act together; ``None`` to find them.
     """
 
     features: tuple[Feature, ...]

@@ -134,7 +134,7 @@ class DPAdam(FirstOrder):
     The noise adds its variance Φ = (zC/b)², a public number, to every coordinate of v̂; where Φ outweighs the
     squared gradients all coordinates are divided by about the same √Φ, and Adam is SGD with momentum.
     ``subtract_noise`` divides by √max(v̂ − Φ, floor·Φ) instead (DP-AdamBC, Tang et al. 2023): post-processing, at
-    the same price. The divisor is smaller, so the same learning rate makes longer steps.
+    the same ε. The divisor is smaller, so the same learning rate makes longer steps.
 
     Args:
         subtract_noise: take Φ out of the second moment.

@@ -13,7 +13,7 @@ the output carries ‖w‖₂²σ² and not σ², and the server sees models wit
 through different curators:
 
 (i)   ``method="rounds"``: in every round the n_j/n-weighted mean gradient leaves with noise for all n records
-      together; under a secure sum nobody sees more. T rounds.
+      together; under a secure sum no party sees more. T rounds.
 (ii)  ``method="one-shot"`` with ``trust="local"``: party j sends its model under its own noise, for n_j records.
 (iv)  ``method="one-shot"`` with ``trust="secure"``: the weighted sum Σ(n_j/n)θ_j leaves under noise on the sum. One
       replaced record moves it by Δ = (n_j/n)·(2G/(n_jλ))(1−(1−ηλ)ᵀ) = (2G/(nλ))(1−(1−ηλ)ᵀ): independent of the

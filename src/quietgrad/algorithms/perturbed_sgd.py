@@ -163,7 +163,7 @@ class PerturbedSGD(Algorithm):
         learning_rate: η. chi: χ. radius: 𝒮. escape_steps: 𝒯. attempts: Q.
         failure: ω.
         hessian_lipschitz: ρ of the whole risk, regulariser included (default: the objective's).
-        curvature: in a practical run γ, the least curvature to leave; without it a run looks for 0.1/η first and
+        curvature: in a practical run γ, the least curvature to leave; without it a run tries 0.1/η first and
             then for half of it, again and again, as long as records last. Else the curvature that √(ρα) must stay
             below (default: the most negative that the risk can have, or β).
         independent: begin every attempt after the first with a full query.

@@ -47,7 +47,7 @@ _BY_FAR = 0.25
 
 @dataclass(frozen=True)
 class RangeEstimation:
-    """What is known of a table's ranges and what is paid to find the rest.
+    """Declared feature ranges, and the budget shares for estimating the missing ones.
 
     Args:
         features: public (low, high) of each feature, ``None`` where it must be found; ``None`` for all of them.
@@ -56,13 +56,13 @@ class RangeEstimation:
             histogram for all; or by that and each feature's ``"means"`` of octaves. ``"relative"`` narrows wide
             declared ranges all alike, by one histogram of values in units of their limits.
         range_share, offset_share, octave_share, target_share: parts of the squared budget μ²; 0 for no release.
-        closer: how often the offsets are looked at, each time within what was found before: a date of a few years
-            among seconds since 1970 is found in three looks.
+        closer: how often the offsets are estimated, each time within what was found before: a date of a few years
+            among seconds since 1970 is found in three releases.
         sparse: rows whose zeros are not stored: no feature is shifted.
         counts: whether targets are counts ≥ 0: their limit and about their mean are found, also below a declared
             limit.
         whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
-        refine: whether wide declared ranges are looked into as well: most values may keep to a small part of one.
+        refine: whether wide declared ranges are refined as well: most values may keep to a small part of one.
     """
 
     features: tuple[Bounds | None, ...] | None = None
@@ -99,7 +99,7 @@ class RangeEstimation:
         return np.flatnonzero([pair is None or (self.refine and is_wide(*pair)) for pair in declared])
 
     def shares(self) -> dict[str, float]:
-        """The slots this look adds, with their shares."""
+        """The slots that are added, with their shares."""
         half = 0.0 if self.whole or self.counts else self.target_share / 2.0
         named = {"ranges": self.range_share, **dict.fromkeys(self.offset_slots, self.offset_share)}
         named |= {"octaves": self.octave_share, "targets": self.target_share - half, "target-bins": half}
@@ -112,7 +112,7 @@ class RangeEstimation:
 
     @property
     def offset_slots(self) -> tuple[str, ...]:
-        """The slots of the looks at offsets, in turn."""
+        """The slots of the releases of offsets, in turn."""
         return tuple("offsets" if k == 0 else f"offsets-{k + 1}" for k in range(self.closer))
 
     def config(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RangeEstimation:
 
 
 def range_estimation_from_json(given: object) -> RangeEstimation | None:
-    """A look as plan files and saved runs hold it."""
+    """Range estimation as plan files and saved runs hold it."""
     if given is None or isinstance(given, RangeEstimation) or str(given).strip().lower() in ("none", ""):
         return given if isinstance(given, RangeEstimation) else None
     if not isinstance(given, Mapping):
@@ -161,7 +161,7 @@ def noise_of(session: Session, slot: str, bound: float) -> float:
 
 
 def estimate_box(look: RangeEstimation, session: Session, features: int, relation: Relation) -> dict[str, Any]:
-    """Release what the look pays for; the frame's limits as plain vectors, and what could not be found."""
+    """Release what is paid for; the box's limits as plain vectors, and what could not be found."""
     declared = look.features if look.features is not None else (None,) * features
     if len(declared) != features:
         raise DataError(f"feature_bounds: has {len(declared)} pairs, must have one per feature ({features}).")
@@ -228,7 +228,7 @@ def _found_ranges(
         if not asked:  # asked all the same: how many releases a run makes must not follow from the data
             chosen, near, far = unknown[:1], -reach[:1], reach[:1].copy()
             near, far = np.where(np.isfinite(near), near, -1.0), np.where(np.isfinite(far), far, 1.0)
-        # One look alone is a noisy one: with few bins each of them holds more.
+        # One release alone is a noisy one: with few bins each of them holds more.
         count = FEW_PIECES if look.closer == 1 else PIECES
         pieces = RangeHistogram(chosen, near, far, relation, count)
         for again, slot in enumerate(look.offset_slots):
@@ -236,7 +236,7 @@ def _found_ranges(
                 pieces = RangeHistogram(chosen, near, far, relation, count)
             inner = session.release(slot, pieces).reshape(-1, count)
             nearer, closer = read_pieces(inner, noise_of(session, slot, pieces.bound), near, far)
-            # Each look may cut a tail off: a later one is believed only where it narrows the interval by far.
+            # Each release may cut a tail off: a later one is believed only where it narrows the interval by far.
             use = (closer - nearer <= _BY_FAR * (far - near)) | (again == 0)
             near, far = np.where(use, nearer, near), np.where(use, closer, far)
         if asked and not look.sparse:
@@ -272,7 +272,7 @@ def _found_target(look: RangeEstimation, session: Session, relation: Relation) -
 
 
 def box_of(extra: Mapping[str, Any]) -> FeatureBox | None:
-    """The frame that :func:`estimate_box` found, from a run's state."""
+    """The box that :func:`estimate_box` found, from a run's state."""
     if "low" not in extra:
         return None
     target = (extra["target_low"], extra["target_high"]) if "target_low" in extra else None
@@ -281,7 +281,7 @@ def box_of(extra: Mapping[str, Any]) -> FeatureBox | None:
 
 @dataclass(frozen=True)
 class Ranges(Algorithm):
-    """The releases of a look, then those of ``shares``, which divide the rest; without shares the look gets all."""
+    """Range estimation, then the releases of ``shares``, which divide the rest; without shares it gets all."""
 
     look: RangeEstimation
     shares: Mapping[str, float] = field(default_factory=dict)

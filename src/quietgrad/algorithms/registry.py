@@ -27,7 +27,7 @@ _ADD, _REPLACE = "add-remove", "replace-one"
 
 @dataclass(frozen=True)
 class Example:
-    """Settings in use: for how many records, under which promise, and how well.
+    """Settings in use: for how many records, under which relation, and how well.
 
     ``share`` of the runs that an audit makes is made where a run is dear; the budget then leaves signal to spare.
     ``space`` is where the canary's contribution is dictated: its gradients, or its part of every query (in the

@@ -1,8 +1,8 @@
 """DPageEM and DPageS (paper 001, Algorithms 1 and 2): stages that halve the step and double the length.
 
 Stage k = 1 … K runs T^k = 2^k·T⁰ steps at η^k = η⁰/2^k from the point the stage before returned, with momentum ϱ
-switched on for its first 2^k·t⁰_on steps. Momentum, restarts and rates are post-processing. The paper prices this
-with a theorem for another sampler and relation; here the accountant prices what is run.
+switched on for its first 2^k·t⁰_on steps. Momentum, restarts and rates are post-processing. The paper
+accounts for this with a theorem for another sampler and relation; here the accountant proves what is run.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StagewiseDPSGD(Algorithm):
 
         η⁰ = min{θ(1−ϱ)²/(2β), 1}, T⁰ with η⁰·T⁰·((1−e) + e/(2(1−ϱ))) = 1/(c₄θμ), t⁰_on = e·T⁰, and
         K = log₂(n²ε²θ²μ/(dL²·ln(1/δ))); every stage returns a random iterate. Printed is max{…, 1}, but the proof
-        needs the smaller. Nobody would run these: with ϱ = 0.9 the step is 200 times shorter than 1/β, and the
+        needs the smaller. These are not for practice: with ϱ = 0.9 the step is 200 times shorter than 1/β, and the
         stages of the example below have 50 million steps together.
 
         Args:

@@ -8,10 +8,10 @@ replaces it is in the docstring. Everything is computed from public numbers, bef
 >>> from quietgrad.objectives import Logistic
 >>> from quietgrad.plans.schedule import plan
 >>> from quietgrad.privacy.budget import Budget
->>> stated, promise = Logistic(row_bound=1.0, rows="clip").constants(), Budget(1.0, 1e-5, "replace-one")
+>>> stated, budget = Logistic(row_bound=1.0, rows="clip").constants(), Budget(1.0, 1e-5, "replace-one")
 >>> known = {"dim": 5, "initial_gap": 0.7}
->>> made = RRPSGD.theory(stated, n=1000, budget=promise, batch_size=50, sampling="fixed-size", **known)
->>> for found in bounds(made, stated, plan(made, n=1000, budget=promise), **known):
+>>> made = RRPSGD.theory(stated, n=1000, budget=budget, batch_size=50, sampling="fixed-size", **known)
+>>> for found in bounds(made, stated, plan(made, n=1000, budget=budget), **known):
 ...     print(found)
 004 theorem 5: the mean of ‖∇F‖² is at most 0.0132
 004 theorem 6: the mean over the random round of ‖∇F‖² is at most 0.453, with probability 0.95

@@ -222,7 +222,7 @@ class WhitenedGD(Algorithm):
         return Schedule((*slots, gradients))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """What is asked without a look at ranges and without standard errors, which need one curator."""
+        """What is asked without estimating ranges and without standard errors, which need one curator."""
         if self.look is not None or self.inference_share:
             return
         relation = relation_of(session)
@@ -327,7 +327,7 @@ class WhitenedGD(Algorithm):
         return (matrix * variance) @ matrix.T
 
     def _measure(self, state: State, session: Session) -> None:
-        """Release what the table looks like and keep what follows from it."""
+        """Release ranges and moments of the table, and keep what follows from them."""
         if self.inference_share and type(session.objective) not in (Logistic, Squared):
             raise ValueError(f"inference_share: {NO_ERRORS}.")
         relation, extra = relation_of(session), state.extra

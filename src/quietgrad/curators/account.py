@@ -104,7 +104,7 @@ class Account:
         return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
 
     def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:
-        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and promises nothing."""
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes nothing."""
         if (ledger := self.open()) is not None:
             ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
 
@@ -127,7 +127,7 @@ class Account:
             run: its name in the ledger; empty for one that is never resumed.
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
             part: it may be a part of a table that the account knows, such as a fold.
-            unit: whom the promise is about; an account whose ledger was charged for another is refused.
+            unit: the privacy unit of the guarantee; an account whose ledger was charged for another is refused.
             condition: the clause under which the event's ε holds, which its line says.
         """
         if event is None or budget is None:

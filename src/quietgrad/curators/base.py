@@ -130,7 +130,7 @@ class SupportsPrefetch(Protocol):
 
 
 class Curator(Protocol):
-    """Whoever holds the data."""
+    """The holder of the data."""
 
     def open(self, plan: Plan) -> Session:
         """Reserve the whole cost of ``plan``, durably, and return the session."""

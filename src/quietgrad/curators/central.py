@@ -177,7 +177,7 @@ class CentralCurator:
 
     @property
     def unit(self) -> PrivacyUnit:
-        """Whom its records are about: what is held decides, not what a plan says."""
+        """The privacy unit of its records: what is held decides, not what a plan says."""
         return PrivacyUnit.PERSON if isinstance(self.objective, UserLevelObjective) else PrivacyUnit.RECORD
 
     def _check(self, plan: Plan) -> None:

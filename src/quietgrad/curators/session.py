@@ -166,7 +166,7 @@ class CentralSession:
     def draw(self, slot: str) -> PendingRelease:
         """Begin a release: it counts from here on, whether or not it is ever made.
 
-        For a loop that reads the records itself (:meth:`batch`): whoever has seen them may act on them.
+        For a loop that reads the records itself (:meth:`batch`): code that has seen them may act on them.
         """
         begun = self._begin(slot, "release")
         self._begun.add(begun)
@@ -256,7 +256,7 @@ class CentralSession:
             # Sums are kept in float64, in which C holds for any number of records.
             out: Vector = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
             batch = self._batches.pop(drawn, None) or self._batch(drawn)
-            if self._private and bound == 0.0:  # zero whatever the data, so nothing needs to look at them
+            if self._private and bound == 0.0:  # zero whatever the data, so no record is read
                 return narrow(out)
             self._sum(query, batch, out)
             if not self._private:
@@ -375,8 +375,8 @@ class CentralSession:
         if log is None or not self._private or not any(s.sampling.by_place for s in self._slots.values()):
             return
         # Records that take part once, once an epoch, or in turn, lie where they lay when the run began. In another
-        # order somebody who was used would have the place of one who was not yet, and no replayed sum need tell.
-        # What was promised then holds of each part: the rest is a new epoch, with its charge.
+        # order a used record would have the place of an unused one, and replayed sums need not show it. The
+        # guarantee then holds for each part: the rest is a new epoch, with its charge.
         mac = log.mac_of(self._records.contents())
         if (log.known(_PLACES, 0) or (0, b""))[1] == mac:
             return

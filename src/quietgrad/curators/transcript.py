@@ -4,8 +4,8 @@ An interrupted run continues from its last checkpoint and asks again for what it
 noise on the same sum tells nothing new; the same noise on any other sum lets anyone subtract the two. So each
 release first leaves a MAC of everything that determines it but the noise (slot, number, multiplier, bound, and the
 sum itself) here. Asked again, a release whose MAC agrees is a replay and free; one whose MAC differs begins a new
-*epoch*: fresh samples, fresh noise, and a new charge. Which of the two happened is nobody else's to know, so
-nothing is raised.
+*epoch*: fresh samples, fresh noise, and a new charge. Which of the two happened is private, so nothing
+is raised.
 
 Lines are written before a release leaves, and survive a killed process. After a power cut the last ones may be
 missing, and a copy or a backup may be older than the run: the file, the run's ledger and its checkpoint each tell
@@ -86,7 +86,7 @@ class LockedAppendFile:
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Whoever held it may have removed it since it was opened here: then this is nobody's file.
+                # Its holder may have removed it since it was opened here: then this file has no name any more.
                 if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
                     return file
                 os.close(file)
@@ -138,7 +138,7 @@ class LockedAppendFile:
 
     def remove(self) -> None:
         """It is over: remove the file and let go."""
-        if self._free.alive:  # else it may be somebody else's by now
+        if self._free.alive:  # else it may be another process's by now
             self.path.unlink(missing_ok=True)
             self.close()
 
@@ -222,7 +222,7 @@ class SealedLog(LockedAppendFile):
         return hashlib.blake2b(self._last + said.encode(), key=self._seal_key, digest_size=8).digest()
 
     def _changed(self) -> int:
-        """When the system last changed the file, in ns: nobody can set this but by changing the clock."""
+        """When the system last changed the file, in ns; only a change of the clock can set it."""
         return os.fstat(self._file).st_ctime_ns
 
     def _load(self) -> None:
@@ -288,7 +288,7 @@ class Transcript(SealedLog):
             nothing is trusted to be new.
         least: how many releases it must hold, as the last checkpoint says.
 
-    Whoever goes on with it says by :meth:`reopen` how often the ledger knows the run to have been opened.
+    :meth:`reopen` takes how often the ledger knows the run to have been opened.
 
     >>> import tempfile
     >>> from quietgrad.privacy.rng import seed_key
@@ -389,7 +389,7 @@ class Transcript(SealedLog):
         return digest.digest()
 
     def mac_of(self, parts: Iterable[bytes | memoryview]) -> bytes:
-        """A MAC of records, so that nobody without the run's key can tell whether they are some he knows."""
+        """A MAC of records, so that without the run's key it does not show which records they are."""
         digest = hashlib.blake2b(key=self._mac_key, digest_size=_MAC_BYTES, person=b"records")
         for part in parts:
             digest.update(part)
@@ -408,7 +408,7 @@ class Transcript(SealedLog):
         """
         agreed = self.agrees(openings)
         self.complete = self.complete and agreed
-        if not self.complete:  # whoever comes next must know, until a new epoch has begun
+        if not self.complete:  # the next process must know, until a new epoch has begun
             self.add(_TORN)
             self._intended = ""  # it may have begun, where this file does not say so any more
         return super().reopen(openings)

@@ -3,7 +3,7 @@
 A callback is called with a :class:`Progress`: once with step 0, before anything is reserved in a ledger, and then
 after steps. Whatever is wrong with a callback shows in that first call, where it costs nothing.
 
-All that a ``Progress`` says is public but the scores of an ``evaluate`` function, which look at records without
+All that a ``Progress`` says is public but the scores of an ``evaluate`` function, which read records without
 noise. The logs here write those down only with ``metrics=True``.
 """
 

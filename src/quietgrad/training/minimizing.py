@@ -93,7 +93,7 @@ def run(
 
 
 def result_of(session: Session, params: Vector, privacy: Privacy, stopped_by: str) -> Result:
-    """What a session that was closed leaves, whoever made its steps."""
+    """The result of a session that was closed."""
     plan = session.plan
     return Result(
         params=params,
@@ -181,7 +181,7 @@ def minimize(
             records; n and batch sizes count people. Without it the unit is a record.
         combine: a person counts with the ``"mean"`` of their records' gradients or with their ``"sum"``, either
             clipped as a whole.
-        records_per_person: the most of a person's records that one release looks at, chosen anew for each.
+        records_per_person: the most of a person's records that one release uses, chosen anew for each.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -206,7 +206,7 @@ def minimize(
     nominal = algorithm(NOMINAL) if callable(algorithm) else algorithm
     check_people(nominal, objective)
     if budget is not None and nominal.private:
-        nominal.check_budget(budget)  # before anybody is counted
+        nominal.check_budget(budget)  # before records are counted
     x0 = curator.initial()
     if start is not None:
         if tuple(start.shape) != tuple(x0.shape) or not all_finite(start):

@@ -1,6 +1,6 @@
 """Results: the model, its public history, and a privacy statement that is proved again when it is read.
 
-A result is a file that anybody may have edited. So no ε is shown because the file says so: the accountant proves it
+A result is a file that others may have edited. So no ε is shown because the file says so: the accountant proves it
 from the stored events, the options the run was started with and the reservation in its ledger must tell the same
 story, and what differs refutes the statement. The chain of a ledger is not keyed: who rewrites the result, the
 options and the whole ledger alike is not caught here.
@@ -107,7 +107,7 @@ class Privacy:
         return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
 
     def facts(self) -> list[tuple[str, object]]:
-        """What is proved, to whom and by whom, as rows of a table."""
+        """What is proved, against whom and by which accountant, as rows of a table."""
         rows: list[tuple[str, object]] = [("privacy", str(self))]
         if self.epsilon is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
@@ -172,7 +172,7 @@ class Result:
         return int(self.details.get("samples_used", 0))
 
     def _repr_html_(self) -> str:
-        """The result in a notebook: what is promised, and the public curves of the run."""
+        """The result in a notebook: the guarantee, and the public curves of the run."""
         curve = [(0.0, 0.0), *((float(p[0]), float(p[1])) for p in self.details.get("epsilon_curve", ()))]
         norms = [(r["step"], r["estimate_norm"]) for r in self.history if "estimate_norm" in r]
         charts = (
@@ -282,7 +282,7 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
     proof = the_plan.proof if whole else prove(released, delta=budget.delta, relation=budget.relation)
     epsilon, releases = proof.epsilon, spent.releases
     if the_plan.counted is not None:
-        # Another count would have led to another plan; what is promised of all of them is the budget.
+        # Another count would have led to another plan; the guarantee of all of them is the budget.
         epsilon, releases = max(epsilon, budget.epsilon), {COUNT: 1, **releases}
         notes = (the_plan.counted.describe(the_plan.unit), *notes)
     if budget.delta * the_plan.n_public >= 1.0:
@@ -383,7 +383,7 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
         stated = f"δ = {privacy.delta:g} under {privacy.relation}"
         found.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
     if unit is not privacy.unit:
-        found.append(f"a promise to a {unit} was asked for, one to a {privacy.unit} is stated")
+        found.append(f"a guarantee for a {unit} was asked for, one to a {privacy.unit} is stated")
     return found
 
 

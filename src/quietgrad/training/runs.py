@@ -181,7 +181,7 @@ class Run:
             )
 
     def agree_on_account(self, account: str | None, cap: Budget | None) -> None:
-        """Raise ``DataError`` if what is given beside the folder says that somebody else pays."""
+        """Raise ``DataError`` if what is given beside the folder says that another account pays."""
         self.agree("account", account, self.header.asked)
         self.agree("cap", None if cap is None else cap.to_json(), self.header.cap and self.header.cap.to_json())
 
@@ -332,7 +332,7 @@ def open_run(
 
 
 def read_run(folder: str | Path) -> tuple[Header, Any]:
-    """What the run in ``folder`` is and the state it saved last, for whoever must know before it is opened."""
+    """What the run in ``folder`` is and the state it saved last, for a caller that needs it before opening."""
     _, _, header, stands = _sealed(Path(folder))
     return header, stands["state"]
 
