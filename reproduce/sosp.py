@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.perturbed_sgd_theorem import solve
+from quietgrad.algorithms.perturbed_sgd import solve
 from quietgrad.curators.central import CentralCurator
 from quietgrad.objectives.base import LossConstants
 from quietgrad.privacy.closed_form_accountants import gaussian_mu

@@ -18,7 +18,7 @@ from scipy import special
 
 import quietgrad as qg
 from quietgrad.algorithms.base import State
-from quietgrad.algorithms.perturbed_sgd_theorem import solve
+from quietgrad.algorithms.perturbed_sgd import solve
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import BudgetError, ExhaustedError
 from quietgrad.federation import Party, simulate
