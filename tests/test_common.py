@@ -172,6 +172,10 @@ def test_ledger_is_charged_before_the_first_release(tmp_path: Path) -> None:
         (lambda: qg.DPSGD(learning_rate="circular:1"), "NAME:NUMBER"),
         (lambda: qg.DPSGD(learning_rate=0.0), "learning_rate=0.0"),
         (lambda: qg.DPSRM(gamma=0.0), "gamma=0.0"),
+        (lambda: qg.DPAdam(floor=0.0), "floor=0.0"),
+        (lambda: qg.DPSGD(sampling="some"), "sampling='some'"),  # type: ignore[arg-type]
+        (lambda: qg.DPSGD(steps=np.int64(0)), "steps="),  # type: ignore[arg-type]
+        (lambda: qg.DPSGD(clip="1"), "clip='1'"),  # type: ignore[arg-type]
         (lambda: qg.RRPSGD(learning_rate=3.0, smoothness=1.0), "below 2/smoothness"),
         (lambda: qg.BassilySGD(radius=0.0), "radius=0.0"),
         (lambda: qg.StagewiseDPSGD(stages=0), "stages=0"),

@@ -44,9 +44,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
 
 
-# --- one price ------------------------------------------------------------------------------------------------
-
-
 # --- one account ----------------------------------------------------------------------------------------------
 
 

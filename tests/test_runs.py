@@ -8,7 +8,6 @@ import json
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -70,36 +69,24 @@ def fit(data: int, **settings: Any) -> qg.Result:
 # --- what a folder says is sealed -------------------------------------------------------------------------------
 
 
-def louder(header: dict[str, Any]) -> None:
-    header["plan"]["noise_multiplier"] = 20.0
-
-
-def no_budget(header: dict[str, Any]) -> None:
-    header["plan"]["budget"] = header["plan"]["event"] = None
-
-
-def more_people(header: dict[str, Any]) -> None:
-    header["plan"]["n_public"] = 6000
-
-
-def another_ledger(header: dict[str, Any]) -> None:
-    header["ledger"] = "elsewhere.jsonl"
-
-
-def no_cap(header: dict[str, Any]) -> None:
-    header["cap"] = None
-
-
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
-@pytest.mark.parametrize("change", [louder, no_budget, more_people, another_ledger, no_cap])
-def test_an_altered_header_is_refused(
-    method: Any, change: Callable[[dict[str, Any]], None], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": {"noise_multiplier": 20.0}},
+        {"plan": {"budget": None, "event": None}},
+        {"plan": {"n_public": 6000}},
+        {"ledger": "elsewhere.jsonl"},
+        {"cap": None},
+    ],
+    ids=str,
+)
+def test_an_altered_header_is_refused(method: Any, change: dict[str, Any], tmp_path: Path) -> None:
     begun(tmp_path / "run", method)
     path = tmp_path / "run" / FILE
     name, content = checkpoint.load(path, KeyFile.load)
     header = json.loads(content["header"])
-    change(header)
+    header |= {**change, "plan": {**header["plan"], **change.get("plan", {})}}
     checkpoint.save(path, name, {**content, "header": json.dumps(header)}, bytes(32))
     with pytest.raises(DataError, match="was altered"):
         qg.resume(folder=tmp_path / "run", data=rows(0))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +43,7 @@ from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from quietgrad.training import checkpoint
 
 FALSE_ALARM = 1e-6
+ROOT = Path(__file__).parents[1]
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.int64]
 
@@ -790,3 +794,19 @@ def test_theory_satisfies_its_equations() -> None:
     first = math.log(9 * 20 / (eta * math.sqrt(s * psi)) * math.log(4 / (s * eta * r) * math.sqrt(psi))) / s
     second = math.log(160 * math.sqrt(2) / (s * math.sqrt(eta * r)) * math.sqrt(psi))
     assert mu == pytest.approx(max(first, second, 1.0), rel=1e-4)
+
+
+# --- the scripts behind the numbers run, in their small form ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [("benchmarks/sosp.py", "'method': 'held-out search'"), ("reproduce/sosp.py", "goe")],
+)
+def test_the_quick_form_runs(
+    script: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "--quick"])
+    monkeypatch.syspath_prepend(str(ROOT))
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert said in capsys.readouterr().out
