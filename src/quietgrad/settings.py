@@ -76,7 +76,7 @@ def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...], bool
     found = {}
     try:
         hints = get_type_hints(kind, include_extras=True)
-    except NameError:  # a user's class, whose types are known where it was written only
+    except (NameError, AttributeError, TypeError):  # a user's class whose types are known only where it was written
         return {}
     for name, hint in hints.items():
         options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
