@@ -422,11 +422,17 @@ def who_scores_trained_too(patch: Patch) -> None:
 
 
 def draws_are_counted_by_lines(patch: Patch) -> None:
-    def counts(journal: Journal, t: int, slot: str, draw: int) -> None:
-        journal.last_round = t
-        journal._draws[slot] = journal._draws.get(slot, 0) + 1
+    opened = Journal._opened
 
-    patch.setattr(Journal, "_apply", counts)
+    class Lines(dict[str, int]):
+        def __setitem__(self, slot: str, draws: int) -> None:
+            super().__setitem__(slot, self.get(slot, 0) + 1)
+
+    def counts(journal: Journal, path: Path) -> Any:
+        journal._draws = Lines()
+        return opened(journal, path)
+
+    patch.setattr(Journal, "_opened", counts)
 
 
 @dataclass(frozen=True)
