@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import shutil
@@ -278,7 +277,7 @@ def test_a_project_ledger_that_is_there_pays_or_nothing_is_released(
         elif broken == "gone":
             path.unlink()
         elif broken == "full":
-            monkeypatch.setattr(chain, "_write_all", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+            monkeypatch.setattr(chain.Writer, "append", Mock(side_effect=LedgerError("cannot write: ENOSPC.")))
     held = path.open() if broken == "locked" else None
     if held is not None:
         fcntl.flock(held, fcntl.LOCK_EX)
