@@ -68,6 +68,28 @@ def test_starting_imports_nothing_heavy(action: str, allowed: tuple[str, ...]) -
     assert loaded.splitlines()[-1] == "loaded: []"
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["ledger", "ve"], {"verify"}),
+        (["train", "x.csv", "--rel"], {"--relation"}),
+        ([""], set(COMMANDS)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bash_completes(tmp_path: Path, words: list[str], found: set[str]) -> None:
+    (tmp_path / "quietgrad").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m quietgrad "$@"\n')
+    (tmp_path / "quietgrad").chmod(0o755)
+    typed = " ".join(f"'{word}'" for word in ["quietgrad", *words])
+    script = f"""eval "$(quietgrad completion bash)"
+    COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _quietgrad_completion quietgrad; echo "${{COMPREPLY[@]}}" """
+    here = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **here}, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == found
+
+
 def test_help_names_every_command_and_each_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out

@@ -42,6 +42,7 @@ COMMANDS: dict[str, str] = {
     "federate": "many parties who do not trust each other",
     "reproduce": "a paper's table or figure beside ours",
     "data": "registered data sets: list, fetch, find",
+    "completion": "make a shell complete commands and options",
 }
 """Command and one line of help."""
 _HOMES = {
@@ -56,6 +57,7 @@ _HOMES = {
     "verify": "certificates.verify_app",
 }
 """Where a command's typer app is, if not in ``cli/NAME.py`` as ``app``."""
+_COMPLETE = "_QUIETGRAD_COMPLETE"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if debug:
         args.remove("--debug")
     name, rest = (args[0], args[1:]) if args else ("--help", [])
+    if _COMPLETE in os.environ:  # a shell asks what can stand where
+        return _complete()
     code: object = 0
     try:
         if name in ("-h", "--help", "help"):
@@ -106,6 +110,23 @@ def app_of(name: str) -> Any:
     """The typer app of a command."""
     module, _, attribute = _HOMES.get(name, f"{name}.app").partition(".")
     return getattr(import_module(f"{__name__}.{module}"), attribute)
+
+
+def _complete() -> int:
+    """Answer a shell; of all commands only the one that was typed is loaded."""
+    import typer
+    from typer.main import get_command
+
+    typed = (os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()
+    whole = typer.Typer(add_completion=True)
+    for name, line in COMMANDS.items():
+        app = app_of(name) if name in typed[1:2] else None
+        if app is not None and len(app.registered_commands) > 1:
+            whole.add_typer(app, name=name)
+        else:
+            whole.command(name, help=line)(app.registered_commands[0].callback if app else lambda: None)
+    get_command(whole).main(prog_name="quietgrad", complete_var=_COMPLETE)
+    return 0
 
 
 def _refuse(name: str, error: Exception) -> int:
