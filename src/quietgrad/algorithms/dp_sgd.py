@@ -38,7 +38,7 @@ class DPSGD(FirstOrder):
             ``"poisson-turns"`` (a Poisson sample of ``batch_size`` of the cohort whose turn it is).
         noise: ``"independent"``, or ``"correlated"`` with a single pass or turns of either kind: noise that later
             releases take back, so that sums of releases have much less of it
-            (:mod:`quietgrad.privacy.correlated`, :mod:`quietgrad.privacy.correlated`).
+            (:mod:`quietgrad.privacy.correlated`); or a mechanism of sums.
         momentum: weight of the past, 0 for none.
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
         momentum_steps: switch momentum off after so many steps (early momentum at one rate, paper 001).

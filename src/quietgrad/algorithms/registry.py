@@ -318,13 +318,13 @@ def _readers() -> settings.Readers:
     from quietgrad.algorithms.range_estimation import RangeEstimation, range_estimation_from_json
     from quietgrad.oracles.base import Oracle, read_noise
     from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
-    from quietgrad.privacy.correlated import CorrelatedNoise
+    from quietgrad.privacy.mechanisms import Mechanism
 
     kinds = {kind: partial(make_oracle, kind=kind) for kind in map(oracle_class, ORACLES)}
     return {
         LearningRate: as_rate,
         Oracle: make_oracle,
         RangeEstimation: range_estimation_from_json,
-        CorrelatedNoise: read_noise,
+        Mechanism: read_noise,
         **kinds,
     }

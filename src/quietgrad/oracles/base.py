@@ -11,14 +11,13 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from quietgrad.curators.base import Session
 from quietgrad.objectives.base import Asked, Objective
 from quietgrad.plans.schedule import Law, Plan, Slot
-from quietgrad.privacy.correlated import CorrelatedNoise
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.sampling import Sampling
 from quietgrad.settings import check_fields
 from quietgrad.vectors import Vector
 
-Noise = Literal["independent", "correlated"] | CorrelatedNoise
-"""Whether releases have noise of their own, or noise that the next ones take back (by name, or made already)."""
+Noise = Literal["independent", "correlated"] | Mechanism
+"""Independent Gaussian noise, noise that the next releases take back, or a mechanism that releases sums."""
 
 
 @dataclass(slots=True)
@@ -88,26 +87,25 @@ def slot_of(
     """
     sampling.check_count(steps)
     mechanism: Mechanism = GaussianNoise()
-    if isinstance(noise, CorrelatedNoise):
+    if isinstance(noise, Mechanism) and noise.verb == mechanism.verb:
         mechanism = noise
     elif noise == "correlated":
         mechanism = sampling.correlated_noise(steps)
     elif noise != "independent":
-        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism made for it.")
+        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism of sums.")
     return Slot(name, sampling, steps, law=law, mechanism=mechanism)
 
 
-def read_noise(given: object) -> CorrelatedNoise:
+def read_noise(given: object) -> Mechanism:
     """A mechanism from the JSON of one, as a plan's settings state it.
 
     >>> from quietgrad.privacy.correlated import BandedToeplitzNoise
     >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
     True
     """
-    made = from_json(given) if isinstance(given, Mapping) else None
-    if not isinstance(made, CorrelatedNoise):
-        raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism made for it.")
-    return made
+    if not isinstance(given, Mapping):
+        raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism of sums.")
+    return from_json(given)
 
 
 @runtime_checkable
@@ -125,7 +123,7 @@ def config_of(settings: Any) -> dict[str, Any]:
     def plain(value: object) -> object:
         if isinstance(value, HasConfig):
             return value.config()
-        if isinstance(value, CorrelatedNoise):
+        if isinstance(value, Mechanism):
             return value.to_json()
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
