@@ -152,3 +152,11 @@ def test_private_search_is_charged_once(tmp_path: Path) -> None:
     assert 3.9 < search.privacy_epsilon_ <= 4.0
     with pytest.raises(DataError, match="declare its classes"):
         PrivateSearch(PrivateLogisticRegression(), {"regularization": [0.0]}).fit(X, y)
+
+
+def test_a_declared_row_bound_gives_methods_the_constants_of_the_loss() -> None:
+    X, y = separable()
+    how: dict[str, Any] = {"epsilon": 4.0, "relation": "replace-one", "classes": [0, 1], "row_bound": 4.0}
+    model = PrivateLogisticRegression(algorithm="output-perturbation", regularization=0.1, **how).fit(X, y)
+    assert 3.9 < model.privacy_.epsilon <= 4.0
+    assert model.score(X, y) > 0.8

@@ -206,7 +206,10 @@ class PrivateModel(SpendsPrivacy):
         if not isinstance(given, numbers.Real):
             raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
-        return {"regularizer": penalty, "intercept": self.fit_intercept}
+        known: dict[str, Any] = {"regularizer": penalty, "intercept": self.fit_intercept}
+        if self.algorithm is not None and self.row_bound is not None:  # from which its constants follow
+            known |= {"row_bound": self.row_bound, "rows": "clip"}
+        return known
 
     def _plan(
         self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: PrivacyUnitSpec = _ROWS
