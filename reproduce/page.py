@@ -49,7 +49,7 @@ STYLE = """
 .exhibit table { border-collapse: collapse; font-size: .87rem }
 .exhibit th, .exhibit td { border: 1px solid var(--line, #8888); padding: .2rem .5rem; text-align: left }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr)); gap: 1rem }
-figure { margin: .4rem 0; min-width: 0 } figcaption { font-weight: 600; font-size: .9rem }
+figure { margin: .4rem 0; min-width: 0; max-width: 36rem } figcaption { font-weight: 600; font-size: .9rem }
 figure > svg.chart { width: 100%; height: auto } figure > svg.chart text { font-size: 16px }
 .legend { display: flex; flex-wrap: wrap; gap: 0 1rem; list-style: none; margin: .2rem 0; padding: 0;
   font-size: .8rem }
