@@ -39,6 +39,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 import quietgrad as qg
+from quietgrad.algorithms.output_perturbation import step_size
 from quietgrad.data import load
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.simulation import assemble
@@ -73,7 +74,7 @@ class Study:
         self.budget = qg.Budget(epsilon, DELTA, qg.Relation.REPLACE_ONE)
         self.objective = Logistic(regularizer=L2(7e-4 / math.sqrt(epsilon)), row_bound=1.0, rows="normalize")
         self.test = self.objective.prepare((table.X_test, table.y_test))
-        self.bound = local_fit(self.objective, self.n, FIT.steps, FIT.step_size(self.objective)).bound
+        self.bound = local_fit(self.objective, self.n, FIT.steps, step_size(FIT.learning_rate, self.objective)).bound
         self.rng = np.random.default_rng(0)
         self.plain = Logistic(row_bound=1.0, rows="normalize")
         self.train = self.plain.prepare((self.X, self.y))

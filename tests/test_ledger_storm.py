@@ -19,17 +19,15 @@ from quietgrad.privacy.ledger import Ledger
 
 NURSERY = r"""
 import os, random, signal, sys, time
-from quietgrad.privacy import chain
 from quietgrad.privacy.events import Gaussian, Repeated
 from quietgrad.privacy.ledger import Ledger
 
 path, side, rounds, writers, honest = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 
 
-def write_in_pieces(fd, data):
-    for start in range(0, len(data), 40):
-        os.write(fd, data[start : start + 40])
-        time.sleep(0.0002)
+def write_in_pieces(fd, data, write=os.write):
+    time.sleep(0.0002)
+    return write(fd, data[:40])
 
 
 def note(fd, text):
@@ -39,7 +37,7 @@ def note(fd, text):
 
 def write_for_ever(number):
     if number % 2:
-        chain._write_all = write_in_pieces
+        os.write = write_in_pieces
     fd = os.open(f"{side}.{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     ledger = Ledger(path)
     plan = Repeated(Gaussian(2.0), 10)
