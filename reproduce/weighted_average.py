@@ -74,7 +74,8 @@ class Study:
         self.budget = qg.Budget(epsilon, DELTA, qg.Relation.REPLACE_ONE)
         self.objective = Logistic(regularizer=L2(7e-4 / math.sqrt(epsilon)), row_bound=1.0, rows="normalize")
         self.test = self.objective.prepare((table.X_test, table.y_test))
-        self.bound = local_fit(self.objective, self.n, FIT.steps, step_size(FIT.learning_rate, self.objective)).bound
+        rate = step_size(FIT.learning_rate, self.objective)
+        self.bound = local_fit(self.objective, self.n, FIT.steps, rate).bound
         self.rng = np.random.default_rng(0)
         self.plain = Logistic(row_bound=1.0, rows="normalize")
         self.train = self.plain.prepare((self.X, self.y))
