@@ -35,9 +35,11 @@ from quietgrad.audit.running import (
     probe_rounds,
     run,
 )
+from quietgrad.audit.single_run import PlantedQuery, _Planted
 from quietgrad.cli import main
 from quietgrad.cli.audit import audit_folder
 from quietgrad.errors import DataError
+from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
 from quietgrad.privacy.budget import Relation
 from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
 from tests.broken import Broken
@@ -303,6 +305,20 @@ def test_one_run_sees_half_the_noise_and_nothing_else(relation: Relation) -> Non
     assert report.verdict in ("pass", "vacuous")
     with pytest.raises(ValueError, match="≥ 20 canaries"):
         qg.audit.one_run(qg.objectives.Logistic(), data, sampled, budget=budget, canaries=5)
+
+
+def test_planted_canaries_leave_the_sums_of_the_model_alone() -> None:
+    rng, objective = np.random.default_rng(1), qg.objectives.Logistic()
+    planted = _Planted(objective, 50, rng.random(50) < 0.5, ADD)
+    records = planted.prepare(table(rng))
+    now, before = rng.standard_normal((2, 8))
+    query = RecursiveMomentumQuery(now, before, 0.1, 1.0, 0.2)
+    for indices in (None, np.arange(0, len(records), 2)):
+        out, plain = np.zeros(records.dim), np.zeros(8)
+        PlantedQuery(query).sum_into(planted, Batch(records, indices), out)
+        query.sum_into(objective, Batch(records.inner, indices if indices is None else indices[:150]), plain)
+        np.testing.assert_allclose(out[:8], plain, rtol=1e-12)
+        assert set(np.unique(out[8:].round(12))) <= {0.0, 0.28}
 
 
 # --- command ------------------------------------------------------------------------------------------------------

@@ -156,6 +156,15 @@ def test_wrong_formulas_for_the_sensitivity_are_below_what_is_attained() -> None
     assert attained(rising, 2, 2) > 1.05 * first
 
 
+def test_contributions_of_any_direction_stay_within_the_sensitivity() -> None:
+    mechanism, rng = BufferedToeplitzNoise.made(24, 4, 6), np.random.default_rng(0)
+    for _ in range(300):
+        given, v = np.zeros((24, 3)), rng.standard_normal((4, 3))
+        lengths = rng.choice([1.0, rng.random()], (4, 1))
+        given[rng.integers(6) :: 6] = lengths * v / np.linalg.norm(v, axis=1, keepdims=True)
+        assert np.linalg.norm(matrix(mechanism) @ given) <= mechanism.sensitivity()
+
+
 def test_a_stopped_run_costs_its_own_rows_and_columns() -> None:
     mechanism = BufferedToeplitzNoise.made(32, 4, 8)
     for j in (1, 7, 9, 31):

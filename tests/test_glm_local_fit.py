@@ -46,9 +46,9 @@ def test_neighbours_stay_within_the_stability_bound(make: Any, mu: float, interc
         step_size = 2.0 / (mu + constants.smoothness)
         query = local_fit(objective, n, steps, step_size)
         assert query.bound == query.sensitivity / 2
-        for _ in range(12):
-            X = rng.normal(size=(n, 3)) * 10.0 ** rng.integers(-1, 3)
-            y = rng.integers(0, 2, n).astype(float)
+        for size in (n, 2) * 6:  # the union of all parties, or the share of a small one
+            X = rng.normal(size=(size, 3)) * 10.0 ** rng.integers(-1, 3)
+            y = rng.integers(0, 2, size).astype(float)
             X2, y2 = X.copy(), y.copy()
             X2[0], y2[0] = (-X[0], y[0]) if rng.random() < 0.5 else (1e6 * rng.normal(size=3), 1 - y[0])
             moved = fitted(objective, query, X, y) - fitted(objective, query, X2, y2)

@@ -25,6 +25,7 @@ from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomi
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.objectives.tables.whitening import FeatureMean, MeanSquares
 from quietgrad.privacy.budget import Relation
+from tests.probes.records import every_query, neighbouring_tables, probe_sensitivity
 
 Floats = npt.NDArray[np.float64]
 D = 4
@@ -78,6 +79,17 @@ def test_a_single_record_never_exceeds_the_bound(
             contribution = released(objective, query, X[i : i + 1], y[i : i + 1], as_batch)
             assert np.isfinite(contribution).all()
             assert math.hypot(*contribution) <= query.bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("relation", Relation)
+@pytest.mark.parametrize("layout", [np.asarray, sparse.csr_array])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_neighbours_by_brute_force(objective: LinearObjective, layout: Any, relation: Relation) -> None:
+    """With intercepts and sparse rows, which the probe of every loss leaves out."""
+    pairs = neighbouring_tables(objective, relation, features=D)
+    laid_out = (((layout(X), y), (layout(X2), y2)) for (X, y), (X2, y2) in pairs)
+    finding = probe_sensitivity(objective, laid_out, every_query, relation)
+    assert finding.verdict == "pass", finding
 
 
 @pytest.mark.parametrize("as_batch", [False, True])
