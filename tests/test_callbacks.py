@@ -95,15 +95,17 @@ def test_an_evaluation_that_fails_costs_nothing(tmp_path: Path) -> None:
 
 
 @FRONTS
-def test_a_stop_costs_the_plan(train: Run) -> None:
+def test_a_stop_costs_the_plan(train: Run, tmp_path: Path) -> None:
     def stop(progress: qg.Progress) -> None:
         if progress.step in (0, 2):  # at step 0 there is nothing to stop
             progress.stop()
 
-    result = train(stop)
+    ledger = qg.Ledger(tmp_path / "ledger.jsonl")
+    result = train(stop, ledger=ledger, **({} if train is parties else {"n_public": 200}))
     assert result.stopped_by == "callback"
     assert result.privacy.releases["gradient"] == 2
     assert result.privacy.epsilon == pytest.approx(1.0, rel=0.02)
+    assert ledger.spent("default", delta=1e-5, relation="add-remove").epsilon == result.privacy.epsilon
 
 
 def at(step: int, **scores: float) -> qg.Progress:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import quietgrad as qg
@@ -22,7 +23,7 @@ from quietgrad.privacy.ledger import Ledger
 from quietgrad.training import checkpoint
 from quietgrad.training.result import ledger_of, problems_of
 from quietgrad.training.runs import FILE, is_kept
-from tests.kept_runs import Killed
+from tests.kept_runs import Killed, LoopRun, NetworkRun
 
 BUDGET = qg.Budget(2.0, 1e-5)
 
@@ -118,6 +119,34 @@ def test_other_sums_are_charged_again_and_said_on_the_way() -> None:
     assert len(Ledger("ledger.jsonl").book().held) == 2
     spent = Ledger("ledger.jsonl").spent("people", delta=1e-5, relation="add-remove").epsilon
     assert qg.load("run").privacy.epsilon == pytest.approx(spent) == pytest.approx(loop.epsilon())
+
+
+@pytest.mark.parametrize("edit", ["loss", "forward", "nothing"])
+@pytest.mark.parametrize("kind", [NetworkRun, LoopRun])
+def test_an_edited_loss_or_forward_is_charged_again(
+    kind: type[NetworkRun], edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No name tells of the edit; under the old noise the difference of two sums would have none."""
+    world, scale = kind(tmp_path / "world"), {"loss": 1.0, "forward": 1.0}
+    table = world._parts(0)[2]
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(scale["forward"] * x)
+
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(scale["loss"] * output, y, reduction="none")
+
+    def parts(_world: Any, _data: int) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        return Scaled(2, 2), loss, table
+
+    monkeypatch.setattr(kind, "_parts", parts)
+    assert not world.go(kill=4)
+    scale[edit] = 3.0
+    assert world.go()
+    world.check()
+    assert world.charges() == world.witness.epochs() == (1 if edit == "nothing" else 2)
 
 
 def test_people_who_were_counted_are_not_counted_again() -> None:
