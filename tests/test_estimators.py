@@ -20,6 +20,7 @@ from quietgrad.errors import BudgetError, DataError
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
+    PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivatePoissonRegressor,
     PrivateScaler,
@@ -55,6 +56,7 @@ def beyond(estimator: Any) -> dict[str, str]:
 @parametrize_with_checks(  # type: ignore[untyped-decorator]
     [
         PrivateLogisticRegression(**LOOSE),
+        PrivateLinearRegression(**LOOSE),
         PrivatePoissonRegressor(**LOOSE),
         PrivateAdditiveClassifier(**LOOSE),
         PrivateAdditiveRegressor(**LOOSE, target_bounds=(-6, 6)),
