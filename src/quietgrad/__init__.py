@@ -16,6 +16,7 @@ states what a run will release and cost before it reads data:
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ __all__ = [*_HOMES, *_MODULES, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)
+        value = resolve_name(f"quietgrad.{_HOMES[name]}:{name}")
     elif name in _MODULES:
         value = import_module(f"quietgrad.{_MODULES[name]}")
     else:

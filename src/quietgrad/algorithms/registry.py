@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 from quietgrad import settings
@@ -252,7 +252,7 @@ class AlgorithmSpec:
     def kind(self) -> Any:
         """The class, imported when used."""
         module, _, cls = self.home.partition(".")
-        return getattr(import_module(f"quietgrad.algorithms.{module}"), cls)
+        return resolve_name(f"quietgrad.algorithms.{module}:{cls}")
 
     def make(self, given: Mapping[str, object]) -> Any:
         """The algorithm with the settings ``given``, texts or values.

@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from quietgrad import __version__
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def app_of(name: str) -> Any:
     """The typer app of a command."""
     module, _, attribute = _HOMES.get(name, f"{name}.app").partition(".")
-    return getattr(import_module(f"{__name__}.{module}"), attribute)
+    return resolve_name(f"{__name__}.{module}:{attribute}")
 
 
 def _complete() -> int:

@@ -5,7 +5,7 @@ The secure sums themselves are in :mod:`quietgrad.secure`; its public names are 
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"quietgrad.{_HOMES[name]}"), name)
+    return resolve_name(f"quietgrad.{_HOMES[name]}:{name}")
 
 
 def __dir__() -> list[str]:

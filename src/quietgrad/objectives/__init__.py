@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,5 +52,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(import_module(f"quietgrad.objectives.{_HOMES[name]}"), name)
+        return resolve_name(f"quietgrad.objectives.{_HOMES[name]}:{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
