@@ -39,7 +39,7 @@ from quietgrad.objectives.tables.linear import LinearObjective
 from quietgrad.oracles.gradient_estimators import ORACLES, oracle_class
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
 from quietgrad.privacy.ledger_state import LONGEST, check_account_name
-from quietgrad.settings import fields_of
+from quietgrad.settings import field_values, fields_of
 
 RUN_FILE = "run.json"
 Options: TypeAlias = Mapping[str, Any]  # by name, as a file or a command line has them
@@ -192,7 +192,8 @@ class RunSpec:
         write_atomically(folder / RUN_FILE, (json.dumps(values, indent=2) + "\n").encode())
 
     def _given(self, *names: str) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        values = field_values(self)
+        return {name: values[name] for name in names if values[name] is not None}
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -231,10 +232,11 @@ class RunSpec:
     def _said(self) -> dict[str, Any]:
         """The options that differ from what is usual, by the name of their flag; δ and relation always."""
         always = () if self.non_private else ("delta", "relation")
+        usual = {one.name: one.default for one in dataclasses.fields(self)}
         return {
-            one.name: value
-            for one in dataclasses.fields(self)
-            if one.name != "split_key" and ((value := getattr(self, one.name)) != one.default or one.name in always)
+            name: value
+            for name, value in field_values(self).items()
+            if name != "split_key" and (value != usual[name] or name in always)
         }
 
     @property

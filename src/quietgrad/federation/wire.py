@@ -29,6 +29,7 @@ from quietgrad.objectives.queries.local_fit import LocalFit
 from quietgrad.objectives.tables import whitening
 from quietgrad.objectives.tables.table import Affine
 from quietgrad.privacy.budget import Relation
+from quietgrad.settings import field_values
 from quietgrad.vectors import Vector
 
 VERSION = 1
@@ -204,8 +205,8 @@ def _pack(value: object, arrays: dict[str, Array]) -> Any:
         return [_pack(item, arrays) for item in value]
     kind = _NAMES.get(type(value))
     if kind is not None and dataclasses.is_dataclass(value):
-        fields = (f.name for f in dataclasses.fields(value) if f.init)
-        return {"kind": kind, **{name: _pack(getattr(value, name), arrays) for name in fields}}
+        sent = {name: item for name, item in field_values(value).items() if name in _FIELDS[kind]}
+        return {"kind": kind, **{name: _pack(item, arrays) for name, item in sent.items()}}
     if not isinstance(value, np.ndarray):
         if type(value).__module__.partition(".")[0] != "torch":
             raise WireError(f"{type(value).__name__} cannot be part of a query that is sent")

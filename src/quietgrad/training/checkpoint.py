@@ -24,6 +24,7 @@ from quietgrad.algorithms.base import State
 from quietgrad.errors import DataError
 from quietgrad.files import parse_json, read_bytes, write_atomically
 from quietgrad.oracles.base import Estimate
+from quietgrad.settings import field_values
 
 FORMAT = 3
 Array = npt.NDArray[np.generic]
@@ -121,8 +122,8 @@ def _seal(key: bytes, said: str, tensors: Mapping[str, Array]) -> str:
 
 def _pack(value: object, name: str, tensors: dict[str, Array]) -> dict[str, object]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.name != "memo"]
-        fields = {key: _pack(getattr(value, key), f"{name}.{key}", tensors) for key in names}
+        held = {key: item for key, item in field_values(value).items() if key != "memo"}
+        fields = {key: _pack(item, f"{name}.{key}", tensors) for key, item in held.items()}
         return {"kind": type(value).__name__, "fields": fields}
     if isinstance(value, Mapping):
         fields = {str(k): _pack(v, f"{name}.{k}", tensors) for k, v in value.items()}
