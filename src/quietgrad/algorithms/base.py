@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from quietgrad.algorithms.learning_rates import LearningRate, as_rate
 from quietgrad.curators.base import Session
@@ -77,6 +77,7 @@ class HasSchedule(Protocol):
         return
 
 
+@runtime_checkable
 class Algorithm(HasSchedule, Protocol):
     """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
 

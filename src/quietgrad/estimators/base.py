@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -138,7 +138,7 @@ class PrivateModel(SpendsPrivacy):
             for name, pair in given.items():
                 pairs[names.index(str(name))] = checked_bounds("feature_bounds", pair)
         elif given is not None:
-            if isinstance(given, str) or not hasattr(given, "__len__"):
+            if isinstance(given, str) or not isinstance(given, Collection):
                 raise ValueError(
                     "feature_bounds: must be one (low, high) per feature, or a mapping of column names to them."
                 )
@@ -172,7 +172,7 @@ class PrivateModel(SpendsPrivacy):
             made: Algorithm = kind(**given)
             return made
         if self.algorithm is not None:
-            if not (hasattr(self.algorithm, "schedule") and hasattr(self.algorithm, "step")):
+            if not isinstance(self.algorithm, Algorithm):
                 raise ValueError("algorithm: must be a method of quietgrad, its name such as 'dp-sgd', or None.")
             return self.algorithm
         # Standard errors rest on a curvature that is bounded for means of records only.

@@ -32,13 +32,12 @@ from quietgrad.estimators.validation import (
     is_scan,
     nameless,
     predict_row_independent,
-    rows_in,
     scan_if_one,
     take_person_column,
 )
 from quietgrad.files import write_atomically
 from quietgrad.objectives.queries.counts import Tabulation
-from quietgrad.objectives.tables.table import Array, Floats, lay_out, numbers_of
+from quietgrad.objectives.tables.table import Array, Floats, lay_out, numbers_of, rows_in
 from quietgrad.plans.counting import PublicCount
 from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.training.minimizing import minimize

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from quietgrad.algorithms.whitened_gd import WhitenedGD
 from quietgrad.curators.account import Account, Charge
 from quietgrad.curators.central import CentralCurator, CentralSession
 from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
-from quietgrad.estimators.base import SpendsPrivacy
+from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
 from quietgrad.estimators.scoring import class_codes
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -158,7 +158,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         curator = CentralCurator(
             whom.asks(Scoring()), whom.of_data((X, labels)), account=Account.of(self.account, self.ledger, self.cap)
         )
-        declared = getattr(self.estimator, "n_public", None) if budget.relation is Relation.ADD_REMOVE else None
+        declared = self.estimator.n_public if budget.relation is Relation.ADD_REMOVE else None
         size = curator.count(budget, declared, None)
         units = accepted.shape[0] if whom.people is None else len(whom.people)
         train, test, public_train, public_test = self._split(units, size.n, budget)
@@ -296,7 +296,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             not isinstance(grid, Mapping)
             or not grid
             or not all(
-                hasattr(values, "__len__") and not isinstance(values, str | bytes) and len(values) > 0
+                isinstance(values, Sized) and not isinstance(values, str | bytes) and len(values) > 0
                 for values in grid.values()
             )
         ):
@@ -311,10 +311,10 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             raise ValueError(f"mean_rounds={self.mean_rounds!r}: must be between 1 and {_MOST_ROUNDS}.")
         if not 0.0 < self.holdout < 1.0:
             raise ValueError(f"holdout={self.holdout!r}: must be strictly between 0 and 1.")
-        if getattr(self.estimator, "random_state", None) is not None:
-            raise ValueError("random_state: a search of seeded fits is not private; leave it None.")
-        if not hasattr(self.estimator, "_accept"):
+        if not isinstance(self.estimator, PrivateModel):
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
+        if self.estimator.random_state is not None:
+            raise ValueError("random_state: a search of seeded fits is not private; leave it None.")
         regression = is_regressor(self.estimator)
         if regression and self.estimator.target_bounds is None:
             raise DataError("estimator: declare its target_bounds as public; scores are in their units.")

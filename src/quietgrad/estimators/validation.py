@@ -30,7 +30,7 @@ from quietgrad.objectives.privacy_units import (
     check_combination,
 )
 from quietgrad.objectives.tables.scanned import ScannedPeople, ScanSource
-from quietgrad.objectives.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text
+from quietgrad.objectives.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text, rows_in
 from quietgrad.privacy.budget import PrivacyUnit
 from quietgrad.training.minimizing import check_people, how_people_count
 
@@ -74,11 +74,6 @@ def is_frame(X: object) -> TypeGuard[DataFrame]:
 
 def is_scan(X: object) -> TypeGuard[ScanTable]:
     return isinstance(X, ScanSource)
-
-
-def rows_in(X: Any) -> int:
-    """The number of records of an array, a frame or a list."""
-    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
 
 
 def refuse_scan(X: object, what: str) -> None:

@@ -27,6 +27,7 @@ from quietgrad.federation.wire import Template, template
 from quietgrad.objectives.base import Objective
 from quietgrad.objectives.person_ids import factorize_ids
 from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
+from quietgrad.objectives.tables.table import rows_in
 from quietgrad.plans.explain import explain as of_one_table
 from quietgrad.plans.schedule import calibrate_plan
 from quietgrad.privacy.budget import Budget, PrivacyUnit
@@ -76,7 +77,7 @@ class Party:
         """The declared number of records, or people, or the true one."""
         if self.n_public is not None:
             return self.n_public
-        rows = int(self.X.shape[0]) if hasattr(self.X, "shape") else len(self.X)
+        rows = rows_in(self.X)
         return rows if self.person is None else factorize_ids(self.person, rows)[1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from quietgrad.objectives.base import Asked, Objective
 from quietgrad.plans.schedule import Law, Plan, Slot
 from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.sampling import Sampling
-from quietgrad.settings import check_fields
+from quietgrad.settings import check_fields, field_values
 from quietgrad.vectors import Vector
 
 Noise = Literal["independent", "correlated"] | Mechanism
@@ -129,7 +129,7 @@ def config_of(settings: Any) -> dict[str, Any]:
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return {f.name: plain(getattr(settings, f.name)) for f in fields(settings)}
+    return {name: plain(value) for name, value in field_values(settings).items()}
 
 
 def plan_preview(objective: Objective, plan: Plan) -> Any:
@@ -149,9 +149,8 @@ def noise_multiplier(session: Session) -> float:
 
     Correlated noise is louder in a single release, which is what is asked here.
     """
-    factor: float = getattr(session, "noise_sources", getattr(session.plan, "variance_factor", 1.0))
     louder = max(slot.mechanism.loudness for slot in session.plan.schedule.slots)
-    return session.plan.noise_multiplier * math.sqrt(factor) * louder
+    return session.plan.noise_multiplier * math.sqrt(session.plan.variance_factor) * louder
 
 
 def constant_of(setting: str, name: str, given: float | None, session: Session) -> float:

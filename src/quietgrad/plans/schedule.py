@@ -97,6 +97,11 @@ class Plan:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
     @property
+    def variance_factor(self) -> float:
+        """Variance of the noise in a sum ÷ that of a trusted curator; above 1 only where parties add noise."""
+        return 1.0
+
+    @property
     def is_private(self) -> bool:
         """Whether the run adds noise at all; what it costs is :meth:`epsilon`."""
         return self.budget is not None
@@ -376,7 +381,7 @@ def plan(
             algorithm.condition, counted,
         )  # fmt: skip
 
-    if counted is None and getattr(algorithm, "whole_epochs", True):
+    if counted is None and algorithm.whole_epochs:
         for slot in schedule.slots:
             if slot.law is None:
                 slot.sampling.check_whole(slot.count)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -104,7 +104,7 @@ def certify(
         raise ValueError(f"alpha={alpha!r}: must be a finite number > 0.")
     product: Callable[[Vector], Vector]
     if data is None:
-        if not hasattr(objective, "population_gradient"):
+        if not isinstance(objective, HasPopulation):
             raise ValueError("data=None: only a landscape has a population risk; pass the data to evaluate on.")
         gradient = objective.population_gradient(params)
         product = partial(objective.population_hessian_product, params)
@@ -155,10 +155,40 @@ def extreme_eigenvalues(product: Callable[[Vector], Vector], like: Vector) -> tu
     return least, top
 
 
+@runtime_checkable
+class HasPopulation(Protocol):
+    """An objective whose population risk is known, such as a landscape."""
+
+    def population_gradient(self, params: Any) -> Any:
+        """The gradient of the population risk."""
+        ...
+
+    def population_hessian_product(self, params: Any, vector: Any) -> Any:
+        """The Hessian of the population risk times a vector."""
+        ...
+
+
+@runtime_checkable
+class HasHessianProduct(Protocol):
+    """An objective with its own exact Hessian products."""
+
+    def hessian_product(self, records: Any, params: Any, vector: Any) -> Any:
+        """∇²F(θ)·vector on these records."""
+        ...
+
+
+@runtime_checkable
+class HasNegativeCurvature(Protocol):
+    """An objective that bounds how negative its curvature can be."""
+
+    def negative_curvature(self) -> float | None:
+        """The bound, or ``None`` if none is known."""
+        ...
+
+
 def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Vector], Vector]:
-    exact = getattr(objective, "hessian_product", None)
-    if exact is not None:
-        return partial(exact, records, params)
+    if isinstance(objective, HasHessianProduct):
+        return partial(objective.hessian_product, records, params)
     if type(objective).__module__ == "quietgrad.objectives.networks.module":  # torch is not imported to know
         from quietgrad.objectives.networks import module as module_curvature
 
@@ -183,11 +213,11 @@ def _known(objective: Any, rho: float | None) -> tuple[float | None, float | Non
 
     A loss may be known by its gradient alone.
     """
-    stated = getattr(objective, "negative_curvature", None)
+    stated = objective.negative_curvature() if isinstance(objective, HasNegativeCurvature) else None
     if rho is None:
         with suppress(AttributeError, ValueError):
             rho = objective.constants().hessian_lipschitz
-    return rho, None if stated is None else stated()
+    return rho, stated
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,12 @@ class ScanSource(Protocol):
     @property
     def leaves_out(self) -> bool: ...  # whether rows are left out for what they hold
 
+    @property
+    def person(self) -> Any: ...  # the column that says whose a row is, or None
+
+    @property
+    def whose(self) -> ContributionBounds | None: ...  # how a person's rows count, if records are people
+
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
 
@@ -231,8 +237,8 @@ class Scanned(StreamedRecords):
     """Records of a source, as an objective reads them; see :class:`quietgrad.objectives.base.Records`."""
 
     def __init__(self, reading: Any, source: ScanSource, dim: int) -> None:
-        whose: ContributionBounds | None = getattr(source, "whose", None)
-        if whose is None and getattr(source, "person", None) is not None:
+        whose = source.whose
+        if whose is None and source.person is not None:
             raise DataError("person: the scan was made with a person column; pass person= here too.")
         # For sums, records are people, block by block.
         loss, reading = reading, reading if whose is None else UserLevelObjective(reading, *whose)

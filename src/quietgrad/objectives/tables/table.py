@@ -35,6 +35,11 @@ Matrix: TypeAlias = "Array | csr_array[Any]"
 _BLOCK = 1 << 18  # numbers checked at a time: temporaries stay small and in the cache
 
 
+def rows_in(X: Any) -> int:
+    """The number of records of an array, a frame or a list."""
+    return int(X.shape[0]) if hasattr(X, "shape") else len(X)
+
+
 def lay_out(X: object) -> Any:
     """Return ``X`` as C-contiguous float32/float64, or as CSR without duplicates, without a copy if it is one.
 
