@@ -172,7 +172,7 @@ def test_r2_is_not_told_where_the_variance_of_the_targets_is_noise() -> None:
     score = private_score(Same(), y[:, None], y, epsilon=0.3, target_bounds=(0.0, 6000.0))
     assert score.r2 is None
     assert score.rmse is not None
-    assert "R² cannot be told" in score.notes[0]
+    assert "R² cannot be estimated" in score.notes[0]
     assert "r2" not in str(score)
 
 

@@ -534,7 +534,7 @@ def test_a_sample_serves_one_step_and_iterators_end_each_other() -> None:
 def test_rows_that_are_nobodys_are_refused_without_a_number() -> None:
     made, _, loader = private(network())
     next(iter(loader))
-    with pytest.raises(BudgetError, match="cannot be told to be those of this batch") as refusal:
+    with pytest.raises(BudgetError, match="cannot be matched to this batch") as refusal:
         made(torch.zeros(61, 5))
     assert not any(character.isdigit() for character in str(refusal.value).replace("split(16)", ""))
     with torch.no_grad():

@@ -43,7 +43,7 @@ from quietgrad.vectors import Vector
 _LINES = 0.4  # of the steps, and of the budget that trains
 _LINES_PREFIX = "lines-"  # of the first descent's slots
 _SHAPES, _PAIRS = 0.12, 0.08  # of what range estimation leaves
-_LEAST_SIGNAL = 300.0  # nμ below which shapes of ten columns or fewer cannot be told: lines alone
+_LEAST_SIGNAL = 300.0  # below this nμ, shapes of ten columns or fewer are lost in noise: lines alone
 _MOST_CELLS = 64
 _MOST_PAIRS, _KEPT_PAIRS = 400, 4
 _TESTED = 6  # waves of a feature that decide whether it bends

@@ -14,7 +14,7 @@ from quietgrad.settings import Within
 
 FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled on held-out rows of many tables
 _RELATIVE = 0.05  # share of one histogram that narrows all declared ranges alike
-_CHEAP = 0.02  # share at which wide declared ranges are looked into as well
+_CHEAP = 0.02  # share at which wide declared ranges are estimated as well
 _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard errors unasked
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
@@ -41,7 +41,7 @@ def for_table(
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
-    A release is bought if it can be told from its noise: ranges of each feature, or one for all; the matrix of
+    A release is bought if it should exceed its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
     ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
     """
@@ -92,7 +92,7 @@ def for_table(
 def is_crowded(
     n: float, features: int, budget: Budget | None, regression: bool, crowded: float | None = None
 ) -> bool:
-    """Whether a matrix of second moments could not be told from its noise: d^1.5/(nμ) beyond a limit.
+    """Whether noise would dominate a matrix of second moments: d^1.5/(nμ) is beyond a limit.
 
     ``crowded`` is the limit for large tables; for a regression half of it.
     """

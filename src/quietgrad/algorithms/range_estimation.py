@@ -192,7 +192,7 @@ def _found_ranges(
     high: Floats,
     out: dict[str, Any],
 ) -> tuple[Floats, Floats, int]:
-    """Fill in the limits of the ``unknown`` features; also how many could not be told from noise.
+    """Fill in the limits of the ``unknown`` features; also return how many do not exceed the noise.
 
     ``out`` gets the histogram itself, where each feature has its own: a first idea of where values lie.
     """

@@ -1,6 +1,6 @@
 """Full-batch descent on privately scaled and whitened features: the default for linear models.
 
-A part of the budget buys what the features look like: their ranges, a mean, second moments. The rest buys a few
+A part of the budget buys estimates of the features: ranges, a mean, second moments. The rest buys a few
 full-batch gradient steps in whitened coordinates, where one public step size suits all directions. Every release
 is an un-sampled Gaussian, so the composition is exact; every threshold, window, damping and horizon follows from
 public numbers and earlier releases. Which releases a table can repay is decided before it is seen:
@@ -159,7 +159,7 @@ class WhitenedGD(Algorithm):
         mean_share, moment_share, norm_share: parts of the squared budget μ² spent on the mean, the second moments,
             and (without ``row_bound``) the row norms; 0 leaves that release out.
         damping: τ, in units of the spectral norm that the noise of the second moments is expected to have.
-        moments: ``"full"`` matrix, or its ``"diagonal"`` where the matrix could not be told from its noise.
+        moments: ``"full"`` matrix, or its ``"diagonal"`` where noise would dominate the matrix.
         look: how the ranges of features and targets are found; ``None`` takes the rows as they are.
         freedom: κ, the degrees of freedom that are kept per unit of signal-to-noise of all gradients together.
         horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T

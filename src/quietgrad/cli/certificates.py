@@ -36,7 +36,7 @@ def certificate(
 
     The run's ε is proved again first; what its options or ledger refute is not certified. No record is in the file.
     """
-    signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is told at once
+    signer = None if key is None else SigningKey.read(key)  # before the work, so that a mistake is reported at once
     document = issue(folder, whole_ledger=not run_only, ledger=ledger)
     if signer is not None:
         document = signer.sign(document)

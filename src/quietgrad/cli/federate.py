@@ -252,7 +252,7 @@ def approve(
         plan, keys, out, pin=pin, data=data, ledger=ledger, account=account, cap_epsilon=cap_epsilon,
     )  # fmt: skip
     if mine.credentials.name != "coordinator":
-        mine.member().close()  # whatever is wrong with keys, records or cap is told here
+        mine.member().close()  # errors in keys, records or cap are raised here
     mine.write(file)
     rows = [("approval", str(file)), ("plan digest", mine.digest), ("folder", mine.out)]
     answer(as_json, dict(rows), table=(f"{mine.credentials.name} approved {mine.file.name}", rows))

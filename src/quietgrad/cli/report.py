@@ -186,7 +186,7 @@ def _ask(
         f"ε = {score_epsilon:g} each"
     )
     if spec.n_public is None and spec.relation != "replace-one":
-        # The number of records is a secret, of which nothing may be told unpaid.
+        # The number of records is secret: a statement about it must be paid for.
         few, many = (expected_error(n, guarantee, classes=classes) for n in (1_000, 10_000))
         cost += f"; a point will be uncertain by about ± {few:.1g} if 1 000 are held out, ± {many:.1g} if 10 000"
         if not force:

@@ -84,7 +84,7 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
     data = spec.load_data()
     people: UnitGrouping | ScannedPeople | None = None
     combine: Any = spec.combine
-    with usage():  # mistakes are told before anything is written
+    with usage():  # mistakes are reported before anything is written
         if data.person_test is not None:
             UnitGrouping.of(data.person_test)
         if isinstance(data, ScannedData):

@@ -83,8 +83,8 @@ class Account:
     def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: PrivacyUnit) -> Account:
         """The account with its ledger open and the name that lines stand under.
 
-        In a project's ledger that is the name of the table, if no other is given. Tables are told apart by their
-        keyed fingerprint, so that unrelated ones do not add up.
+        In a project's ledger that is the name of the table, if no other is given. The keyed
+        fingerprint distinguishes tables, so that the costs of unrelated ones do not add up.
         """
         if self.asked:
             return self

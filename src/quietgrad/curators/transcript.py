@@ -17,8 +17,8 @@ happens. A run's transcript, a party's journal and a coordinator's aggregates ar
 refused by name. A killed process releases the file.
 
 What a run must not forget stands in a :class:`SealedLog`: its lines are chained under the run's key, so none can be
-changed, moved or left out in the middle. That lines are missing at the end is told by three things that a copy of
-the file does not bring along: how often the ledger says that the run was opened, which file on which start of the
+changed, moved or left out in the middle. Three things that a copy of the file does not bring along show that
+lines are missing at the end: how often the ledger says that the run was opened, which file on which start of the
 machine it is, and when the system last changed it.
 """
 
@@ -199,7 +199,7 @@ class SealedLog(LockedAppendFile):
         return self._opening == openings or (self._opening == openings + 1 and not self._since)
 
     def reopen(self, openings: int) -> int:
-        """The run is opened again, after ``openings`` times by its ledger, which is told the number of this one."""
+        """Open the run again, after ``openings`` times by its ledger; return the number for the ledger."""
         self._opening, self._since = openings + 1, -1
         self.add(f"{_OPENING} {openings + 1} {_boot()}/{self.identity}")
         return openings + 1
@@ -404,7 +404,7 @@ class Transcript(SealedLog):
     def reopen(self, openings: int) -> int:
         """Go on, after the ledger knew of so many openings of this run; the number of this one.
 
-        It is told to the ledger once this returns. What does not agree hides releases, in whichever of the two.
+        The caller writes it to the ledger. Where the two disagree, one of them hides releases.
         """
         agreed = self.agrees(openings)
         self.complete = self.complete and agreed

@@ -50,7 +50,7 @@ _SPARE = 40  # MB: what libraries and results take, whatever the table
 
 @dataclass
 class _ScanMetadata:
-    """What the first reading told; shared by all views of one scan."""
+    """What the first reading found; shared by all views of one scan."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     sizes: tuple[int, ...] | None = None

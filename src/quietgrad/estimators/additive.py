@@ -72,7 +72,7 @@ class _Additive(PrivateModel):
         )
 
     def _pairs(self) -> tuple[tuple[int, int], ...] | None:
-        """Positions of the pairs; ``None`` to look for them."""
+        """Positions of the pairs; ``None`` to select them privately."""
         if self.pairs is None or isinstance(self.pairs, str):
             if self.pairs not in (None, "auto"):
                 raise ValueError(f"pairs={self.pairs!r}: must be 'auto', pairs of columns, or None.")
@@ -215,10 +215,10 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
         categories: the public vocabulary of each category column, by name or position. Columns of pandas' category
             or boolean type declare theirs, and a warning says so of the former: ``astype("category")`` reads them
             from the records. A value outside its vocabulary counts for nothing.
-        bins: of each numeric feature, at most; ``None`` chooses 4, 8, 16 or 32 by n and ε. A private look at where
-            values lie cuts them, inside declared bounds too. Features that show no bend keep a line alone.
+        bins: of each numeric feature, at most; ``None`` chooses 4, 8, 16 or 32 by n and ε. A private estimate of
+            where values lie sets the cuts, inside declared bounds too. Features that show no bend keep a line.
         pairs: columns whose joint effect is modelled too, such as ``[("age", "hours")]``, or positions of an array;
-            ``"auto"`` looks for up to four pairs of numbers privately.
+            ``"auto"`` selects up to four pairs of numbers privately.
         ledger, account, cap, n_public, random_state: as in
             :class:`~quietgrad.estimators.PrivateLogisticRegression`.
 

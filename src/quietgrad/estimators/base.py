@@ -59,7 +59,7 @@ _SUMMARY = ("coef", "std_err", "lower", "upper", "p_value")
 
 @dataclass(eq=False, repr=False)
 class SpendsPrivacy(BaseEstimator):  # type: ignore[misc]
-    """What is fitted at a price. Without a ledger, what it spends is known in its own process only."""
+    """An estimator whose fit costs ε. Without a ledger, only its own process knows what it spent."""
 
     epsilon: float = 1.0
     delta: float = 1e-5
@@ -197,11 +197,11 @@ class PrivateModel(SpendsPrivacy):
         return False
 
     def _shape(self) -> dict[str, Any]:
-        """What the default method is told about the task."""
+        """The settings of the default method that depend on the task."""
         return {}
 
     def _settings(self) -> dict[str, Any]:
-        """What every loss is told."""
+        """The settings that every loss gets."""
         given: Any = self.regularization
         if not isinstance(given, numbers.Real):
             raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
@@ -214,7 +214,7 @@ class PrivateModel(SpendsPrivacy):
     def _plan(
         self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: PrivacyUnitSpec = _ROWS
     ) -> Plan:
-        """The plan of a whole fit, ``looks`` at the labels included."""
+        """The plan of a whole fit, with the estimates of labels (``looks``)."""
         method = self._method(size.n if isinstance(size, PublicCount) else size, features, whom)
         return make_plan(
             method, n=size, budget=self._budget(), looks=looks, unit=whom.unit,
@@ -247,7 +247,7 @@ class PrivateModel(SpendsPrivacy):
             person: the person each record is about: one id per record, or the name of a column of a data frame,
                 which is then no feature. The guarantee is for people with all their records, else for records.
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
-            records_per_person: the most of a person's records that one release looks at.
+            records_per_person: the most of a person's records that one release uses.
             records_public: how many records people have together, if that is public; never shown otherwise.
         """
         if options.pop("sample_weight", None) is not None:

@@ -38,7 +38,7 @@ from quietgrad.sampling import FullBatch
 from quietgrad.training.minimizing import settle_failed_run
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
-_FEW = 300  # nμ below which a look at the labels takes more of the budget
+_FEW = 300  # nμ below which the estimate of the labels takes more of the budget
 
 
 @dataclass(eq=False, repr=False)

@@ -147,7 +147,7 @@ def private_score(
         target_bounds: for a regressor without ``target_range_``, the public interval that targets lie in.
         person: one id per record, or the name of a column of ``X``: the guarantee is for people, and every number
             is a mean over people of the mean of their records.
-        records_per_person: the most of a person's records that are looked at.
+        records_per_person: the most of a person's records that are used.
 
     >>> from quietgrad.estimators import PrivateLogisticRegression
     >>> X = np.random.default_rng(0).standard_normal((8000, 2))
@@ -452,7 +452,7 @@ def _regression(model: object, bounds: tuple[float, float] | None, publisher: _P
     r2, rmse, mae = map(_number, value, errors)
     # R² divides by the targets' variance: where noise may have made that out of nothing, no number is one.
     if min(spread(counts) for counts in [released.counts, *fresh]) < 0.25 * max(spread(released.counts), 1e-12):
-        hidden = "the variance of the targets does not stand out of the noise, so R² cannot be told"
+        hidden = "the variance of the targets does not stand out of the noise, so R² cannot be estimated"
         notes = (f"{hidden}: evaluate with a larger ε, on more people, or with narrower target_bounds",)
         return PrivateScore(released.privacy, rmse=rmse, mae=mae, notes=notes)
     return PrivateScore(released.privacy, r2=r2, rmse=rmse, mae=mae, notes=tuple(_warnings(errors[0])))

@@ -3,7 +3,7 @@
 Each round draws a setting at random, fits it on one part of the records with noise, and scores it on the other part
 with noise. Only the best round leaves. If the number of rounds K is geometric (Papernot & Steinke 2022), the whole
 search costs little more than one round in Rényi terms, however large K turns out; the accountant's
-``RepeatAndSelect`` event prices it. That holds as long as K stays secret: do not publish how long a search took.
+``RepeatAndSelect`` event states its cost. That holds while K stays secret: do not publish how long a search took.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             raise DataError("estimator: declare its target_bounds as public; scores are in their units.")
         if not regression and self.estimator.classes is None:
             raise DataError(
-                "estimator: declare its classes as public; a search cannot look for them in every round."
+                "estimator: declare its classes as public; a search cannot estimate them in every round."
             )
         name = self.scoring or ("squared_error" if regression else "accuracy")
         known = {"squared_error": _closeness} if regression else {"accuracy": _right, "log_loss": _likelihood}

@@ -1,7 +1,7 @@
 """Pipelines that do not leak: a scaler that finds ranges privately, a public one-hot, and a pipeline that warns.
 
 ``StandardScaler`` or a learnt encoder in front of a private model looks at every record without noise, and the
-whole pipeline is then private no more. These steps pay for what they look at, or look at nothing. scikit-learn
+whole pipeline is then private no more. These steps pay for what they read of records, or read nothing. scikit-learn
 tells an estimator nothing of the pipeline that fits it; :class:`PrivatePipeline` knows its steps.
 """
 

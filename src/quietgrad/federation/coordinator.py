@@ -366,7 +366,7 @@ class FederatedCurator:
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
         seed: fixed randomness, for tests: the run is then **not private**.
-        tell: is told in words, at once, of every round that went wrong.
+        tell: is called at once, with a sentence, for every round that fails.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class FederatedCurator:
         self._account = account if isinstance(account, Account) else Account(account, ledger, cap)
         self.tell = tell
         self.admitted: Callable[[str, Message], None] = lambda name, reply: None
-        """Is told of every party that comes back in mid-run."""
+        """Is called for every party that comes back in mid-run."""
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._identity, self._roster = identity, roster

@@ -109,7 +109,7 @@ class Exchange:
         self._grace, self._revoked, self._tell = min(grace, timeout), revoked, tell
         self._agreement, self._session, self._number = agreement_of(agreement), os.urandom(16), 0
         self.opening = bytearray()
-        """What a member is told that does not know the run."""
+        """The message to a member that does not know the run."""
         self.admit: Callable[[str, Message], None] = lambda name, reply: None
         """Looks at a returning member's ``ready`` before it is asked."""
         self.away: dict[str, str] = {}

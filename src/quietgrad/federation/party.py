@@ -43,7 +43,7 @@ from quietgrad.vectors import zeros_like
 
 
 class UnknownRunError(ProtocolError):
-    """This side does not know the run: it restarted, and is told of the run again."""
+    """This side does not know the run: it restarted, and gets the run again."""
 
 
 Answer = Callable[[Message], Message]

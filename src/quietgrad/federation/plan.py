@@ -267,7 +267,7 @@ class FederatedPlan(Plan):
         if self.budget is None:
             raise BudgetError("this plan adds no noise: its run is not private.")
         if self.epsilon() > self.budget.epsilon * (1.0 + 1e-9):
-            raise BudgetError(f"the plan promises ε={self.budget.epsilon:g}; its events cost {self.epsilon():g}.")
+            raise BudgetError(f"the plan states ε={self.budget.epsilon:g}; its events cost {self.epsilon():g}.")
 
     def explain(self, bounds: Iterable[object] = ()) -> str:
         """The plan in words, with who takes part, who is trusted, and what that costs in noise."""
@@ -316,5 +316,5 @@ _KEYS = {"names": "parties", "templates": "queries"}  # as they are called in JS
 
 
 def of_several_parties(schedule: Schedule, times: int) -> Schedule:
-    """The schedule as it draws anything of a person whom so many parties know."""
+    """The schedule as it samples a person who is known to so many parties."""
     return replace(schedule, slots=tuple(replace(s, sampling=s.sampling.known_to(times)) for s in schedule.slots))

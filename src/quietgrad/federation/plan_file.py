@@ -96,7 +96,7 @@ class PlanFile:
 
     @cached_property
     def plan(self) -> FederatedPlan:
-        """The priced plan; its noise multiplier is rounded up to four digits, so that all machines agree on it."""
+        """The calibrated plan; its noise multiplier is rounded up to four digits, so that all machines agree."""
         dim = (self.features + self.objective.intercept) * self.objective.outputs
         try:
             plan = federate(

@@ -279,7 +279,7 @@ def multiplicity(plan: FederatedPlan) -> str:
         return "each is known to one party only, as all of them declare, so parties' people are disjoint"
     not_matched = f"one may be known to {times} parties, as all of them declare; ids are not matched"
     if plan.own_noise:
-        return f"{not_matched}: each party has its own noise, and all {times} are in the price"
+        return f"{not_matched}: each party has its own noise, and the cost includes all {times}"
     return f"{not_matched}: in a sum they count up to {times}·C, and the noise is as loud"
 
 

@@ -70,7 +70,7 @@ def factorize_ids(ids: object, records: int | None = None) -> tuple[Codes, int]:
 
 
 def call_id_function(person: Callable[[int], object], records: int) -> list[Any]:
-    """The ids that a function of the record's number gives, asked for twice: one that changes is nobody's.
+    """Return the ids that a function of the record's number gives; refuse ids that change on a second call.
 
     >>> call_id_function(lambda record: record // 2, 3)
     [0, 0, 1]
@@ -82,7 +82,7 @@ def call_id_function(person: Callable[[int], object], records: int) -> list[Any]
     try:
         first, again = ([number(person(record)) for record in range(records)] for _ in range(2))
         same = all(bool(a == b) for a, b in zip(first, again, strict=True))
-    except Exception as error:  # what it says may name somebody
+    except Exception as error:  # its message may name a person
         raise DataError(
             f"person: the function failed for a record ({type(error).__name__}). It is called with a record's "
             "number from 0 on and returns the id of a person, a whole number or a text."
@@ -105,7 +105,7 @@ def kind_of(ids: object) -> str:
 
 
 def hashed_ids(ids: object, key: bytes) -> set[bytes]:
-    """A keyed hash of each person's id: who has the key can tell whether two of them are equal, and nobody else.
+    """A keyed hash of each person's id: only a holder of the key can test whether two are equal.
 
     The kind of the ids is part of it: 1 and "1" are different people here as everywhere. How a number is held is
     not: an id is the same in a list, an array or a column.
@@ -187,7 +187,7 @@ def whole_numbers(array: Array) -> npt.NDArray[np.int64]:
     """Floats that are whole numbers: tables often hold ids so."""
     if np.isnan(array).any():
         raise DataError(MISSING)
-    exact = 2.0 ** (np.finfo(array.dtype).nmant + 1)  # whole numbers above it are not told apart
+    exact = 2.0 ** (np.finfo(array.dtype).nmant + 1)  # whole numbers above it are not distinct
     if not (np.abs(array) < exact).all() or (array != np.floor(array)).any():
-        raise DataError("person: ids are fractions or too large to be told apart. Give whole numbers or texts.")
+        raise DataError("person: ids are fractions or too large to be distinct. Give whole numbers or texts.")
     return array.astype(np.int64)

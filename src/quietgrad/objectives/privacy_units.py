@@ -4,7 +4,7 @@ Sampling, n and clipping refer to privacy units. A :class:`UnitGrouping` says wh
 :class:`UserLevelObjective` wraps a loss so that a curator holds people, not rows: samplers draw people, n is their
 number, and what one of them contributes to a sum is the
 *clipped combination* of theirs, α·clip_A(g − βg′) + γ·clip_B(g) with g the mean or sum of the gradients of their
-records. Whoever asks about rows in any other way gets them from :func:`rows_of`, with what each of them counts:
+records. A query that reads rows in another way gets them from :func:`rows_of`, with what each of them counts:
 1/k for a person of k records. Contributions of a row lie in a convex set K (a ball, its non-negative part, positive
 semi-definite matrices of bounded norm), so their mean lies in K too, and a bound on a row bounds a person, also
 where it is about the distance of two. A query that knows neither way is refused: :class:`UserLevelRecords` shows no
@@ -94,7 +94,7 @@ class UnitGrouping:
         order: record positions, person by person, each person's in their given order.
         starts: where each person begins in ``order``; one more than there are people.
         combine: whether a person counts with the mean or the sum of their records.
-        records_per_person: the most of a person's records that one release looks at.
+        records_per_person: the most of a person's records that one release uses.
         numbers: of people who are part of more, each one's number among all; their positions if not given.
 
     >>> people = UnitGrouping.of(["ann", "bob", "ann"])
@@ -147,12 +147,12 @@ class UnitGrouping:
 
     @cached_property
     def alone(self) -> bool:
-        """Whether everybody has one record: the arithmetic for rows then does, with the same result."""
+        """Whether every person has one record: the arithmetic for rows then does, with the same result."""
         return len(self.order) == len(self)
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether everybody's records lie together, person by person."""
+        """Whether each person's records lie together, person by person."""
         return bool((self.order == np.arange(len(self.order))).all())
 
     @cached_property
@@ -175,7 +175,7 @@ class UnitGrouping:
         return rows, UnitGrouping(np.arange(len(rows)), starts, self.combine, self.records_per_person, numbers)
 
     def groups(self, indices: Indices | None, key: bytes | None = None) -> GroupIndex:
-        """The records of the people at ``indices`` (``None``: everybody) that a release with this key looks at."""
+        """The records of the people at ``indices`` (``None``: all people) that a release with this key uses."""
         mean = self.combine == "mean"
         if indices is not None and len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError("batch: an index lies outside the people.")
@@ -232,8 +232,9 @@ def check_combination(combine: object, records_per_person: object) -> None:
 
 
 class UserLevelRecords:
-    """People with their rows, as a curator holds them: it counts people, and shows rows to nobody who does
-    not ask for them as a person's.
+    """People with their rows, as a curator holds them: their number is that of the people.
+
+    A query gets rows only if it asks for them as a person's.
     """
 
     is_source: ClassVar[bool] = False
@@ -302,7 +303,7 @@ def rows_of(batch: Batch) -> WeightedRows:
     if groups.people is None and groups.order is people.order:
         return WeightedRows(records.rows, None, people.shares)
     rows = groups.flat()[0]
-    shares = np.zeros(len(people.order))  # whoever looks at other rows all the same finds that they count nothing
+    shares = np.zeros(len(people.order))  # rows outside the batch count nothing, even if a query reads them
     shares[rows] = people.shares[rows]
     return WeightedRows(records.rows, rows, shares)
 

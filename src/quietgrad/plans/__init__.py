@@ -1,1 +1,1 @@
-"""Plans: what a run will release, decided and priced before any data."""
+"""Plans: what a run will release, decided and accounted before any data."""

@@ -9,7 +9,7 @@ The plan of the rest depends on the count. Two arguments cover that, and which o
 anything is counted:
 
 * **Un-sampled Gaussian releases.** The count has Gaussian noise and ``_SHARE`` of μ², the Gaussian-DP parameter
-  of the budget. Whatever comes out, the rest is priced so that all releases together are μ-GDP, so the rest is
+  of the budget. Whatever comes out, the rest is calibrated so that all releases together are μ-GDP, so the rest is
   √(μ² − μ_c²)-GDP for every outcome. Mechanisms that are dominated by one pair for every outcome of those before
   compose as that pair does (Dong, Roth, Su 2022, Thm. 3.2): μ-GDP in all, exactly, although shares and steps
   depend on the count.
@@ -96,7 +96,7 @@ class PublicCount:
         return Upfront(once.epsilon, relation) if isinstance(once, Pure) else once
 
     def before(self, event: Event, relation: Relation) -> Event:
-        """``event`` after the count, if that was a release; of every party's records, if they are told apart.
+        """``event`` after the count, if that was a release; of every party's records, if parties are counted apart.
 
         >>> PublicCount(1203, 26.0).before(Gaussian(2.0), Relation.ADD_REMOVE)
         Composed(parts=(Gaussian(noise_multiplier=26.0), Gaussian(noise_multiplier=2.0)))

@@ -78,7 +78,7 @@ class KeyFile:
         """Write a fresh key for ``run_id``, durably, and return it; refuse if the run has one already.
 
         ``folder`` is where the run keeps its checkpoints: it is noted beside the key, so that a key whose folder
-        was deleted can be told from one that still has a use.
+        was deleted can be distinguished from one still in use.
         """
         path = cls._path(run_id)
         forbid_core_dumps()

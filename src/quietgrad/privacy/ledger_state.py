@@ -320,7 +320,7 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
     if isinstance(reserved, events.Parallel):
         return _in_order(spent.parts if isinstance(spent, events.Parallel) else (spent,), reserved.parts)
     if isinstance(reserved, events.MaxOverParties) and isinstance(spent, events.MaxOverParties):
-        # Parties are told apart by their place, so none may be left out.
+        # The place identifies a party, so none may be left out.
         same = len(spent.parties) == len(reserved.parties)
         return same and all(map(is_part, spent.parties, reserved.parties))
     return False

@@ -30,7 +30,7 @@ def fresh_key() -> bytes:
 
 
 def seed_key(seed: int) -> bytes:
-    """Return the key that belongs to a test seed; whoever knows the seed can subtract the noise.
+    """Return the key that belongs to a test seed; a reader who knows the seed can subtract the noise.
 
     A run that uses it must report ``is_private: false``.
 

@@ -138,7 +138,7 @@ class Sampling(ABC):
         return self
 
     def known_to(self, parties: int) -> Sampling:
-        """Return what draws anything of a person whom so many parties know, each drawing on its own."""
+        """Return the scheme for a person who is known to so many parties, each of which draws on its own."""
         return self
 
     def correlated_noise(self, count: int) -> CorrelatedNoise:
@@ -274,7 +274,7 @@ class Poisson(Sampling, kind="poisson"):
 
         Given who else is drawn, what k independent draws add is a mixture of shifts of at most k·C, the empty one
         with probability (1 − q)ᵏ. Against no shift, the divergence of such a mixture of Gaussians grows with every
-        shift, so it is at most that of one draw of k·C at this rate; the noise is priced for k·C.
+        shift, so it is at most that of one draw of k·C at this rate; the noise is calibrated for k·C.
         """
         if parties == 1 or self.rate == 1.0:
             return self

@@ -192,9 +192,9 @@ def unpack_members(payload: bytes, parties: int) -> tuple[tuple[int, ...], bytes
 
 
 class SurvivorAttestation(NamedTuple):
-    """The digest of the survivors that the server told a party, and its signature: what neighbours compare.
+    """The digest of the survivors that the server named to a party, signed: what neighbours compare.
 
-    It outlives the keys of the run (``context``) in which it was told, so that beginning anew hides nothing.
+    It outlives the keys of the run (``context``) in which it was made, so that beginning anew hides nothing.
     """
 
     round: int

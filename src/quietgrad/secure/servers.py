@@ -276,8 +276,8 @@ class NoiseServer(SumServer):
         self._coarse: dict[int, Words] = {}
         self._prepared = -1
         self.position = self.me - self.servers[0]
-        self.previous = self.servers[(self.position - 1) % 3]  # the roster number of whom this one sends to
-        self.next = self.servers[(self.position + 1) % 3]  # and of whom it hears from
+        self.previous = self.servers[(self.position - 1) % 3]  # the roster number of the server it sends to
+        self.next = self.servers[(self.position + 1) % 3]  # and of the server it hears from
 
     def prepare(self, t: int) -> Computation[None]:
         """Sample this round's coarse noise with the other two servers."""

@@ -146,7 +146,7 @@ class Sample:
         if not 0 < length <= count - first:
             self._next = 0
             raise BudgetError(
-                "the private model was given rows that cannot be told to be those of this batch's records: give "
+                "the private model was given rows that cannot be matched to this batch's records: give "
                 "it the batch whole, or in pieces one after the other (x.split(16)); wrap evaluations in "
                 "model.eval() or torch.no_grad()."
             )

@@ -173,7 +173,7 @@ def minimize(
             beside n wherever n is. Without it no number of records is ever shown.
         folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
             result is saved here.
-        callback: told a :class:`~quietgrad.training.callbacks.Progress` at step 0, before anything is reserved, and
+        callback: gets a :class:`~quietgrad.training.callbacks.Progress` at step 0, before anything is reserved, and
             after every step; such as ``CSVLog("log.csv")``.
         seed: fixed randomness for tests; the result is then not private.
         planned: the plan, if it was made already from the same algorithm, budget and number of records.

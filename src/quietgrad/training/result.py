@@ -107,7 +107,7 @@ class Privacy:
         return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
 
     def facts(self) -> list[tuple[str, object]]:
-        """What is proved, against whom and by which accountant, as rows of a table."""
+        """What is proved, against which adversary and by which accountant, as rows of a table."""
         rows: list[tuple[str, object]] = [("privacy", str(self))]
         if self.epsilon is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]

@@ -69,19 +69,19 @@ class TlsServer(Calls):
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._listener = socket.create_server(address, family=family, backlog=64)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._accept, name="door", daemon=True).start()
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
 
     def close(self) -> None:
         super().close()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread at the door
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         link.hang_up(self._listener)
         for seat in self._seats.values():
             if seat.connection is not None:
                 _end(seat, seat.connection)
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """As every transport; a member that was revoked meanwhile is sent away, and told so when it calls again."""
+        """As every transport; a member revoked meanwhile is disconnected, and refused when it calls again."""
         for name in revoked(self._keys):
             seat = self._seats.get(name)
             if seat is not None and seat.connection is not None:
@@ -125,7 +125,7 @@ class TlsServer(Calls):
             except OSError as error:
                 if self._closed or error.errno in (errno.EBADF, errno.EINVAL):
                     return
-                time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: the door stays open
+                time.sleep(0.05)  # a caller that hung up, or no descriptors for the moment: go on accepting
                 continue
             try:
                 link.tune(sock)

@@ -78,10 +78,10 @@ def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Window
 
 @dataclass(frozen=True)
 class MagnitudeEstimate:
-    """What a histogram of magnitudes told of each feature.
+    """What a histogram of magnitudes shows of each feature.
 
     ``reach`` is an upper limit of |x|; ``seen`` whether it is the feature's own or one for all; ``offsets`` are
-    features of one sign that keep within three octaves, with the interval [low, high] to look into.
+    features of one sign that keep within three octaves, with the interval [low, high] to refine.
     """
 
     reach: Floats
@@ -238,7 +238,7 @@ def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a histogram of magnitudes told of targets that are counts.
+    """What a histogram of magnitudes shows of targets that are counts.
 
     ``most`` is a limit of them, ``mean`` about their mean, and 99.5 % differ from it by at most ``spread`` means.
     """

@@ -28,10 +28,10 @@ from quietgrad.objectives.tables.table import Floats, Matrix, Table, Targets
 from quietgrad.privacy.budget import Relation
 
 LOWEST, HIGHEST = -34, 44
-"""Octaves that are told apart; smaller and larger magnitudes count in the first and the last."""
+"""Octaves that are distinguished; smaller and larger magnitudes count in the first and the last."""
 OCTAVES = HIGHEST - LOWEST + 1
 PIECES, FEW_PIECES = 32, 8
-"""Equal bins of a second look, and of one that is to find most of a feature rather than a place within it."""
+"""Equal bins of a second estimate, and of one that finds most of a feature rather than a place within it."""
 _SHRINK = 1.0 / (1.0 + 1e-12)  # covers the rounding of 1/√k
 
 
@@ -41,7 +41,7 @@ def pair_bound(length: float, relation: Relation) -> float:
 
 
 def log2_bin(values: Floats) -> npt.NDArray[np.int64]:
-    """⌈log₂|x|⌉ − LOWEST, kept within the octaves told apart; of non-zero values."""
+    """⌈log₂|x|⌉ − LOWEST, kept within the octaves distinguished; of non-zero values."""
     mantissa, exponent = np.frexp(np.abs(values))
     exponent = exponent.astype(np.int64) - (mantissa == 0.5)
     return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST)
@@ -85,7 +85,7 @@ class MagnitudeHistogram(_UnitCounts):
     """Σ of unit-length rows' counts by feature, sign and octave; with ``pooled`` the features share one histogram.
 
     Args:
-        chosen: positions of the features looked at.
+        chosen: positions of the features estimated.
         relation: what a neighbour is.
         pooled: a row gives each octave the part of its non-zero entries that falls there, whatever the feature:
             a vector of sum 1, so no longer than 1.

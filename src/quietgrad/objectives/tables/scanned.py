@@ -60,7 +60,7 @@ from quietgrad.objectives.tables.whitening import (
 )
 
 MOST_LABELS = 100_000
-"""Different labels of a scan that are told apart before it is known which are frequent: they are held in memory."""
+"""The most different labels of a scan that are held in memory before it is known which are frequent."""
 
 Floats = npt.NDArray[np.float64]
 Value = TypeVar("Value")
@@ -180,7 +180,7 @@ def is_additive(query: object) -> bool:
     """Whether the query of a table is the sum of the queries of its parts.
 
     A query must be known to be so: summed by parts, one whose bound rests on the number of records (a whole fit, of
-    which a part has fewer) would tell more of a record than it was priced for.
+    which a part has fewer) would tell more of a record than its cost covers.
     """
     while type(query) is BoxedQuery:
         query = query.query
@@ -306,7 +306,7 @@ class Scanned(StreamedRecords):
 
     @property
     def _chooses(self) -> bool:
-        """Whether a release looks at some of a person's records, by its own key."""
+        """Whether a release uses some of a person's records, by its own key."""
         return self._whose is not None and self._whose.records_per_person is not None
 
     def labels(
@@ -360,7 +360,7 @@ def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
     both = {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
     if len(both) > MOST_LABELS:
         raise DataError(
-            f"y: has more than {MOST_LABELS} different labels, which are too many to look for privately. Is it the "
+            f"y: has more than {MOST_LABELS} different labels, which are too many to estimate privately. Is it the "
             "target? Declare the classes, or fit a regression."
         )
     return both
