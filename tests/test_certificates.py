@@ -200,6 +200,7 @@ def test_signed_again_by_another_key_is_caught(signed: PrivacyCertificate, tmp_p
 
 
 UNSIGNED: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any], str]] = {
+    "a note that is no text": (("claim", "notes"), lambda _: [None], "claim"),
     "more ε": (("claim", "epsilon"), lambda e: e * 2, "proof"),
     "smaller δ": (("claim", "delta"), lambda d: d / 10, "proof"),
     "another relation": (("claim", "relation"), lambda _: "replace-one", "proof"),

@@ -62,6 +62,7 @@ def from_plan_file(name: str, settings: dict[str, Any]) -> Any:
         ("dp-gd", {"steps": "30"}, True),
         ("dp-gd", {"steps": 1.5}, False),
         ("dp-gd", {"steps": True}, False),
+        ("dp-gd", {"steps": 10**400}, False),
         ("dp-gd", {"steps": "many"}, False),
         ("dp-gd", {"steps": 0}, False),
         ("dp-gd", {"stepz": 3}, False),

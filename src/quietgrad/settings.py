@@ -37,7 +37,10 @@ class Within:
         """Raise ``ValueError`` unless ``value``, called ``name``, is a number in the range."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(f"{name}={value!r}: must be a {'whole ' * self.whole}number.")
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise ValueError(f"{name}: the number is too large.") from None
         if self.whole and (not number.is_integer() or number < self.low):
             raise ValueError(f"{name}={value!r}: must be a whole number ≥ {self.low}.")
         if not (self.low <= number if self.closed else self.low < number) or not number <= self.high:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.files import os_error_text
 from quietgrad.privacy import events
 from quietgrad.privacy.accounting import gdp_mu
 from quietgrad.privacy.budget import Budget, PrivacyUnit
@@ -224,9 +225,14 @@ class Account:
             ledger = project_ledger()
             _ = ledger.id  # begins the file
         except (LedgerError, OSError, RuntimeError) as error:
-            if not project_ledger_exists() and self.cap is None:
-                return None
-            raise _unusable(error) from None
+            if project_ledger_exists():
+                raise _unusable(error) from None
+            if self.cap is not None:
+                raise LedgerError(
+                    "cap: there is no project ledger to keep the account's total in, and none could be made. "
+                    "Nothing was charged or released. Pass ledger=PATH."
+                ) from None
+            return None
         return ledger
 
 
@@ -299,7 +305,8 @@ _IN_MEMORY = "there is no project ledger and none could be made, so this run is 
 
 
 def _unusable(error: Exception) -> LedgerError:
+    why = os_error_text(error) if isinstance(error, OSError) else str(error).rstrip(".")
     return LedgerError(
-        f"the project's ledger cannot be used: {error} Nothing was charged or released. Run `quietgrad ledger "
+        f"the project's ledger cannot be used: {why}. Nothing was charged or released. Run `quietgrad ledger "
         "verify` on it and repair it, or name another one: ledger=PATH."
     )

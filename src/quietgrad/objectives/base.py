@@ -142,16 +142,16 @@ class ClippingRule:
     """αA + γB, the L2 norm that no record's contribution exceeds."""
 
     def __post_init__(self) -> None:
+        weights = (self.alpha, self.beta, self.gamma)
+        if not all(weight == 0.0 or _SMALLEST_WEIGHT <= weight <= 1.0 for weight in weights):
+            raise ValueError(
+                f"alpha, beta, gamma = {weights}: each must be in [0, 1], and not below {_SMALLEST_WEIGHT:.3g}."
+            )
+        check_clip("clip", self.clip)
+        check_clip("second_clip", self.second_clip)
         # A narrow float would round the bound down.
         alpha, beta, clip = float(self.alpha), float(self.beta), float(self.clip)
         gamma, second = float(self.gamma), float(self.second_clip)
-        if not all(weight == 0.0 or _SMALLEST_WEIGHT <= weight <= 1.0 for weight in (alpha, beta, gamma)):
-            raise ValueError(
-                f"alpha, beta, gamma = {(alpha, beta, gamma)}: each must be in [0, 1], and not below "
-                f"{_SMALLEST_WEIGHT:.3g}."
-            )
-        check_clip("clip", clip)
-        check_clip("second_clip", second)
         numbers = (alpha, beta, rounding_safe_clip(clip), gamma, rounding_safe_clip(second))
         values = {"alpha": alpha, "beta": beta, "clip": clip, "gamma": gamma, "second_clip": second}
         for name, value in {**values, "numbers": numbers, "bound": alpha * clip + gamma * second}.items():

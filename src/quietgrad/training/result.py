@@ -91,6 +91,8 @@ class Privacy:
             value = data[key]
             if not isinstance(value, kinds) or (isinstance(value, float) and not value >= 0.0):
                 raise ValueError(f"{key}={value!r}: is not what a privacy statement has there.")
+        if not all(isinstance(note, str) for note in data["notes"]):
+            raise ValueError("notes: a privacy statement has texts there.")
         plain: dict[str, Any] = {key: data[key] for key in _STATEMENT if key != "notes"}
         return cls(
             **plain,
