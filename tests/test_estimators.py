@@ -160,5 +160,6 @@ def test_a_declared_row_bound_gives_methods_the_constants_of_the_loss() -> None:
     X, y = separable()
     how: dict[str, Any] = {"epsilon": 4.0, "relation": "replace-one", "classes": [0, 1], "row_bound": 4.0}
     model = PrivateLogisticRegression(algorithm="output-perturbation", regularization=0.1, **how).fit(X, y)
-    assert 3.9 < model.privacy_epsilon_ <= 4.0
+    assert model.privacy_.epsilon is not None
+    assert 3.9 < model.privacy_.epsilon <= 4.0
     assert model.score(X, y) > 0.8

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,17 +23,20 @@ from tests.flare import Flare
 from tests.talk import toml_plan
 
 SITES = ("site-1", "site-2", "site-3")
-STEPS = 100  # enough rounds that a kill comes before the last one
 PLAN = toml_plan(
-    dict.fromkeys(SITES, 50), 'trust = "secure"\nsecure = "masks"\nspare = 2', steps=STEPS, features=3,
+    dict.fromkeys(SITES, 50), 'trust = "secure"\nsecure = "masks"\nspare = 2', steps=20, features=3,
     coordinator="timeout = 10\ngrace = 2", delta="1e-4",
 )  # fmt: skip
 
+QUORUM = PLAN.replace('trust = "secure"\nsecure = "masks"', 'trust = "local"\nquorum = 2')
+# Everybody is needed, and there are enough rounds that a kill comes before the last one.
+ALL = PLAN.replace('trust = "secure"\nsecure = "masks"', 'trust = "local"').replace("steps = 20", "steps = 200")
+
 
 @pytest.fixture
-def flare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flare]:
+def flare(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flare]:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.toml").write_text(PLAN)
+    (tmp_path / "plan.toml").write_text(getattr(request, "param", PLAN))
     made = Flare(tmp_path, SITES)
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
     assert main(["federate", "job", "plan.toml", "--engine", "flare", "--out", "job"]) == 0
@@ -70,7 +74,39 @@ def test_approval_holds_the_plan_itself(tmp_path: Path, monkeypatch: pytest.Monk
         _ = Approved.read(FILE).file
 
 
+def spent(name: str) -> float:
+    ledger = qg.Ledger(f"out/{name}/ledger.jsonl")
+    return ledger.spent("patients", delta=1e-4, relation=qg.Relation.ADD_REMOVE).epsilon
+
+
 @pytest.mark.slow
+def test_three_sites(flare: Flare) -> None:
+    flare.start()
+    assert "COMPLETED" in flare.status(flare.submit(Path("job"))), flare.log("server")[-3000:]
+    model = qg.load("out/server")
+    assert model.privacy.is_private
+    assert model.details["lost_rounds"] == 0
+    for name in SITES:
+        np.testing.assert_array_equal(qg.load(f"out/{name}").params, model.params)
+        assert spent(name) == pytest.approx(model.privacy.epsilon, rel=1e-6)
+    assert main(["federate", "status", "out/site-2"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flare", [QUORUM], indirect=True)
+def test_a_revoked_site_is_left_out(flare: Flare) -> None:
+    """A quorum of two: one of three is revoked from the beginning."""
+    assert main(["federate", "revoke", "site-3", "--keys", "keys/coordinator"]) == 0
+    flare.start()
+    status = flare.status(flare.submit(Path("job")))
+    assert "COMPLETED" in status, flare.log("server")[-3000:]
+    assert not Path("out/site-3/model.safetensors").exists()
+    assert qg.load("out/server").details["lost_rounds"] == 20  # complete, without one
+    assert spent("site-3") == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flare", [ALL], indirect=True)
 def test_a_job_that_flare_ended_is_continued_by_submitting_it_again(flare: Flare) -> None:
     """FLARE ends the whole job when a site's process is killed, and nothing is paid twice."""
     flare.start()
@@ -83,11 +119,8 @@ def test_a_job_that_flare_ended_is_continued_by_submitting_it_again(flare: Flare
     assert not Path("out/server/result.json").exists()
     assert "COMPLETED" in flare.status(flare.submit(Path("job"))), flare.log("server")[-3000:]
     model = qg.load("out/server")
-    assert STEPS <= model.privacy.releases["gradient"] <= STEPS + 1  # the masks of one round died with the job
+    assert model.privacy.releases["gradient"] == 200
     for name in SITES:
         np.testing.assert_array_equal(qg.load(f"out/{name}").params, model.params)
-        ledger = qg.Ledger(f"out/{name}/ledger.jsonl")
-        spent = ledger.spent("patients", delta=1e-4, relation=qg.Relation.ADD_REMOVE).epsilon
-        assert spent == pytest.approx(model.privacy.epsilon, rel=1e-6)
-        assert len(ledger.book().held) == 1
-    assert main(["federate", "status", "out/site-2"]) == 0
+        assert spent(name) == pytest.approx(model.privacy.epsilon, rel=1e-6)
+        assert len(qg.Ledger(f"out/{name}/ledger.jsonl").book().held) == 1
