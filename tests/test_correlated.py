@@ -35,7 +35,13 @@ from quietgrad.privacy.correlated import (
     NoiseRecurrence,
 )
 from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import ExponentialMechanism, GaussianNoise, StandardNormals, from_json
+from quietgrad.privacy.mechanisms import (
+    ExponentialMechanism,
+    GaussianNoise,
+    L2LaplaceNoise,
+    StandardNormals,
+    from_json,
+)
 from quietgrad.privacy.noise import sigma_for
 from quietgrad.privacy.rng import SecureStream, seed_key
 from quietgrad.sampling import CyclicCohorts, FullBatch, SinglePass
@@ -522,6 +528,8 @@ def test_a_mechanism_names_its_kind() -> None:
     [
         {**TURNS_OF_8, "cohorts": 4, "noise": BufferedToeplitzNoise.made(32, 8, 4)},
         {**BANDS, "noise": BandedToeplitzNoise.made(32, 3)},
+        {"batch_size": 100, "noise": L2LaplaceNoise()},
+        {"batch_size": 100, "noise": GaussianNoise()},
     ],
 )
 def test_a_mechanism_made_by_hand_is_certified(tmp_path: Path, settings: dict[str, Any]) -> None:

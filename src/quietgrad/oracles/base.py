@@ -124,7 +124,8 @@ def config_of(settings: Any) -> dict[str, Any]:
         if isinstance(value, HasConfig):
             return value.config()
         if isinstance(value, Mechanism):
-            return value.to_json()
+            made = value.to_json()
+            return {"kind": made} if isinstance(made, str) else made  # a bare kind would be read as a name of noise
         if isinstance(value, float) and not math.isfinite(value):
             return str(value)
         return list(value) if isinstance(value, tuple) else value
