@@ -28,8 +28,8 @@ from typing import Any
 import dp_accounting
 from dp_accounting import pld
 
-from quietgrad.privacy.accounting import account, calibrate, prove_or_infinite
-from quietgrad.privacy.events import fixed_size_gaussian, poisson_gaussian
+from quietgrad.core.accounting.accounting import account, calibrate, prove_or_infinite
+from quietgrad.core.accounting.events import fixed_size_gaussian, poisson_gaussian
 
 N, BATCH, STEPS, EPSILON, DELTA = 60000, 512, 2000, 1.2, 1e-5
 RATE = BATCH / N
@@ -38,7 +38,7 @@ PEER_WITH_BRACKET = "dp-accounting, bracket [1, 2] given"
 RESULT = Path(__file__).parent / "results" / "accounting.json"
 
 QUIETGRAD_PROCESS = (
-    "from quietgrad.privacy.accounting import calibrate;"
+    "from quietgrad.core.accounting.accounting import calibrate;"
     f"calibrate(epsilon={EPSILON}, delta={DELTA}, n={N}, batch_size={BATCH}, steps={STEPS})"
 )
 PEER_PROCESS = (
@@ -47,7 +47,7 @@ PEER_PROCESS = (
     f" d.GaussianDpEvent(z)), {STEPS}), {EPSILON}, {DELTA}, tol={TOLERANCE_IN_Z})"
 )
 FULL_BATCH_PROCESS = (
-    "from quietgrad.privacy.accounting import calibrate;"
+    "from quietgrad.core.accounting.accounting import calibrate;"
     "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one')"
 )
 

@@ -29,10 +29,10 @@ import numpy as np
 from record import save
 
 import quietgrad as qg
-from quietgrad.audit.attacks import attacked, attacks_on
-from quietgrad.audit.noise_checks import check_normals
-from quietgrad.audit.replicas import central
-from quietgrad.audit.running import run
+from quietgrad.assurance.audit.attacks import attacked, attacks_on
+from quietgrad.assurance.audit.noise_checks import check_normals
+from quietgrad.assurance.audit.replicas import central
+from quietgrad.assurance.audit.running import run
 
 RESULTS = Path(__file__).parent / "results"
 MANY = 200

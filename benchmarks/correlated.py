@@ -137,8 +137,8 @@ def compare(
 
 def cost() -> list[dict[str, Any]]:
     """CPU time of a release, correlated ÷ independent: medians of interleaved blocks."""
-    from quietgrad.curators.central import CentralCurator
-    from quietgrad.objectives.base import GradientQuery
+    from quietgrad.core.session.curator import CentralCurator
+    from quietgrad.core.session.queries import GradientQuery
 
     X, y = _table("train")
     rows = []

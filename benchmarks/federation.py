@@ -25,14 +25,14 @@ import numpy as np
 
 import quietgrad as qg
 from quietgrad import data
-from quietgrad.curators.central import CentralCurator
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import InProcess, assemble, simulate
-from quietgrad.objectives.base import Batch, GradientQuery
-from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.training import plan as central_plan
+from quietgrad.methods import plan as central_plan
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.regularizers import Nonconvex
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.weighted_average import Study, unnamed

@@ -18,8 +18,8 @@ import numpy as np
 from tests.killed import KILLED
 
 from benchmarks.federation_network import PLAN, federate, free_ports
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.plan_file import read_plan
-from quietgrad.privacy.ledger import Ledger
 
 STEPS, SECONDS = 200, 120.0
 Window = tuple[str, str]

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
+from quietgrad.core.session.curator import CentralCurator
 from quietgrad.data import load
 from quietgrad.objectives import Logistic, Nonconvex
 

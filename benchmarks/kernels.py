@@ -26,8 +26,8 @@ import numpy.typing as npt
 import scipy
 from sklearn.datasets import load_svmlight_file
 
-from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
-from quietgrad.objectives.tables.losses import Logistic
+from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery
+from quietgrad.tables.losses import Logistic
 
 Floats = npt.NDArray[np.float64]
 HERE = Path(__file__).resolve().parent

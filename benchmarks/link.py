@@ -14,8 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from quietgrad.secure.identity import DropoutError, ProtocolError
-from quietgrad.secure.servers import Computation
+from quietgrad.federation.secure.identity import DropoutError, ProtocolError
+from quietgrad.federation.secure.servers import Computation
 
 _LENGTH = struct.Struct("<I")
 

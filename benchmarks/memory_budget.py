@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.records import RecordGroup
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.records import RecordGroup
 
 BATCH, LENGTH, WIDTH, WORDS, BUDGET = 256, 24, 256, 2000, 64e6
 

@@ -27,10 +27,10 @@ import numba
 import numpy as np
 import scipy
 
-from quietgrad.privacy.noise import NoiseStream, add_discretized_gaussian, sigma_for
-from quietgrad.privacy.rng import SecureStream, fresh_key
-from quietgrad.sampling import FixedSize, Poisson
-from quietgrad.secure.discrete_gaussian import discrete_gaussian
+from quietgrad.core.noise.grid import NoiseStream, add_discretized_gaussian, sigma_for
+from quietgrad.core.noise.rng import SecureStream, fresh_key
+from quietgrad.core.sampling import FixedSize, Poisson
+from quietgrad.federation.secure.discrete_gaussian import discrete_gaussian
 
 REPEATS = 15
 DRAWS = 10**6

@@ -29,11 +29,11 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import brentq
 
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
+from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
 from quietgrad.objectives import Logistic, Multinomial
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
+from quietgrad.tables.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

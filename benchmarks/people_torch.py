@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.torch.networks.module import ModuleObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.models import MODELS

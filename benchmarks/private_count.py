@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.record import save
-from quietgrad.algorithms.dp_sgd import DPSGD
-from quietgrad.errors import TooNoisyWarning
+from quietgrad.core.errors import TooNoisyWarning
 from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.methods.dp_sgd import DPSGD
 
 RESULT = Path(__file__).parent / "results" / "private_count.json"
 SIZES = (300, 1000, 3000, 10_000, 30_000)

@@ -29,10 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.certificates.independent_accountant import second_proof
-from quietgrad.privacy import random_allocation as room
-from quietgrad.privacy.accounting import prove, prove_or_infinite
-from quietgrad.privacy.budget import Relation
+from quietgrad.assurance.certificates.independent_accountant import second_proof
+from quietgrad.core.accounting import random_allocation as room
+from quietgrad.core.accounting.accounting import prove, prove_or_infinite
+from quietgrad.core.accounting.budget import Relation
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
@@ -177,9 +177,10 @@ def times() -> list[dict[str, Any]]:
     for setting in ((1.0, 100, 1, 1e-5), (1.0, 1000, 100, 1e-6), *EXTREME):
         sigma, steps, epochs, delta = setting
         code = (
-            "import time, quietgrad as qg; from quietgrad.privacy.accounting import prove;"
+            "import time, quietgrad as qg; from quietgrad.core.accounting.accounting import prove;"
             f"e = qg.events.random_allocation(steps_per_epoch={steps}, noise_multiplier={sigma}, epochs={epochs});"
-            "import quietgrad.privacy.pld_accountant, quietgrad.privacy.random_allocation; t = time.process_time();"
+            "import quietgrad.core.accounting.pld_accountant, quietgrad.core.accounting.random_allocation;"
+            "t = time.process_time();"
             f"prove(e, delta={delta}, relation='add-remove'); print(time.process_time() - t)"
         )
         both = []

@@ -3,7 +3,7 @@
 Run with::
 
     python benchmarks/scan.py rate --rows 10000000     # 4 GB of Parquet in --folder, removed afterwards
-    python benchmarks/scan.py cost                     # fits src/quietgrad/plans/pass_cost.json
+    python benchmarks/scan.py cost                     # fits src/quietgrad/core/plans/pass_cost.json
 
 Rates are of one full-batch gradient pass (logistic, 100 float32 columns) beside pyarrow's own scan of the same
 columns with as many threads; medians of alternating rounds.
@@ -57,7 +57,7 @@ def _records(path: Path, threads: int) -> Any:
 
 
 def _pass(records: Any) -> None:
-    from quietgrad.objectives.base import Batch, GradientQuery
+    from quietgrad.core.session.queries import Batch, GradientQuery
 
     out = np.zeros(records.dim)
     records.answer(GradientQuery(np.full(records.dim, 0.01), 1.0), Batch(records, None), out)

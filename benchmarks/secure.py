@@ -42,7 +42,7 @@ from quietgrad.federation import (
     SharingParty,
     SumServer,
 )
-from quietgrad.secure.channel import Endpoint
+from quietgrad.federation.secure.channel import Endpoint
 
 PARTIES = 5
 TIMEOUT = 120.0

@@ -23,8 +23,8 @@ import numpy as np
 from scipy.special import betaincinv
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import GradientDifferenceQuery, RecursiveMomentumQuery
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientDifferenceQuery, RecursiveMomentumQuery
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.landscapes import landscape

@@ -76,8 +76,8 @@ def worker(thresholds: list[int], draws: int) -> dict[str, Any]:
 
 def ours(draws: int) -> tuple[Integers, dict[str, float]]:
     """The same number of draws by our three servers, in one process."""
-    from quietgrad.privacy.rng import SecureStream, fresh_key
-    from quietgrad.secure.servers import ReplicatedSharing, sample
+    from quietgrad.core.noise.rng import SecureStream, fresh_key
+    from quietgrad.federation.secure.servers import ReplicatedSharing, sample
 
     streams = [SecureStream(fresh_key(), "replicated") for _ in range(3)]  # stream i is that of servers i − 1 and i
     wall, cpu = time.perf_counter(), time.process_time()
@@ -133,8 +133,8 @@ def main() -> None:
 
     from record import save
 
-    from quietgrad.secure.discrete_gaussian import gaussian_masses
-    from quietgrad.secure.terms import COARSE_SIGMA, COARSE_TOP
+    from quietgrad.federation.secure.discrete_gaussian import gaussian_masses
+    from quietgrad.federation.secure.terms import COARSE_SIGMA, COARSE_TOP
 
     masses = gaussian_masses(COARSE_SIGMA, COARSE_TOP, 1 << WORD_BITS, magnitudes=True)
     cumulative = np.cumsum(masses)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.errors import TooNoisyError
+from quietgrad.core.errors import TooNoisyError
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

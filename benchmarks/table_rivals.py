@@ -16,15 +16,15 @@ import numpy as np
 
 import quietgrad as qg
 from benchmarks.table_suite import Problem, outward
-from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.algorithms.range_estimation import noise_of
-from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import WhitenedGradient, WhitenedInformation, Whitening
-from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.privacy.budget import Relation
-from quietgrad.sampling import FullBatch
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.plans.schedule import Schedule, Slot
+from quietgrad.core.sampling import FullBatch
+from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.range_estimation import noise_of
+from quietgrad.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.table import Affine
+from quietgrad.tables.whitening import WhitenedGradient, WhitenedInformation, Whitening
 
 DELTA = 1e-5
 _LONG = 2e7  # cells of a table (MNIST) on which 128 full passes are not tried

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.errors import DataError, TooNoisyError
+from quietgrad.core.errors import DataError, TooNoisyError
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,

@@ -33,11 +33,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.privacy.noise import NoiseStream
-from quietgrad.privacy.rng import fresh_key
+from quietgrad.core.noise.grid import NoiseStream
+from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.records import RecordGroup
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.allocator import keep_freed_memory

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.training import plan
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.methods import plan
+from quietgrad.torch.networks.module import ModuleObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.models import MODELS

@@ -31,7 +31,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostin
 from benchmarks.record import save
 from benchmarks.table_peers import scored, summary
 from benchmarks.tables import PEERS
-from quietgrad.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.training import plan
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.methods import plan
+from quietgrad.torch.networks.module import ModuleObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.zoo import CASES, Case

@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.confidence_bounds import best_threshold, dprime_lower, epsilon_lower
-from quietgrad.audit.running import discriminant
-from quietgrad.privacy.closed_form_accountants import gaussian_epsilon, gaussian_mu
+from quietgrad.assurance.audit.confidence_bounds import best_threshold, dprime_lower, epsilon_lower
+from quietgrad.assurance.audit.running import discriminant
+from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon, gaussian_mu
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

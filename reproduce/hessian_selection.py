@@ -20,15 +20,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.base import Algorithm, State
-from quietgrad.curators.base import Session
-from quietgrad.objectives.base import Asked, Batch, GradientQuery, Objective, check_clip
-from quietgrad.objectives.queries.second_order import hessian_total
-from quietgrad.oracles.base import constant_of, noise_multiplier
-from quietgrad.plans.schedule import Schedule, Slot
-from quietgrad.sampling import FullBatch
-from quietgrad.settings import Within
-from quietgrad.vectors import Vector, norm
+from quietgrad.core.plans.schedule import Schedule, Slot
+from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session.base import Session
+from quietgrad.core.session.queries import Asked, Batch, GradientQuery, Objective, check_clip
+from quietgrad.core.settings import Within
+from quietgrad.core.vectors import Vector, norm
+from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.oracles.base import constant_of, noise_multiplier
+from quietgrad.tables.queries.second_order import hessian_total
 
 Floats = npt.NDArray[np.float64]
 

@@ -31,8 +31,8 @@ from torch import nn
 
 from quietgrad import Budget
 from quietgrad.federation import Party, simulate
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.training.callbacks import Progress
+from quietgrad.methods.callbacks import Progress
+from quietgrad.torch.networks.module import ModuleObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce import cifar, mnist

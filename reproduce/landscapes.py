@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import (
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import (
     BaseObjective,
     Batch,
     ClippingRule,
@@ -31,8 +31,8 @@ from quietgrad.objectives.base import (
     NoRegularizer,
     rounding_safe_clip,
 )
-from quietgrad.objectives.landscapes import Floats, SyntheticRecords, shortening
-from quietgrad.objectives.landscapes import landscape as built_in
+from quietgrad.tables.landscapes import Floats, SyntheticRecords, shortening
+from quietgrad.tables.landscapes import landscape as built_in
 
 _BLOCK = 2**18  # numbers of per-example gradients held at a time
 
@@ -216,8 +216,8 @@ class Landscape(BaseObjective, ABC):
 
 
 def clipped_sum(rows: Floats, clip: float) -> Floats:
-    """Σ clip_C(row), C as :func:`~quietgrad.objectives.base.rounding_safe_clip`; a row that is not finite counts
-    as zero.
+    """Σ clip_C(row), C as :func:`~quietgrad.core.session.queries.rounding_safe_clip`; a row that is not
+    finite counts as zero.
 
     >>> clipped_sum(np.array([[3.0, 4.0], [0.0, 0.5], [np.nan, 1.0]]), 1.0).round(9)
     array([0.6, 1.3])

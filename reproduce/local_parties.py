@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.base import SessionCost
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import BudgetError
-from quietgrad.objectives.base import Query
-from quietgrad.privacy.budget import Budget
-from quietgrad.training import plan, run
-from quietgrad.training.result import Result
-from quietgrad.vectors import Vector
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.session.base import SessionCost
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import Query
+from quietgrad.core.vectors import Vector
+from quietgrad.methods import plan, run
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.result import Result
 
 
 class Doors:
@@ -79,7 +79,7 @@ def run_on_parties(
         ledgers: one per party.
 
     >>> from reproduce.hessian_selection import HessianSelection
-    >>> from quietgrad.objectives.landscapes import landscape
+    >>> from quietgrad.tables.landscapes import landscape
     >>> hill = landscape("strict-saddle", d=5)
     >>> test = HessianSelection([hill.saddle(), hill.minimum()], alpha=0.03)
     >>> run_on_parties(hill, [10**5] * 4, test, budget=Budget(4.0, 1e-6), seed=0).details["chosen"]

@@ -36,11 +36,11 @@ import numpy.typing as npt
 from scipy.optimize import minimize
 
 import quietgrad as qg
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import account
 from quietgrad.data import load
 from quietgrad.objectives import L2, Huber, Logistic
-from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account
+from quietgrad.tables.queries.local_fit import local_fit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

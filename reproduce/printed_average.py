@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.output_perturbation import WeightedAverage, step_size
-from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.methods.output_perturbation import WeightedAverage, step_size
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Truth:
 
     def epsilons(self, delta: float) -> dict[str, float]:
         """ε at ``delta`` for each view."""
-        from quietgrad.privacy.accounting import account
+        from quietgrad.core.accounting.accounting import account
 
         views = {
             "epsilon_server": self.server,

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.perturbed_sgd import estimate_error
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.oracles.base import plan_preview
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.methods.oracles.base import plan_preview
+from quietgrad.methods.perturbed_sgd import estimate_error
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.landscapes import landscape
@@ -128,7 +128,7 @@ def relu_network(runs: int, n: int = 200_000) -> list[Row]:
     import torch
     from torch import nn
 
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     class Student(nn.Module):
         def __init__(self) -> None:

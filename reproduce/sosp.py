@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 import quietgrad as qg
-from quietgrad.algorithms.perturbed_sgd import solve
-from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import LossConstants
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import LossConstants
+from quietgrad.methods.perturbed_sgd import solve
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save

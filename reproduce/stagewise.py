@@ -126,8 +126,8 @@ def fit(
 
 def epsilon_as_printed(noise_multiplier: float, n: int, batch: int, steps: int) -> float:
     """ε of that noise in the paper's own setting: fixed-size batches, neighbours by replacing one record."""
-    from quietgrad.privacy import events
-    from quietgrad.privacy.accounting import account
+    from quietgrad.core.accounting import events
+    from quietgrad.core.accounting.accounting import account
 
     event = events.fixed_size_gaussian(n, batch, noise_multiplier, steps)
     return float(account(event, delta=DELTA, relation=qg.Relation.REPLACE_ONE))
@@ -140,8 +140,8 @@ def epsilon_attained(noise_multiplier: float, n: int, batch: int, steps: int) ->
     record is in it, with probability b/n, and not at all otherwise. That is a Poisson sample of one record
     under add-remove with twice the sensitivity.
     """
-    from quietgrad.privacy import events
-    from quietgrad.privacy.accounting import account
+    from quietgrad.core.accounting import events
+    from quietgrad.core.accounting.accounting import account
 
     event = events.poisson_gaussian(batch / n, noise_multiplier / 2, steps)
     return float(account(event, delta=DELTA, relation=qg.Relation.ADD_REMOVE))

@@ -39,13 +39,13 @@ import numpy.typing as npt
 from scipy import sparse
 
 import quietgrad as qg
-from quietgrad.algorithms.output_perturbation import step_size
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.data import load
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.simulation import assemble
+from quietgrad.methods.output_perturbation import step_size
 from quietgrad.objectives import L2, Logistic
-from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
+from quietgrad.tables.queries.local_fit import local_fit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.output_perturbation import least_risk

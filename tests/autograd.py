@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import mapped, tensors_of
-from quietgrad.objectives.networks.vectors import UnitAssignment
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.records import RecordGroup
+from quietgrad.torch.networks.trees import mapped, tensors_of
+from quietgrad.torch.networks.vectors import UnitAssignment
 
 KEY = bytes(range(32))
 

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.canaries import CanaryGame, CanaryObjective, shorten
-from quietgrad.audit.replicas import ReplicaSampling
-from quietgrad.curators.central import CentralCurator, CentralSession
+from quietgrad.assurance.audit.canaries import CanaryGame, CanaryObjective, shorten
+from quietgrad.assurance.audit.replicas import ReplicaSampling
+from quietgrad.core.accounting.events import ZCDP
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.grid import sigma_for
+from quietgrad.core.noise.mechanisms import NoiseSource
+from quietgrad.core.noise.rng import SecureStream
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.sampling import RandomAllocation
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import Batch, ClippingRule, Query, RecursiveMomentumQuery
+from quietgrad.core.vectors import Vector
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, ClippingRule, Query, RecursiveMomentumQuery
-from quietgrad.plans.schedule import Plan
-from quietgrad.privacy.events import ZCDP
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import NoiseSource
-from quietgrad.privacy.noise import sigma_for
-from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import RandomAllocation
-from quietgrad.vectors import Vector
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.torch import distributed, loop_wrappers, loops, opacus, private_loop, recorded_loop
-from quietgrad.torch.private_batch import Handle, RecordBlock, Sample
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.torch import opacus
+from quietgrad.torch.loops import base as loops
+from quietgrad.torch.loops import distributed, private_loop, recorded_loop
+from quietgrad.torch.loops import wrappers as loop_wrappers
+from quietgrad.torch.loops.private_batch import Handle, RecordBlock, Sample
+from quietgrad.torch.networks.randomness import RecordSeeds
 
 Patch = pytest.MonkeyPatch
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from quietgrad.objectives.networks import gradients, module, one_record, records, taps, trees
-from quietgrad.objectives.networks.randomness import PerRecordRNG, RecordSeeds
-from quietgrad.objectives.networks.vectors import SizeBucket, UnitAssignment
-from quietgrad.objectives.privacy_units import UnitGrouping, UserLevelRecords
-from quietgrad.privacy.rng import SecureStream
-from quietgrad.torch import distributed
+from quietgrad.core.noise.rng import SecureStream
+from quietgrad.tables.privacy_units import UnitGrouping, UserLevelRecords
+from quietgrad.torch.loops import distributed
+from quietgrad.torch.networks import gradients, module, one_record, records, taps, trees
+from quietgrad.torch.networks.randomness import PerRecordRNG, RecordSeeds
+from quietgrad.torch.networks.vectors import SizeBucket, UnitAssignment
 
 Patch = pytest.MonkeyPatch
 

@@ -1,6 +1,6 @@
 """The common table: one row per algorithm, and the shared problems every row must solve.
 
-The rows are the examples of ``quietgrad.algorithms.registry``.
+The rows are the examples of ``quietgrad.methods.registry``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.registry import ALGORITHMS, AlgorithmSpec, Example
-from quietgrad.curators.central import CentralCurator
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.methods.registry import ALGORITHMS, AlgorithmSpec, Example
 from quietgrad.objectives import L2, Logistic
-from quietgrad.objectives.base import GradientQuery
 
 N, D = 3000, 6
 

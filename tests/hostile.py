@@ -27,23 +27,23 @@ import pyarrow.parquet
 import safetensors.numpy
 
 import quietgrad as qg
-from quietgrad.certificates import check, issue
-from quietgrad.certificates.document import PrivacyCertificate, canonical, parse
+from quietgrad.assurance.certificates import check, issue
+from quietgrad.assurance.certificates.document import PrivacyCertificate, canonical, parse
+from quietgrad.assurance.report.page import read_runs, render
 from quietgrad.cli.run_spec import RunSpec
+from quietgrad.core.accounting.events import gaussian
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.ledger import chain
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.schedule import Slot
+from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.data import load, scan
-from quietgrad.errors import QuietgradError
 from quietgrad.federation.plan_file import read_plan
 from quietgrad.federation.provisioning import asker, provision, request
 from quietgrad.federation.wire import Message, WireError, decode, encode
+from quietgrad.methods import checkpoint, result
 from quietgrad.objectives import Squared
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.plans.schedule import Slot
-from quietgrad.privacy import chain
-from quietgrad.privacy.events import gaussian
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.report.page import read_runs, render
-from quietgrad.sampling import FullBatch
-from quietgrad.training import checkpoint, result
 from tests.talk import toml_plan
 
 ALLOWED = (QuietgradError, WireError)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation.exchange import Responder
 from quietgrad.federation.plan_file import PlanFile
 from quietgrad.federation.provisioning import Credentials
@@ -17,7 +18,6 @@ from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import GradientQuery
 from tests.talk import Talk
 
 

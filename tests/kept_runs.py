@@ -21,16 +21,16 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.session import CentralSession
-from quietgrad.curators.transcript import plan_key
-from quietgrad.errors import QuietgradError
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.events import composed
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.transcript import plan_key
+from quietgrad.methods import run
+from quietgrad.methods.runs import Run
 from quietgrad.objectives import Logistic
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import composed
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.training import run
-from quietgrad.training.runs import Run
 
 BUDGET = qg.Budget(1.0, 1e-5)
 STEPS = 6
@@ -272,14 +272,14 @@ class LoopRun(NetworkRun):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("QUIETGRAD_STATE", str(self.home / "elsewhere"))
             plan = self._loop(0).plan
-            patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: plan_key(key, plan.digest))
+            patch.setattr("quietgrad.torch.loops.base.broadcast_loop_key", lambda: plan_key(key, plan.digest))
             loop = self._loop(0)
             for batch in loop:
                 loop.step(batch)
         return loop.engine.flatten(loop.parameters()).numpy()
 
     def begin(self, data: int, step: Callable[[int], None]) -> Any:
-        from quietgrad.training.runs import over
+        from quietgrad.methods.runs import over
 
         if (result := over(self.folder)) is not None:  # killed while it cleared away
             return result
@@ -314,11 +314,11 @@ class PartyRun(World):
     saves_itself = False
 
     def begin(self, data: int, step: Callable[[int], None]) -> Any:
+        from quietgrad.core.session.queries import GradientQuery
         from quietgrad.federation.party import PartyCurator
         from quietgrad.federation.plan import Shape
         from quietgrad.federation.planning import federate
         from quietgrad.federation.wire import Message, decode, encode, pack
-        from quietgrad.objectives.base import GradientQuery
 
         plan = federate(
             qg.DPGD(steps=STEPS), Logistic(), names=["a", "b"], sizes=[60, 60], shape=Shape(2, 2), budget=BUDGET,
@@ -465,7 +465,7 @@ def undisturbed_epsilon(world: World) -> float:
 
 def believe_what_is_found(patch: pytest.MonkeyPatch) -> None:
     """The bug: neither the ledger nor the file itself is asked whether a transcript is the newest."""
-    from quietgrad.curators.transcript import SealedLog
+    from quietgrad.core.session.transcript import SealedLog
 
     patch.setattr(SealedLog, "agrees", lambda self, openings: True)
     patch.setattr(SealedLog, "untouched", property(lambda self: True, lambda self, value: None), raising=False)

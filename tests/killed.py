@@ -14,15 +14,15 @@ from typing import Any
 KILLED = __file__
 COORDINATOR = {
     "nobody has heard of the end": ("quietgrad.federation.coordinator:AggregateStore.end", "after"),
-    "parties have closed, its own ledger has not": ("quietgrad.curators.account:Charge.close", "before"),
-    "its ledger is closed and nothing is saved": ("quietgrad.curators.account:Charge.close", "after"),
-    "the model is saved and the statement is not": ("quietgrad.training.result:Result.to_json", "before"),
-    "all is saved and nothing cleared away": ("quietgrad.training.result:Result.save", "after"),
+    "parties have closed, its own ledger has not": ("quietgrad.core.ledger.account:Charge.close", "before"),
+    "its ledger is closed and nothing is saved": ("quietgrad.core.ledger.account:Charge.close", "after"),
+    "the model is saved and the statement is not": ("quietgrad.methods.result:Result.to_json", "before"),
+    "all is saved and nothing cleared away": ("quietgrad.methods.result:Result.save", "after"),
     "nobody has the model yet": ("quietgrad.federation.exchange:Exchange.finish", "before"),
 }  # fmt: skip
 PARTY = {
-    "its ledger is not closed": ("quietgrad.curators.account:Charge.close", "before"),
-    "its ledger is closed and its journal does not say so": ("quietgrad.curators.account:Charge.close", "after"),
+    "its ledger is not closed": ("quietgrad.core.ledger.account:Charge.close", "before"),
+    "its ledger is closed and its journal does not say so": ("quietgrad.core.ledger.account:Charge.close", "after"),
     "nobody heard that it closed": ("quietgrad.federation.journal:Approval.close", "after"),
     "it has the model and has not saved it": ("quietgrad.federation.approved:Approved.save_model", "before"),
 }

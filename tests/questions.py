@@ -20,9 +20,9 @@ from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import declared, federate
 from quietgrad.federation.wire import Message, decode, encode, pack, template, unpack
-from quietgrad.objectives.queries.local_fit import LocalFit
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.tables.queries.local_fit import LocalFit
+from quietgrad.tables.regularizers import L2
 
 N = 40
 SLACK = 1e-9

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from quietgrad.core.session.queries import Query
 from quietgrad.federation import Party, deal
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.exchange import ASK, Envelope, Exchange, agreement_of, body
@@ -17,7 +18,6 @@ from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.transport import Away, Bytes, Handler
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import Query
 
 
 def toml_plan(

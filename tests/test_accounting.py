@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.errors import UnprovableError
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import (
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import (
     ACCOUNTANTS,
     ProvedGuarantee,
     account,
@@ -25,9 +24,9 @@ from quietgrad.privacy.accounting import (
     prove,
     sensitivity_factor,
 )
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_epsilon, gaussian_mu
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.closed_form_accountants import gaussian_delta, gaussian_epsilon, gaussian_mu
+from quietgrad.core.accounting.events import (
     ZCDP,
     Composed,
     Event,
@@ -47,6 +46,7 @@ from quietgrad.privacy.events import (
     gaussian,
     poisson_gaussian,
 )
+from quietgrad.core.errors import UnprovableError
 
 ADD, REPLACE = "add-remove", "replace-one"
 DELTA = 1e-5
@@ -293,7 +293,7 @@ def test_poisson_curves_under_replace_one(rate: float, z: float, steps: int) -> 
 
 
 def test_poisson_curve_tends_to_the_unsampled_one() -> None:
-    from quietgrad.privacy.closed_form_accountants import _ORDERS, _poisson_replace_curve
+    from quietgrad.core.accounting.closed_form_accountants import _ORDERS, _poisson_replace_curve
 
     curve, low = _poisson_replace_curve(1 - 1e-15, 1.0), _ORDERS <= 20
     assert curve[low] == pytest.approx(_ORDERS[low] / 2, rel=1e-9)
@@ -307,7 +307,7 @@ def test_selection_equals_dp_accounting(z: float, mean: float, shape: float) -> 
     """Everywhere but where K = 1 for certain: there one run is released, and one run is what it costs."""
     from dp_accounting import NeighboringRelation, dp_event, rdp
 
-    from quietgrad.privacy.closed_form_accountants import _ORDERS
+    from quietgrad.core.accounting.closed_form_accountants import _ORDERS
 
     theirs = rdp.RdpAccountant(_ORDERS, NeighboringRelation.ADD_OR_REMOVE_ONE)
     theirs.compose(dp_event.RepeatAndSelectDpEvent(dp_event.GaussianDpEvent(z), mean, shape))

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.privacy.accounting import account, delta_of, prove
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting.accounting import account, delta_of, prove
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
+from quietgrad.core.accounting.events import (
     Composed,
     Event,
     Gaussian,
@@ -23,8 +23,8 @@ from quietgrad.privacy.events import (
     Repeated,
     poisson_gaussian,
 )
-from quietgrad.privacy.loss_distribution import DiscretizedPLD
-from quietgrad.privacy.pld_accountant import chernoff, compose_tilted, transform_error
+from quietgrad.core.accounting.loss_distribution import DiscretizedPLD
+from quietgrad.core.accounting.pld_accountant import chernoff, compose_tilted, transform_error
 
 ADD = "add-remove"
 Floats = npt.NDArray[np.float64]

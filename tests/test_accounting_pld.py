@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.privacy.accounting import account, delta_of, prove
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_delta, gaussian_epsilon
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting.accounting import account, delta_of, prove
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.closed_form_accountants import gaussian_delta, gaussian_epsilon
+from quietgrad.core.accounting.events import (
     Composed,
     Event,
     FixedSizeSampled,
@@ -26,7 +26,7 @@ from quietgrad.privacy.events import (
     gaussian,
     poisson_gaussian,
 )
-from quietgrad.privacy.loss_distribution import (
+from quietgrad.core.accounting.loss_distribution import (
     DiscretizedPLD,
     FixedSizePair,
     GaussianPair,
@@ -35,7 +35,7 @@ from quietgrad.privacy.loss_distribution import (
     PurePair,
     TailPair,
 )
-from quietgrad.privacy.pld_accountant import pld_profile
+from quietgrad.core.accounting.pld_accountant import pld_profile
 
 ADD, REPLACE = "add-remove", "replace-one"
 PAIRS: list[TailPair] = [

@@ -17,7 +17,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 DIFFS = re.findall(r"^```diff\n(.*?)^```", TEXT, flags=re.MULTILINE | re.DOTALL)
 TABLE = """
 import numpy as np, quietgrad as qg
-from quietgrad.algorithms.registry import entry
+from quietgrad.methods.registry import entry
 from quietgrad.objectives import Logistic
 X = np.random.default_rng(0).normal(size=(500, 2))
 y = (X[:, 0] > 0) * 1.0
@@ -29,7 +29,7 @@ USES = {
     "Pilot": "method = qg.DPSGD(steps=5, batch_size=100, sampling='pilot')\n"
     "assert 3.9 < qg.plan(method, n=500, budget=qg.Budget(4.0, 1e-5)).epsilon() <= 4.0; fit(Logistic(), method)",
     "DPSignSGD": "assert fit(Logistic(), entry('dp-sign-sgd').make({'steps': 9, 'batch_size': 250})).params[0] > 0",
-    "CoordinateNoise": "from quietgrad.privacy.mechanisms import CoordinateNoise\n"
+    "CoordinateNoise": "from quietgrad.core.noise.mechanisms import CoordinateNoise\n"
     "made = fit(Logistic(), qg.DPSGD(steps=9, batch_size=250, noise=CoordinateNoise(2)))\n"
     "assert made.params[0] > 0 == made.params[1] and 3.9 < made.privacy.epsilon <= 4.0",
     "parse_npy": "from quietgrad.data import load\nnp.save('rows.npy', np.column_stack([X, y]))\n"

@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import quietgrad as qg
-from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit import confidence_bounds as bounds
-from quietgrad.audit import federated
-from quietgrad.audit.attacks import Attack, attacked, attacks_on
-from quietgrad.audit.canaries import CanaryGame
-from quietgrad.audit.federated import TRUSTS, run_federated
-from quietgrad.audit.replicas import Trial
-from quietgrad.audit.running import (
+from quietgrad.assurance.audit import confidence_bounds as bounds
+from quietgrad.assurance.audit import federated
+from quietgrad.assurance.audit.attacks import Attack, attacked, attacks_on
+from quietgrad.assurance.audit.canaries import CanaryGame
+from quietgrad.assurance.audit.federated import TRUSTS, run_federated
+from quietgrad.assurance.audit.replicas import Trial
+from quietgrad.assurance.audit.running import (
     PrivacyClaim,
     attack_divergence,
     binary_divergence,
@@ -35,13 +34,14 @@ from quietgrad.audit.running import (
     probe_rounds,
     run,
 )
-from quietgrad.audit.single_run import PlantedQuery, _Planted
+from quietgrad.assurance.audit.single_run import PlantedQuery, _Planted
 from quietgrad.cli import main
 from quietgrad.cli.audit import audit_folder
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, RecursiveMomentumQuery
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery
+from quietgrad.methods.registry import ALGORITHMS
 from tests.broken import Broken
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
@@ -333,7 +333,7 @@ def test_command_prints_lines_and_json_and_exits_1_on_a_violation(
     text = json.loads(capsys.readouterr().out)
     assert {r["verdict"] for r in text["reports"]} == {"pass"}
     assert text["reports"][0]["epsilon_lower"] < text["reports"][0]["epsilon_claimed"]
-    monkeypatch.setattr("quietgrad.audit.attacks.run", partial(run, curator=Broken(noise=0.5)))
+    monkeypatch.setattr("quietgrad.assurance.audit.attacks.run", partial(run, curator=Broken(noise=0.5)))
     assert main(["audit", "dp-gd", "--runs", "2000"]) == 1
     assert "VIOLATION" in capsys.readouterr().out
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import quietgrad
-from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.audit.attacks import ATTACKS
-from quietgrad.audit.noise_checks import MECHANISMS
-from quietgrad.objectives.registry import NETWORKS
-from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.oracles.gradient_estimators import ORACLES
-from quietgrad.privacy.budget import Relation
+from quietgrad.assurance.audit.attacks import ATTACKS
+from quietgrad.assurance.audit.noise_checks import MECHANISMS
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.methods.oracles.gradient_estimators import ORACLES
+from quietgrad.methods.registry import ALGORITHMS
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.registry import NETWORKS
 from tests.probes.records import SECOND_ORDER, probe_clips, probe_table_queries
 
 ROOT = Path(quietgrad.__file__).parent
@@ -105,7 +105,7 @@ def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
 
 def test_a_query_that_claims_too_little_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    from quietgrad.objectives.tables.range_queries import MagnitudeHistogram
+    from quietgrad.tables.range_queries import MagnitudeHistogram
 
     monkeypatch.setattr(MagnitudeHistogram, "bound", property(lambda query: 0.6))
     assert {f.what.partition(",")[0] for f in probe_table_queries() if f.verdict == "violation"} == {
@@ -148,8 +148,8 @@ def test_only_mechanisms_draw_noise() -> None:
 
 def test_streams_outside_the_mechanisms_have_no_noise() -> None:
     """By construction: what others hold has uniform words only, and ``privacy.noise`` is imported by mechanisms."""
-    from quietgrad.privacy.noise import NoiseStream
-    from quietgrad.privacy.rng import SecureStream
+    from quietgrad.core.noise.grid import NoiseStream
+    from quietgrad.core.noise.rng import SecureStream
 
     assert not LAWS & set(dir(SecureStream))
     assert {"normal", "exponential"} <= set(dir(NoiseStream))
@@ -157,6 +157,6 @@ def test_streams_outside_the_mechanisms_have_no_noise() -> None:
         name
         for name, tree in modules()
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quietgrad.privacy.noise")
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quietgrad.core.noise.grid")
     }
     assert importing <= {"privacy.mechanisms", "privacy.correlated", "audit.noise_checks"}

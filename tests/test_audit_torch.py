@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import quietgrad as qg
-from quietgrad.objectives.base import GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
-from quietgrad.privacy.budget import Relation
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session.queries import GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
 from tests.broken import Broken
 from tests.probes.records import probe_sensitivity
 
@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 
 def objective() -> Any:
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     conv = torch.nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")

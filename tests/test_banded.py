@@ -18,20 +18,20 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.dp_disk import KalmanGradient
-from quietgrad.audit.noise_checks import probe_mechanism
-from quietgrad.errors import DataError
+from quietgrad.assurance.audit.noise_checks import probe_mechanism
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import delta_of
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.correlated import BandedToeplitzNoise, BufferedToeplitzNoise
+from quietgrad.core.noise.grid import sigma_for
+from quietgrad.core.noise.mechanisms import from_json
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
+from quietgrad.core.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, SinglePass
+from quietgrad.core.sampling.samplers import BernoulliSubsampler
+from quietgrad.methods.dp_disk import KalmanGradient
 from quietgrad.objectives import Logistic
-from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import delta_of
-from quietgrad.privacy.correlated import BandedToeplitzNoise, BufferedToeplitzNoise
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import from_json
-from quietgrad.privacy.noise import sigma_for
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poisson, SinglePass
-from quietgrad.sampling.samplers import BernoulliSubsampler
 from tests.common import interrupted, objective, problem, resumed
 from tests.test_correlated import heard, state, transcript, white
 

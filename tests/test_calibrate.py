@@ -13,12 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.errors import BudgetError, UnprovableError
-from quietgrad.privacy import accounting as module
-from quietgrad.privacy.accounting import account, calibrate, calibrate_event, calibrate_steps, prove_or_infinite
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting import accounting as module
+from quietgrad.core.accounting.accounting import (
+    account,
+    calibrate,
+    calibrate_event,
+    calibrate_steps,
+    prove_or_infinite,
+)
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
+from quietgrad.core.accounting.events import (
     ZCDP,
     Composed,
     Event,
@@ -33,6 +38,7 @@ from quietgrad.privacy.events import (
     gaussian,
     poisson_gaussian,
 )
+from quietgrad.core.errors import BudgetError, UnprovableError
 
 MNIST: dict[str, Any] = {"epsilon": 1.2, "delta": 1e-5, "n": 60000, "batch_size": 512, "steps": 2000}
 
@@ -181,9 +187,9 @@ def test_bad_input_is_one_clear_sentence(change: dict[str, Any], message: str) -
 def test_a_full_batch_imports_nothing_heavy() -> None:
     """A fit whose releases are exactly Gaussian must start without dp-accounting and without the PLD."""
     code = (
-        "import sys; from quietgrad.privacy.accounting import calibrate;"
+        "import sys; from quietgrad.core.accounting.accounting import calibrate;"
         "calibrate(epsilon=1.0, delta=1e-5, steps=50, sampling='full', relation='replace-one');"
-        "heavy = {'dp_accounting', 'scipy.stats', 'scipy.optimize', 'quietgrad.privacy.pld_accountant'};"
+        "heavy = {'dp_accounting', 'scipy.stats', 'scipy.optimize', 'quietgrad.core.accounting.pld_accountant'};"
         "heavy &= set(sys.modules);"
         "assert not heavy, heavy"
     )

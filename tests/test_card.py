@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.assurance.report.card import FILL_IN, card_of, write_cards
 from quietgrad.cli import main
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score, to_run
-from quietgrad.report.card import FILL_IN, card_of, write_cards
 from tests.test_report import read, words
 
 

@@ -11,9 +11,9 @@ import pytest
 from reproduce.landscapes import landscape
 
 import quietgrad as qg
-from quietgrad.objectives.tables import full_batch
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.training.stationarity import certify_privately, classify, extreme_eigenvalues
+from quietgrad.methods.stationarity import certify_privately, classify, extreme_eigenvalues
+from quietgrad.tables import full_batch
+from quietgrad.tables.table import Affine
 
 
 @pytest.mark.parametrize("dim", [3, 65, 300])
@@ -102,7 +102,7 @@ def test_a_module_is_differentiated_twice() -> None:
     torch = pytest.importorskip("torch")  # nothing is stated of a module: its own Hessian is looked at
     from torch import nn
 
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()

@@ -16,22 +16,30 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.custom_loop import LoopReleases
-from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.certificates import PrivacyCertificate, SigningKey, check, issue, new_key, public_key, schema
-from quietgrad.certificates.checking import AGREES
-from quietgrad.certificates.document import canonical, parse, signature_holds
-from quietgrad.certificates.independent_accountant import second_proof
+from quietgrad.assurance.certificates import (
+    PrivacyCertificate,
+    SigningKey,
+    check,
+    issue,
+    new_key,
+    public_key,
+    schema,
+)
+from quietgrad.assurance.certificates.checking import AGREES
+from quietgrad.assurance.certificates.document import canonical, parse, signature_holds
+from quietgrad.assurance.certificates.independent_accountant import second_proof
 from quietgrad.cli import main
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import prove
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import DataError
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import prove
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.training.result import ADVERSARY, Result, privacy_statement
+from quietgrad.methods.custom_loop import LoopReleases
+from quietgrad.methods.registry import ALGORITHMS
+from quietgrad.methods.result import ADVERSARY, Result, privacy_statement
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 
@@ -551,7 +559,7 @@ def _planned(plan: qg.Plan) -> dict[str, Any]:
 def test_a_ledger_that_is_too_long_leaves_the_runs_own_lines(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = len(issue(home / "run", whole_ledger=False).to_bytes())
     assert len(issue(home / "run").to_bytes()) > short + 100
-    monkeypatch.setattr("quietgrad.certificates.document.LARGEST", short + 100)
+    monkeypatch.setattr("quietgrad.assurance.certificates.document.LARGEST", short + 100)
     assert len(issue(home / "run").body["ledger"]["lines"]) == 2
 
 

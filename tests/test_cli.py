@@ -56,7 +56,7 @@ def program(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     [
         ("import quietgrad", ()),
         ("from quietgrad.cli import main; main(['--help'])", ()),
-        ("import quietgrad.algorithms", ("numpy",)),
+        ("import quietgrad.methods", ("numpy",)),
         ("from quietgrad.data import load, split_even", ("numpy",)),
         ("import quietgrad.cli.train, quietgrad.cli.predict", ("numpy", "scipy", "typer", "rich")),
     ],

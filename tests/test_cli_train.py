@@ -17,7 +17,7 @@ import pytest
 
 import quietgrad
 from quietgrad.cli import main
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.ledger.ledger import Ledger
 
 
 @pytest.fixture(autouse=True)
@@ -247,9 +247,9 @@ def wait_for_checkpoints(process: subprocess.Popen[bytes], path: Path, count: in
 def undisturbed(out: Path, key: bytes) -> Any:
     """The parameters of a run that nobody disturbs, by the options in a folder and another run's key."""
     from quietgrad.cli.run_spec import RunSpec, objective_from
-    from quietgrad.curators.central import CentralCurator
-    from quietgrad.curators.transcript import plan_key
-    from quietgrad.training import plan, run
+    from quietgrad.core.session.curator import CentralCurator
+    from quietgrad.core.session.transcript import plan_key
+    from quietgrad.methods import plan, run
 
     spec = RunSpec.load(out)
     data: Any = spec.load_data()
@@ -339,8 +339,8 @@ def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_demo_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quietgrad.core.errors import DataError
     from quietgrad.data import registry as store
-    from quietgrad.errors import DataError
 
     def offline(name: str) -> None:
         raise DataError(f"{name}: no network.")

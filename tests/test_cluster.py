@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.core.errors import ClusterError, DataError
+from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.data.scanning import scan
-from quietgrad.errors import ClusterError, DataError
 from quietgrad.estimators import PrivateLogisticRegression
-from quietgrad.objectives.base import Batch, GradientQuery
-from quietgrad.objectives.tables.scanned import Task
+from quietgrad.tables.scanned import Task
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -140,7 +140,7 @@ def test_a_piece_that_takes_every_worker_down_ends_the_release(client: Any, fold
 def test_people_are_those_of_this_machine(client: Any, tmp_path: Path) -> None:
     import pandas as pd
 
-    from quietgrad.objectives.privacy_units import with_privacy_unit
+    from quietgrad.tables.privacy_units import with_privacy_unit
 
     rng = np.random.default_rng(2)
     ids, X = np.sort(rng.integers(0, 90, 400)), rng.standard_normal((400, 2))

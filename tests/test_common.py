@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError, DataError, ExhaustedError
-from quietgrad.privacy import events
-from quietgrad.training import checkpoint as checkpoints
+from quietgrad.core.accounting import events
+from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.methods import checkpoint as checkpoints
 from tests.common import ROWS, Row, labels, objective, problem
 
 table = pytest.mark.parametrize("row", ROWS, ids=labels(ROWS))
@@ -85,7 +85,7 @@ def test_plan_is_a_hard_limit(row: Row) -> None:
 
 
 def qg_gradient(curator: CentralCurator) -> Any:
-    from quietgrad.objectives.base import GradientQuery
+    from quietgrad.core.session.queries import GradientQuery
 
     return GradientQuery(curator.initial(), 1.0)
 

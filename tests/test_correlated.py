@@ -19,33 +19,33 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.registry import ALGORITHMS
-from quietgrad.certificates import check, issue
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError
-from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy import events
-from quietgrad.privacy.correlated import (
+from quietgrad.assurance.certificates import check, issue
+from quietgrad.core.accounting import events
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.correlated import (
     BandedToeplitzNoise,
     BufferedToeplitzNoise,
     BufferedToeplitzRecurrence,
     CorrelatedNoise,
     NoiseRecurrence,
 )
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import (
+from quietgrad.core.noise.grid import sigma_for
+from quietgrad.core.noise.mechanisms import (
     ExponentialMechanism,
     GaussianNoise,
     L2LaplaceNoise,
     StandardNormals,
     from_json,
 )
-from quietgrad.privacy.noise import sigma_for
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.sampling import CyclicCohorts, FullBatch, SinglePass
-from quietgrad.sampling.samplers import CohortSampler
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
+from quietgrad.core.sampling import CyclicCohorts, FullBatch, SinglePass
+from quietgrad.core.sampling.samplers import CohortSampler
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.methods.registry import ALGORITHMS
+from quietgrad.objectives import Logistic
 from tests.common import interrupted, objective, problem, resumed, spent_after
 
 Floats = npt.NDArray[np.float64]
@@ -408,7 +408,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_that_is_used_twice_in_a_pass_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quietgrad.sampling.samplers import SlotSampler
+    from quietgrad.core.sampling.samplers import SlotSampler
 
     def twice(self: SlotSampler, count: int) -> npt.NDArray[np.int64]:
         self.position += count
@@ -716,7 +716,7 @@ def test_every_first_order_method_takes_it(algorithm: Any) -> None:
 
 
 def test_adam_knows_how_loud_one_release_is() -> None:
-    from quietgrad.oracles.base import noise_multiplier, plan_preview
+    from quietgrad.methods.oracles.base import noise_multiplier, plan_preview
 
     plan = turns_plan()
     mechanism = plan.schedule.slots[0].mechanism

@@ -12,20 +12,20 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.core.accounting import events
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
+from quietgrad.federation.secure.channel import NoiseShare
+from quietgrad.federation.secure.identity import DropoutError
+from quietgrad.federation.secure.terms import SecureSumConfig
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.wire import Message
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.privacy import events
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.rng import fresh_key
-from quietgrad.secure.channel import NoiseShare
-from quietgrad.secure.identity import DropoutError
-from quietgrad.secure.terms import SecureSumConfig
 from tests import talk
 from tests.faults import Fault, faulty
 from tests.test_correlated import matrix, white

@@ -14,16 +14,16 @@ import pytest
 
 import quietgrad as qg
 from quietgrad import estimators
-from quietgrad.certificates import PrivacyCertificate, check, issue
+from quietgrad.assurance.certificates import PrivacyCertificate, check, issue
 from quietgrad.cli import main
-from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator, public_count
-from quietgrad.errors import BudgetError
-from quietgrad.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import prove
-from quietgrad.privacy.budget import DEFAULT_RELATION, PrivacyUnit, Relation
-from quietgrad.privacy.ledger_state import run_of
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import prove
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, PrivacyUnit, Relation
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.state import run_of
+from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian
+from quietgrad.core.session.curator import CentralCurator, public_count
 
 ADD = Relation.ADD_REMOVE
 BUDGET = qg.Budget(1.0, 1e-5)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from scipy import sparse
 
+from quietgrad.core.errors import DataError
 from quietgrad.data import Categorical, Numeric, Schema, clip_rows, load, read_schema
 from quietgrad.data.dataset import Dataset, encode_labels, hold_out, public_order
 from quietgrad.data.file_formats import build_idx, parse_idx, parse_libsvm
 from quietgrad.data.tables import parse_csv
-from quietgrad.errors import DataError
 
 ROWS = b"+1 1:0.5 3:-2e-1\n-1 2:1\n-1\n+1 3:4 # a comment\n"
 SCHEMA = {

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from quietgrad.cli.data import app
+from quietgrad.core.errors import DataError
 from quietgrad.data import (
     REGISTRY,
     demo_dataset,
@@ -31,7 +32,6 @@ from quietgrad.data import (
 from quietgrad.data import registry as registry_module
 from quietgrad.data.download import Contents, OpenML, Package
 from quietgrad.data.file_formats import build_idx, read_content, sha256
-from quietgrad.errors import DataError
 
 REAL = Path(os.environ.get("QUIETGRAD_DATA") or Path(__file__).parents[2] / "shared" / "data")
 needs_data = pytest.mark.skipif(

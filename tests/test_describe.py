@@ -14,7 +14,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.errors import DataError, DeclaredWarning
+from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators import describe
 
 SCHEMA: dict[str, Any] = {

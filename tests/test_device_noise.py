@@ -15,14 +15,14 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from scipy import special
 
-from quietgrad.privacy.mechanisms import GaussianNoise
-from quietgrad.privacy.noise import add_discretized_gaussian, sigma_for
-from quietgrad.privacy.rng import fresh_key, seed_key
+from quietgrad.core.noise.grid import add_discretized_gaussian, sigma_for
+from quietgrad.core.noise.mechanisms import GaussianNoise
+from quietgrad.core.noise.rng import fresh_key, seed_key
 
 torch = pytest.importorskip("torch")
 
-from quietgrad.privacy import noise  # noqa: E402
-from quietgrad.privacy.device_stream import DeviceStream, chacha20, digest  # noqa: E402
+from quietgrad.core.noise import grid as noise  # noqa: E402
+from quietgrad.core.noise.device import DeviceStream, chacha20, digest  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_normals_are_the_inverse_of_their_words() -> None:
 
 def test_normals_have_their_law_and_their_rare_words_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 000 numbers: Kolmogorov–Smirnov and χ², false alarm 10⁻⁶ each. The rare branch is forced on all."""
-    from quietgrad.privacy import device_stream
+    from quietgrad.core.noise import device as device_stream
 
     x = np.sort(DeviceStream(seed_key(2), "noise", CPU).normal(0, 200_000).numpy())
     grid = np.arange(x.size + 1) / x.size
@@ -134,8 +134,8 @@ def test_a_run_keeps_its_sums_where_they_are_and_resumes(monkeypatch: pytest.Mon
     """With sums taken to be elsewhere no array is made of one, and a resumed run repeats what it released."""
     import quietgrad as qg
     import quietgrad.torch as qt
-    from quietgrad.curators import session
-    from quietgrad.privacy import mechanisms
+    from quietgrad.core.noise import mechanisms
+    from quietgrad.core.session import session
 
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
     monkeypatch.setattr(session, "on_accelerator", lambda out: not isinstance(out, np.ndarray))

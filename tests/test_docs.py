@@ -237,7 +237,7 @@ def test_every_public_name_is_documented_and_typed(room: str) -> None:
 
 
 def test_every_algorithm_has_its_page() -> None:
-    from quietgrad.algorithms.registry import ALGORITHMS
+    from quietgrad.methods.registry import ALGORITHMS
 
     private = {name for name, entry in ALGORITHMS.items() if entry.kind.private}
     pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index", "papers"}

@@ -17,21 +17,22 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators import transcript
-from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.curators.transcript import Transcript
-from quietgrad.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.accounting import events
+from quietgrad.core.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.keys import KeyFile
+from quietgrad.core.ledger.state import COUNTED
+from quietgrad.core.noise import mechanisms
+from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.plans.schedule import Plan, Slot
+from quietgrad.core.plans.schedule import plan as make_plan
+from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session import transcript
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.core.session.transcript import Transcript
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation import Party, simulate
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.plans.schedule import plan as make_plan
-from quietgrad.privacy import events, mechanisms
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger_state import COUNTED
-from quietgrad.privacy.rng import seed_key
-from quietgrad.sampling import FullBatch
 from tests.common import Killed, dies, objective, problem
 
 Floats = npt.NDArray[np.float64]

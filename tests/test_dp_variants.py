@@ -9,11 +9,11 @@ import pytest
 from scipy.optimize import minimize
 
 import quietgrad as qg
-from quietgrad.algorithms.base import State
-from quietgrad.curators.central import CentralCurator
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import LossQuery
 from quietgrad.federation import deal, simulate
+from quietgrad.methods.base import State
 from quietgrad.objectives import L2, Logistic
-from quietgrad.objectives.base import LossQuery
 from tests.common import problem
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.errors import DataError, ExhaustedError, QuietgradError
+from quietgrad.core.errors import DataError, ExhaustedError, QuietgradError
 
 PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
 

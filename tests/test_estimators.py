@@ -15,8 +15,8 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import quietgrad as qg
-from quietgrad.curators.account import run_of
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.account import run_of
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,

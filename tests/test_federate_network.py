@@ -18,8 +18,8 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.plan_file import read_plan
-from quietgrad.privacy.ledger import Ledger
 from tests.killed import COORDINATOR, KILLED, PARTY
 from tests.talk import toml_plan
 from tests.test_federate_plan import EXAMPLE, TEXT

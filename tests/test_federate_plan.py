@@ -12,13 +12,13 @@ import pytest
 
 from quietgrad.cli import main
 from quietgrad.cli.federate_roles import cannot_listen
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.approved import readable_digest
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.federation.provisioning import Credentials, asker, check_none_revoked, provision, request
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.privacy.ledger import Ledger
 from tests.talk import approval, toml_plan
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"

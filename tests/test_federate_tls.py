@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quietgrad.errors import BudgetError, QuietgradError
+from quietgrad.core.errors import BudgetError, QuietgradError
 from quietgrad.federation.exchange import Responder
 from quietgrad.federation.provisioning import Credentials, provision
 from quietgrad.federation.transport import Bytes, tls_connection

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.journal import Journal
@@ -21,12 +23,10 @@ from quietgrad.federation.party import Draw, PartyCurator, samplers
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.provisioning import provision
+from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.wire import Message
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.identity import ProtocolError
+from quietgrad.tables.losses import Logistic
 from tests import talk
 from tests.talk import approval
 from tests.test_federate_network import TWO
@@ -257,7 +257,7 @@ def test_full_disk_gives_nothing_and_spoils_nothing(make: Make, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("quietgrad.curators.transcript.os.write", full)
+        disk.setattr("quietgrad.core.session.transcript.os.write", full)
         assert "ENOSPC" in ask(party, 1).fields["reason"]
     assert ask(party, 1).kind == "sum"
     party.close()

@@ -9,15 +9,15 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
+from quietgrad.core.noise.rng import SecureStream
+from quietgrad.core.sampling import Poisson, SinglePass
+from quietgrad.core.sampling.samplers import RowScan, SlotSampler, hashed_slots
+from quietgrad.core.session.curator import CentralCurator
 from quietgrad.federation import Party, deal
 from quietgrad.federation.simulation import simulate
-from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import Poisson, SinglePass
-from quietgrad.sampling.samplers import RowScan, SlotSampler, hashed_slots
-from quietgrad.training import plan, run
+from quietgrad.methods import plan, run
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.regularizers import Nonconvex
 
 Floats = npt.NDArray[np.float64]
 N, D, SEED = 400, 6, 5
@@ -123,7 +123,7 @@ def test_unclipped_sums_cannot_be_secure() -> None:
 
 def test_networks_federate_too() -> None:
     torch = pytest.importorskip("torch")
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(D, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))

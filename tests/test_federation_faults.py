@@ -11,17 +11,17 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.errors import DataError
+from quietgrad.core.accounting import events
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Envelope, Exchange, body
+from quietgrad.federation.secure.identity import DropoutError, ProtocolError
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy import events
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.identity import DropoutError, ProtocolError
+from quietgrad.tables.losses import Logistic
 from tests.faults import Fault, Faulty, faulty
 from tests.talk import people
 

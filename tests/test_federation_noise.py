@@ -16,19 +16,19 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
-from quietgrad.errors import DataError
+from quietgrad.core.accounting import events
+from quietgrad.core.errors import DataError
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.core.session.queries import Batch, GradientQuery, Query
 from quietgrad.federation import Party, deal
 from quietgrad.federation.coordinator import FederatedCurator, FederatedSession
 from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.secure.channel import NoiseShare
+from quietgrad.federation.secure.local_session import SecureSession
+from quietgrad.federation.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
 from quietgrad.federation.simulation import InProcess, assemble, simulate
-from quietgrad.objectives.base import Batch, GradientQuery, Query
-from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy import events
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.channel import NoiseShare
-from quietgrad.secure.local_session import SecureSession
-from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.regularizers import Nonconvex
 
 D, ROUNDS = 300, 12
 SIZES = (30, 20, 10)

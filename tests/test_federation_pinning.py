@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
-from quietgrad.algorithms.output_perturbation import step_size
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.session.queries import GradientDifferenceQuery, GradientQuery, Query, RecursiveMomentumQuery
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.wire import _KINDS, Message, WireError, decode, encode
-from quietgrad.objectives.base import GradientDifferenceQuery, GradientQuery, Query, RecursiveMomentumQuery
-from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.losses import Logistic
+from quietgrad.methods.output_perturbation import step_size
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.queries.local_fit import local_fit
+from quietgrad.tables.regularizers import L2
 from tests import talk
 
 D, N = 3, 40

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.output_perturbation import step_size
+from quietgrad.core.session.queries import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
 from quietgrad.federation import Party
 from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.federation.wire import Message, decode, encode, pack
-from quietgrad.objectives.base import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
-from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import FeatureMean, SecondMomentMatrix, WhitenedGradient, Whitening
+from quietgrad.methods.output_perturbation import step_size
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.queries.local_fit import local_fit
+from quietgrad.tables.regularizers import L2
+from quietgrad.tables.table import Affine
+from quietgrad.tables.whitening import FeatureMean, SecondMomentMatrix, WhitenedGradient, Whitening
 from tests.questions import Interrogation, pairs
 from tests.talk import ask, opened, people, say
 

@@ -20,16 +20,16 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.exchange import ASK, FINISH, WHO, Envelope, Responder, agreement_of, body
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.federation.planning import federate
+from quietgrad.federation.secure.identity import Identity, Roster
 from quietgrad.federation.wire import Message, WireError, decode, encode, pack, template, unpack
-from quietgrad.objectives.queries.local_fit import LocalFit
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.identity import Identity, Roster
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.queries.local_fit import LocalFit
 from tests.hostile_members import HostileCoordinator
 from tests.questions import length
 from tests.test_federate_network import TWO, ended, folder, spent_in, start, two

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import scipy.sparse as sparse
 
-from quietgrad.objectives.base import (
+from quietgrad.core.session.queries import (
     Batch,
     GradientDifferenceQuery,
     GradientQuery,
@@ -23,11 +23,11 @@ from quietgrad.objectives.base import (
     Query,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables import full_batch
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.table import Affine
+from quietgrad.tables import full_batch
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.regularizers import L2, Nonconvex
+from quietgrad.tables.table import Affine
 
 Floats = npt.NDArray[np.float64]
 N, D, K = 37, 6, 3
@@ -221,7 +221,7 @@ def test_many_blocks_equal_one(monkeypatch: pytest.MonkeyPatch) -> None:
     objective = Logistic(intercept=True, row_bound=1.5, rows="clip")
     theta = rng.normal(size=D + 1)
     whole = objective.risk_gradient(objective.prepare((X, y)), theta)
-    monkeypatch.setattr("quietgrad.objectives.tables.table._BLOCK", 2 * D)
+    monkeypatch.setattr("quietgrad.tables.table._BLOCK", 2 * D)
     for layout, dtype in LAYOUTS:
         records = objective.prepare((laid_out(X, layout, dtype), y))
         assert len(list(records.blocks())) > 5

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch
-from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
-from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.queries.local_fit import LocalFit, local_fit
+from quietgrad.tables.regularizers import L2, Nonconvex
 
 Floats = npt.NDArray[np.float64]
 

@@ -12,7 +12,8 @@ import scipy.sparse as sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quietgrad.objectives.base import (
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session.queries import (
     Batch,
     GradientDifferenceQuery,
     GradientQuery,
@@ -20,11 +21,10 @@ from quietgrad.objectives.base import (
     LossQuery,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import FeatureMean, MeanSquares
-from quietgrad.privacy.budget import Relation
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.table import Affine
+from quietgrad.tables.whitening import FeatureMean, MeanSquares
 from tests.probes.records import every_query, neighbouring_tables, probe_sensitivity
 
 Floats = npt.NDArray[np.float64]

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import scipy.sparse as sparse
 
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, GradientQuery, RecursiveMomentumQuery
-from quietgrad.objectives.regularizers import L2, Nonconvex
-from quietgrad.objectives.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.table import Affine, lay_out
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, GradientQuery, RecursiveMomentumQuery
+from quietgrad.tables.losses import Hinge, Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.regularizers import L2, Nonconvex
+from quietgrad.tables.table import Affine, lay_out
 
 GOOD = np.array([[1.0, 2.0], [3.0, 4.0]])
 
@@ -165,7 +165,7 @@ def test_the_full_batch_needs_no_compiler() -> None:
     program = (
         "import sys, numpy as np\n"
         "from quietgrad.objectives import Logistic, Multinomial\n"
-        "from quietgrad.objectives.base import Batch, RecursiveMomentumQuery\n"
+        "from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery\n"
         "o = Logistic(); r = o.prepare((np.eye(3), [0, 1, 1])); w = np.zeros(3)\n"
         "RecursiveMomentumQuery(w, w, .1, 1., 1.).sum_into(o, Batch(r, None), w.copy()); o.risk(r, w)\n"
         "assert not {'numba', 'scipy', 'sklearn', 'torch'} & set(sys.modules)\n"

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quietgrad.core.accounting.events import gaussian
 from quietgrad.federation import approved
 from quietgrad.federation.approved import Approved, final_message
 from quietgrad.federation.exchange import FINISH, Envelope, Exchange, agreement_of, body
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import provision
+from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.wire import Message, blobs, decode, encode
-from quietgrad.privacy.events import gaussian
-from quietgrad.secure.identity import ProtocolError
-from quietgrad.training.result import Result, load
+from quietgrad.methods.result import Result, load
 from tests.faults import Fault, Faulty
 from tests.hostile import PLAN
 from tests.talk import approval

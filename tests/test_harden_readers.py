@@ -27,14 +27,14 @@ from hypothesis import strategies as st
 
 import quietgrad as qg
 from quietgrad.cli import main
+from quietgrad.core.errors import DataError, LedgerError
+from quietgrad.core.files import parse_json, read_bytes, write_atomically
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.data import load, scan
 from quietgrad.data.file_formats import MOST_FEATURES, SMALL, open_npz, parse_libsvm, unpacked
 from quietgrad.data.tables import coded, parse_csv
-from quietgrad.errors import DataError, LedgerError
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import _read_request, request
-from quietgrad.files import parse_json, read_bytes, write_atomically
-from quietgrad.privacy.ledger import Ledger
 from tests.hostile import ALLOWED, READERS, Reader
 
 CASES = 60

@@ -18,14 +18,14 @@ import pytest
 
 import quietgrad.cli
 from quietgrad.cli import main
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.keys import KeyFile, KeyFileError
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.data.download import Package
-from quietgrad.errors import DataError
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import provision, request
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.keys import KeyFile, KeyFileError
-from quietgrad.privacy.ledger import Ledger
 from tests.hostile import PLAN
 
 ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e\r\x9b31m"
@@ -144,7 +144,7 @@ def test_a_journal_forgets_its_key_when_the_run_is_over(
 
 def test_a_process_with_a_key_leaves_no_core_dump() -> None:
     code = (
-        "import resource, ctypes; from quietgrad.privacy.keys import KeyFile; KeyFile.create('r');"
+        "import resource, ctypes; from quietgrad.core.ledger.keys import KeyFile; KeyFile.create('r');"
         "print(resource.getrlimit(resource.RLIMIT_CORE)[0], ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -179,7 +179,7 @@ def test_a_journal_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 def test_escapes_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from quietgrad.cli.federate_roles import member_logger
-    from quietgrad.secure.identity import ProtocolError
+    from quietgrad.federation.secure.identity import ProtocolError
 
     (tmp_path / "rows.csv").write_text(f"a,{ESCAPES},y\n1,2,0\n1,2,1\n")
     assert main(["train", str(tmp_path / "rows.csv"), "--label", "z", "--epsilon", "1", "--out", "x"]) == 1
@@ -197,7 +197,7 @@ def test_escapes_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_escapes_of_a_ledger_reach_no_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from quietgrad.privacy.events import gaussian
+    from quietgrad.core.accounting.events import gaussian
 
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.reserve("a", gaussian(5.0, 2), delta=1e-5, relation="add-remove", run=f"run{ESCAPES}", note=ESCAPES)

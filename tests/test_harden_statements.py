@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from quietgrad.cli import main
-from quietgrad.errors import DataError
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.result import load
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.methods.result import load
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_loading_proves_again(run: Path) -> None:
 
 
 def test_a_ledger_without_the_run_refutes(run: Path) -> None:
-    from quietgrad.privacy.events import gaussian
+    from quietgrad.core.accounting.events import gaussian
 
     for file in ("ledger.jsonl", "ledger.jsonl.head"):
         (run / file).unlink()

@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quietgrad.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.chain import Chain
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.events import (
     ZCDP,
     Composed,
     Event,
@@ -31,8 +29,10 @@ from quietgrad.privacy.events import (
     Repeated,
     TotalVariationSlack,
 )
-from quietgrad.privacy.ledger import Ledger, Reservation, fingerprint
-from quietgrad.privacy.ledger_state import compose_events, is_of_table, is_part, may_give_back
+from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.ledger.chain import Chain
+from quietgrad.core.ledger.ledger import Ledger, Reservation, fingerprint
+from quietgrad.core.ledger.state import compose_events, is_of_table, is_part, may_give_back
 
 DELTA = 1e-5
 PROMISE: dict[str, Any] = {"delta": DELTA, "relation": "add-remove"}
@@ -94,8 +94,8 @@ def test_entries_of_one_account_compose_and_accounts_are_different_people(ledger
 def test_reserving_without_a_cap_loads_no_accountant(ledger: Ledger) -> None:
     script = f"""
 import sys
-from quietgrad.privacy.events import Gaussian
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.events import Gaussian
+from quietgrad.core.ledger.ledger import Ledger
 ledger = Ledger({str(ledger.path)!r})
 paid = ledger.reserve("people", Gaussian(2.0), run="r", delta=1e-5, relation="replace-one")
 ledger.close(paid.id, reason="done")

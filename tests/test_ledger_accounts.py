@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quietgrad.errors import BudgetError, LedgerWarning
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.chain import Chain
-from quietgrad.privacy.events import Gaussian, Repeated
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import LONGEST, canonical_account_name, check_account_name
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import Gaussian, Repeated
+from quietgrad.core.errors import BudgetError, LedgerWarning
+from quietgrad.core.ledger.chain import Chain
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import LONGEST, canonical_account_name, check_account_name
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 SPELLINGS = ["patients", "patients ", "Patients", " PATIENTS\t", "\uff30atients", "patient\u017f"]

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from quietgrad.cli.ledger import app
-from quietgrad.errors import LedgerError
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.events import Gaussian
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import Gaussian
+from quietgrad.core.errors import LedgerError
+from quietgrad.core.ledger.ledger import Ledger
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 run = CliRunner().invoke

@@ -10,10 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from quietgrad.cli.ledger import app, in_words
-from quietgrad.errors import LedgerError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import (
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.events import (
     Composed,
     FixedSizeSampled,
     Gaussian,
@@ -22,7 +21,8 @@ from quietgrad.privacy.events import (
     RandomNumberOfReleases,
     Repeated,
 )
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.errors import LedgerError
+from quietgrad.core.ledger.ledger import Ledger
 
 runner = CliRunner(env={"COLUMNS": "160", "TERM": "dumb"})
 PLAN = Repeated(Gaussian(9.0), 50)

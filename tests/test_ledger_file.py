@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quietgrad.errors import LedgerError
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.chain import ChainEntry, canonical
-from quietgrad.privacy.events import Gaussian
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import Gaussian
+from quietgrad.core.errors import LedgerError
+from quietgrad.core.ledger.chain import ChainEntry, canonical
+from quietgrad.core.ledger.ledger import Ledger
 
 PROMISE: dict[str, Any] = {"delta": 1e-5, "relation": "add-remove"}
 
@@ -247,7 +247,7 @@ def test_deaths_before_the_first_head_leave_a_ledger_that_goes_on(
 
     for _ in range(3):
         with monkeypatch.context() as patched:
-            patched.setattr("quietgrad.privacy.chain.write_atomically", dies)
+            patched.setattr("quietgrad.core.ledger.chain.write_atomically", dies)
             with pytest.raises(Crash):
                 reserve(Ledger(ledger.path))
     assert ledger.verify().ok

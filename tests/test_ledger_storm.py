@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.privacy.events import Gaussian, Repeated
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.events import Gaussian, Repeated
+from quietgrad.core.ledger.ledger import Ledger
 
 NURSERY = r"""
 import os, random, signal, sys, time
-from quietgrad.privacy.events import Gaussian, Repeated
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.events import Gaussian, Repeated
+from quietgrad.core.ledger.ledger import Ledger
 
 path, side, rounds, writers, honest = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 
@@ -134,10 +134,10 @@ def test_processes_that_start_together_make_one_chain_and_respect_one_cap(tmp_pa
     """Each of 4 processes asks 5 times for a tenth of the cap: exactly ten requests are granted."""
     path = tmp_path / "ledger.jsonl"
     script = f"""
-from quietgrad.errors import BudgetError
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.events import Pure
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.events import Pure
+from quietgrad.core.ledger.ledger import Ledger
 granted = 0
 for _ in range(5):
     try:

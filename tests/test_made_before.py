@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quietgrad.certificates import check, issue, public_key, read
+from quietgrad.assurance.certificates import check, issue, public_key, read
 from quietgrad.cli import main
 from quietgrad.cli.audit import audit_folder
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.result import load
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.methods.result import load
 
 MADE = Path(__file__).parent / "made_before"
 

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.audit.canaries import CanaryGame, CanaryObjective
-from quietgrad.audit.noise_checks import (
+from quietgrad.assurance.audit.canaries import CanaryGame, CanaryObjective
+from quietgrad.assurance.audit.noise_checks import (
     MECHANISMS,
     RELEASES,
     check_noise,
@@ -26,19 +26,19 @@ from quietgrad.audit.noise_checks import (
     probe_mechanism,
     probe_slots,
 )
-from quietgrad.audit.replicas import CuratorFactory, central
-from quietgrad.audit.report import AuditFinding
-from quietgrad.audit.running import run
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError
+from quietgrad.assurance.audit.replicas import CuratorFactory, central
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.assurance.audit.running import run
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.noise.grid import NoiseStream
+from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism
+from quietgrad.core.plans.schedule import Schedule
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import RecursiveMomentumQuery
+from quietgrad.federation.secure.identity import SumOutOfBoundsError
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import RecursiveMomentumQuery
-from quietgrad.plans.schedule import Schedule
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, Mechanism
-from quietgrad.privacy.noise import NoiseStream
-from quietgrad.secure.identity import SumOutOfBoundsError
 from tests import broken
 from tests.probes.parties import (
     probe_federation,
@@ -121,7 +121,7 @@ def whitened(curator: CuratorFactory) -> Findings:
 
 
 def moments(patched: bool) -> Findings:
-    from quietgrad.objectives.tables import whitening
+    from quietgrad.tables import whitening
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
@@ -198,7 +198,7 @@ def averaged_noise(parties: int) -> Findings:
 
 
 def same_seed(patched: bool) -> Findings:
-    from quietgrad.secure import channel
+    from quietgrad.federation.secure import channel
 
     class Shared(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:
@@ -214,7 +214,7 @@ def same_seed(patched: bool) -> Findings:
 
 
 def reused_masks(patched: bool) -> Findings:
-    from quietgrad.secure import masking
+    from quietgrad.federation.secure import masking
 
     def constant(*arguments: Any) -> Any:
         size = arguments[2] if len(arguments) == 3 else arguments[0].terms.dimension
@@ -268,7 +268,7 @@ def party(source: Any, *, rounds: int = 64) -> Findings:
 
 def shares(patched: bool) -> Findings:
     """Secure sums by masks; one party's share of the noise covers half of the coordinates."""
-    from quietgrad.secure import channel
+    from quietgrad.federation.secure import channel
 
     class Half(channel.NoiseShare):
         def __init__(self, terms: Any, role: int, seed: int | None) -> None:

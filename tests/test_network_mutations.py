@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.networks import distinguish, fit_releases, loop_releases
+from quietgrad.assurance.audit.networks import distinguish, fit_releases, loop_releases
 from tests import broken_networks as broken
 from tests.probes.networks import (
     probe_gradients,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import special
 
-from quietgrad.privacy.noise import (
+from quietgrad.core.noise.grid import (
     NoiseStream,
     add_discretized_gaussian,
     grid_bound,
@@ -27,7 +27,7 @@ from quietgrad.privacy.noise import (
     release_l2_laplace,
     sigma_for,
 )
-from quietgrad.privacy.rng import seed_key
+from quietgrad.core.noise.rng import seed_key
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]
@@ -165,7 +165,7 @@ def test_torch_tensors_are_noised_in_place(dtype: str) -> None:
 
 def test_importing_the_noise_is_light() -> None:
     code = (
-        "import sys, quietgrad.privacy.noise, quietgrad.privacy.keys, quietgrad.sampling as s\n"
+        "import sys, quietgrad.core.noise.grid, quietgrad.core.ledger.keys, quietgrad.core.sampling as s\n"
         "s.FullBatch().sampler(10, None).batch(0)\n"
         "print(sorted({'torch', 'numba', 'scipy', 'sklearn'} & set(sys.modules)))"
     )

@@ -12,11 +12,11 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.state import run_of
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
 from quietgrad.estimators.validation import _is_ours, predict_row_independent
-from quietgrad.objectives.person_ids import factorize_ids
-from quietgrad.privacy.ledger_state import run_of
+from quietgrad.tables.person_ids import factorize_ids
 
 SECRET = "only-of-Ann"
 
@@ -95,7 +95,7 @@ def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest
 
 
 def test_a_verdict_tells_what_the_run_notes_of_itself(tmp_path: Path) -> None:
-    from quietgrad.certificates import check, issue
+    from quietgrad.assurance.certificates import check, issue
 
     rng = np.random.default_rng(0)
     X = rng.uniform(-1, 1, (100, 2))

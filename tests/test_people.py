@@ -15,14 +15,14 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.person_ids import hashed_ids, kind_of
-from quietgrad.objectives.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.objectives.tables import full_batch
-from quietgrad.objectives.tables.losses import OneVsRestHinge
-from quietgrad.objectives.tables.table import Affine
+from quietgrad.tables import full_batch
+from quietgrad.tables.losses import OneVsRestHinge
+from quietgrad.tables.person_ids import hashed_ids, kind_of
+from quietgrad.tables.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.tables.table import Affine
 
 SIZES = (1, 7, 500, 1, 3, 2, 12, 90)
 SLACK = 1.0 + 1e-9
@@ -118,7 +118,7 @@ def test_full_batches_under_a_matrix_and_in_many_blocks(
     """A person whose records lie in several blocks is combined over all of them."""
     from dataclasses import replace
 
-    from quietgrad.objectives.tables import table
+    from quietgrad.tables import table
 
     rng = np.random.default_rng(4)
     X, ids, _ = crowd(rng)
@@ -231,7 +231,7 @@ def test_ids_that_cannot_be_trusted_are_refused_without_being_shown(ids: Any) ->
 
 def test_slots_do_not_know_the_numbers_of_people() -> None:
     """Two words that differ in their lowest bits only are put in their own order, not in that of places."""
-    from quietgrad.sampling.samplers import permuted_slots
+    from quietgrad.core.sampling.samplers import permuted_slots
 
     class Words:
         def uint64(self, block: int, size: int) -> Any:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.audit.attacks import attack_person
-from quietgrad.audit.report import AuditFinding
+from quietgrad.assurance.audit.attacks import attack_person
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.privacy_units import UnitGrouping, UserLevelObjective, UserLevelRecords
-from quietgrad.objectives.tables import full_batch, table
-from quietgrad.privacy.budget import Relation
+from quietgrad.tables import full_batch, table
+from quietgrad.tables.privacy_units import UnitGrouping, UserLevelObjective, UserLevelRecords
 from tests.probes.people import probe_drawn_people, probe_ids, probe_people
 
 LOSSES = {"logistic": Logistic(intercept=True)}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.certificates import check, issue
+from quietgrad.assurance.certificates import check, issue
 from quietgrad.cli import main
+from quietgrad.core.accounting.budget import Budget
 from quietgrad.federation.plan import Shape
 from quietgrad.federation.planning import federate
-from quietgrad.privacy.budget import Budget
 
 WORDS = "300 people, 12 345 records"
 LOSS = qg.objectives.Logistic()

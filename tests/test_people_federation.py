@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.errors import DataError
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble, check_known_people
-from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
-from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
-from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
 from tests.talk import toml_plan
 
 LOSS = qg.objectives.Logistic()
@@ -121,7 +121,7 @@ def test_the_noise_that_is_heard_is_for_as_many_parties(trust: Any) -> None:
 
 
 def _people(ids: Any) -> Any:
-    from quietgrad.objectives.privacy_units import UnitGrouping
+    from quietgrad.tables.privacy_units import UnitGrouping
 
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)

@@ -18,18 +18,20 @@ import pytest
 from scipy import sparse
 
 import quietgrad.objectives
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session import queries as queries
+from quietgrad.core.session.queries import Batch, Query
 from quietgrad.objectives import L2, Logistic, Squared
-from quietgrad.objectives import base as queries
-from quietgrad.objectives.base import Batch, Query
-from quietgrad.objectives.privacy_units import (
+from quietgrad.tables import range_queries, whitening
+from quietgrad.tables.privacy_units import (
     PersonRefused,
     RecordsWithIds,
     UnitGrouping,
     UserLevelObjective,
     rows_of,
 )
-from quietgrad.objectives.queries import second_order
-from quietgrad.objectives.queries.counts import (
+from quietgrad.tables.queries import second_order
+from quietgrad.tables.queries.counts import (
     CellSums,
     LabelCounts,
     LabelSet,
@@ -37,12 +39,10 @@ from quietgrad.objectives.queries.counts import (
     Scoring,
     Tabulation,
 )
-from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
-from quietgrad.objectives.tables import range_queries, whitening
-from quietgrad.objectives.tables.range_queries import BoxedQuery, FeatureBox
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.objectives.tables.whitening import WhitenedInformation
-from quietgrad.privacy.budget import Relation
+from quietgrad.tables.queries.local_fit import LocalFit, local_fit
+from quietgrad.tables.range_queries import BoxedQuery, FeatureBox
+from quietgrad.tables.table import Affine
+from quietgrad.tables.whitening import WhitenedInformation
 
 D = 3
 SLACK = 1.0 + 1e-9

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from sklearn.base import is_regressor
 
-from quietgrad.curators import central
-from quietgrad.curators.session import CentralSession
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session import curator as central
+from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -23,8 +25,6 @@ from quietgrad.estimators import (
     PrivateLogisticRegression,
     PrivateSVC,
 )
-from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Relation
 
 PEOPLE = 1500
 FITS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {

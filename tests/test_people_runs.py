@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.privacy_units import PersonRefused, RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.tables.privacy_units import PersonRefused, RecordsWithIds, UnitGrouping, UserLevelObjective
 
 LOSS = qg.objectives.Logistic(row_bound=4.0, rows="clip")
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -246,7 +246,7 @@ def test_train_evaluate_and_predict_by_person(tmp_path: Path, capsys: pytest.Cap
     # A statement that claims people where records were charged is refuted.
     said["privacy"]["unit"] = "record"
     (out / "result.json").write_text(json.dumps(said))
-    from quietgrad.training.result import problems_of
+    from quietgrad.methods.result import problems_of
 
     assert any("has the run about a person" in why for why in problems_of(qg.load(out), out, out / "ledger.jsonl"))
     assert main(["train", str(file), "--person", "doctor", "--epsilon", "1", "--out", str(tmp_path / "x")]) == 1
@@ -275,8 +275,8 @@ def test_ids_of_a_parquet_file_may_be_texts(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_search_that_knows_no_bound_for_a_sum_charges_nothing(tmp_path: Path) -> None:
-    from quietgrad.algorithms.whitened_gd import WhitenedGD
     from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
+    from quietgrad.methods.whitened_gd import WhitenedGD
 
     X, y, ids = visits()
     method = WhitenedGD(steps=3, row_bound=4.0, inference_share=0.3)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.gradients import recorded
-from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.gradients import recorded
+from quietgrad.torch.networks.randomness import RecordSeeds
 from tests.autograd import KEY, clipped, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
 
 RULES = [

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import _SLACK, PerExampleEngine
-from quietgrad.objectives.networks.gradients import Collector, ProgramProfile
-from quietgrad.objectives.networks.one_record import Pass
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.vectors import GradientTerms, Workspace
+from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch import clipped_sums
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum
+from quietgrad.torch.networks.engine import _SLACK, PerExampleEngine
+from quietgrad.torch.networks.gradients import Collector, ProgramProfile
+from quietgrad.torch.networks.one_record import Pass
+from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.vectors import GradientTerms, Workspace
 from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
 
 WAYS: dict[str, Callable[..., PerExampleEngine]] = {

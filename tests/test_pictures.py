@@ -11,7 +11,7 @@ import scipy.sparse as sparse
 
 pytest.importorskip("torch")
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 from quietgrad.features import Pictures, Scattering
 from quietgrad.features.scattering import constants
 

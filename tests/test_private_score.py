@@ -12,12 +12,12 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import log_loss, roc_auc_score
 
 import quietgrad as qg
-from quietgrad.errors import BudgetError
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.session.queries import Batch
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.estimators.validation import predict_row_independent, row_products
-from quietgrad.objectives.base import Batch
-from quietgrad.objectives.queries.counts import CellSums, Tabulation
-from quietgrad.privacy.budget import Relation
+from quietgrad.tables.queries.counts import CellSums, Tabulation
 
 
 class Fixed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quietgrad.audit.noise_checks import MECHANISMS, probe_mechanism
+from quietgrad.assurance.audit.noise_checks import MECHANISMS, probe_mechanism
 from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
 from tests.probes.networks import probe_networks
 from tests.probes.parties import probe_federations

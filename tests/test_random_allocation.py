@@ -10,14 +10,14 @@ import pytest
 from scipy.special import ndtr
 
 from quietgrad import DPSGD, DPSRM, Budget, events, plan
-from quietgrad.errors import UnprovableError
-from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.accounting import account, delta_of, prove
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.events import Repeated
-from quietgrad.privacy.random_allocation import AllocationPair, law_of_sum
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.sampling import RandomAllocation
+from quietgrad.core.accounting.accounting import account, delta_of, prove
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.events import Repeated
+from quietgrad.core.accounting.random_allocation import AllocationPair, law_of_sum
+from quietgrad.core.errors import UnprovableError
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.core.plans.schedule import Plan, Slot
+from quietgrad.core.sampling import RandomAllocation
 
 ADD = Relation.ADD_REMOVE
 cost = partial(account, delta=1e-5, relation=ADD)

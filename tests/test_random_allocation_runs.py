@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.certificates import check, issue
-from quietgrad.certificates.independent_accountant import second_proof
-from quietgrad.curators.central import CentralCurator
+from quietgrad.assurance.certificates import check, issue
+from quietgrad.assurance.certificates.independent_accountant import second_proof
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
+from quietgrad.core.plans.schedule import Slot
+from quietgrad.core.sampling import RandomAllocation
+from quietgrad.core.sampling.samplers import CohortSampler
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.plans.schedule import Slot
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling import RandomAllocation
-from quietgrad.sampling.samplers import CohortSampler
 from tests.common import interrupted, problem, resumed, spent_after
 
 BUDGET = qg.Budget(1.0, 1e-5)

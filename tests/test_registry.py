@@ -11,13 +11,13 @@ import pytest
 import typer
 
 import quietgrad as qg
-from quietgrad.algorithms.learning_rates import StepDecay
-from quietgrad.algorithms.registry import ALGORITHMS, entry
 from quietgrad.cli.run_spec import algorithm_from, objective_from
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 from quietgrad.federation.plan_file import objective_of
-from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
+from quietgrad.methods.learning_rates import StepDecay
+from quietgrad.methods.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
+from quietgrad.methods.registry import ALGORITHMS, entry
+from quietgrad.tables.losses import LOSSES
 from tests.probes.records import example_loss, labels
 
 

@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quietgrad as qg
+from quietgrad.assurance.report import page as pages
+from quietgrad.assurance.report.certificate import detection, privacy_report
+from quietgrad.assurance.report.page import read_runs
 from quietgrad.charts import (
     Chart,
     Intervals,
@@ -23,12 +26,9 @@ from quietgrad.charts import (
     to_svg_file,
 )
 from quietgrad.cli import main
-from quietgrad.privacy.accounting import delta_of
-from quietgrad.privacy.events import gaussian
-from quietgrad.privacy.ledger import project_ledger
-from quietgrad.report import page as pages
-from quietgrad.report.certificate import detection, privacy_report
-from quietgrad.report.page import read_runs
+from quietgrad.core.accounting.accounting import delta_of
+from quietgrad.core.accounting.events import gaussian
+from quietgrad.core.ledger.ledger import project_ledger
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 

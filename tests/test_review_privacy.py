@@ -14,26 +14,26 @@ import scipy.sparse as sparse
 from scipy.special import ndtr
 
 import quietgrad as qg
-from quietgrad.algorithms.dp_agd import DPAGD
-from quietgrad.algorithms.dp_sgd import DPGD, DPSGD
-from quietgrad.algorithms.output_perturbation import OutputPerturbation
-from quietgrad.algorithms.whitened_gd import WhitenedGD
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import BudgetError, DataError, UnprovableError
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import BudgetError, DataError, UnprovableError
+from quietgrad.core.ledger.ledger import Ledger, project_ledger
+from quietgrad.core.noise.grid import NoiseStream, grid_step, l2_laplace_for, release_l2_laplace, sigma_for
+from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
+from quietgrad.core.noise.rng import fresh_key, seed_key
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
+from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.estimators import PrivateHuberRegressor, PrivateLogisticRegression, PrivateSearch
-from quietgrad.objectives.base import Batch, GradientQuery
-from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.losses import Huber, Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.ledger import Ledger, project_ledger
-from quietgrad.privacy.mechanisms import GaussianPartitionSelection
-from quietgrad.privacy.noise import NoiseStream, grid_step, l2_laplace_for, release_l2_laplace, sigma_for
-from quietgrad.privacy.rng import fresh_key, seed_key
-from quietgrad.sampling import FullBatch
-from quietgrad.training import plan, run
+from quietgrad.methods import plan, run
+from quietgrad.methods.dp_agd import DPAGD
+from quietgrad.methods.dp_sgd import DPGD, DPSGD
+from quietgrad.methods.output_perturbation import OutputPerturbation
+from quietgrad.methods.whitened_gd import WhitenedGD
+from quietgrad.tables.losses import Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.queries.counts import LabelCounts, LabelSet
+from quietgrad.tables.regularizers import L2
+from quietgrad.tables.table import Affine
 
 BUDGET = Budget(1.0, 1e-5)
 _rng = np.random.default_rng(0)

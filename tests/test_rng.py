@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special
 
-from quietgrad.errors import QuietgradError
-from quietgrad.privacy.keys import KeyFile, KeyFileError
-from quietgrad.privacy.noise import NoiseStream
-from quietgrad.privacy.rng import SecureStream, fresh_key, inversion_table, seed_key
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.ledger.keys import KeyFile, KeyFileError
+from quietgrad.core.noise.grid import NoiseStream
+from quietgrad.core.noise.rng import SecureStream, fresh_key, inversion_table, seed_key
 
 FALSE_ALARM = 1e-6
 
@@ -245,7 +245,7 @@ def test_compiled_inversion_is_scipys_bit_for_bit() -> None:
     """Long vectors are inverted by compiled loops, short ones by scipy: noise must not depend on which it was."""
     from scipy.special import ndtri
 
-    from quietgrad.privacy.compiled import PIECE, lower_quantiles
+    from quietgrad.core.compiled import PIECE, lower_quantiles
 
     edge = 0.13533528323661269189  # of the tail
     random = np.random.default_rng(0)

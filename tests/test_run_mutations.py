@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.session import CentralSession
-from quietgrad.curators.transcript import SealedLog, Transcript
-from quietgrad.errors import DataError, LedgerError
+from quietgrad.core.errors import DataError, LedgerError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise, NoiseRecurrence
+from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.transcript import SealedLog, Transcript
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
+from quietgrad.methods import checkpoint
 from quietgrad.objectives import Logistic
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.queries.counts import MeanScore
-from quietgrad.privacy.correlated import BufferedToeplitzNoise, NoiseRecurrence
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.rng import seed_key
-from quietgrad.training import checkpoint
+from quietgrad.tables.queries.counts import MeanScore
 from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows
 
 Patch = pytest.MonkeyPatch
@@ -466,7 +466,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore::quietgrad.errors.LedgerWarning")
+@pytest.mark.filterwarnings("ignore::quietgrad.core.errors.LedgerWarning")
 @pytest.mark.parametrize("mutation", TABLE, ids=lambda m: m.bug.__name__)
 def test_the_probe_notices_the_bug_and_spares_the_sound_twin(mutation: Mutation, home: Path) -> None:
     (home / "sound").mkdir()

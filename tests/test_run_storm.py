@@ -40,7 +40,7 @@ def home() -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::quietgrad.errors.LedgerWarning")
+@pytest.mark.filterwarnings("ignore::quietgrad.core.errors.LedgerWarning")
 @pytest.mark.parametrize("kind", LIVES)
 def test_what_is_stated_is_true_or_refused(kind: str, home: Path) -> None:
     if kind in ("network", "loop"):

@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.certificates import check, issue
+from quietgrad.assurance.certificates import check, issue
 from quietgrad.cli import main
-from quietgrad.curators.session import CentralSession
-from quietgrad.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.ledger import chain
+from quietgrad.core.ledger.keys import KeyFile
+from quietgrad.core.ledger.ledger import Ledger, project_ledger
+from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.federation import Party, simulate
+from quietgrad.methods import checkpoint
+from quietgrad.methods.runs import FILE, is_kept, open_run
 from quietgrad.objectives import L2, Huber, Logistic
-from quietgrad.privacy import chain
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger import Ledger, project_ledger
-from quietgrad.training import checkpoint
-from quietgrad.training.runs import FILE, is_kept, open_run
 from tests.common import ROWS, objective, problem
 from tests.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows
 
@@ -122,7 +122,7 @@ def test_without_its_ledger_nothing_goes_on(tmp_path: Path) -> None:
     assert len(Ledger(tmp_path / "moved" / "ledger.jsonl").book().held) == 1
 
 
-@pytest.mark.filterwarnings("ignore::quietgrad.errors.LedgerWarning")
+@pytest.mark.filterwarnings("ignore::quietgrad.core.errors.LedgerWarning")
 @pytest.mark.parametrize("kind", [TableRun, OnceRun])
 def test_older_files_that_are_copied_back_pay_again(kind: type[World], tmp_path: Path) -> None:
     """``cp`` of an older checkpoint and transcript, into the same files, three times: no noise is used again."""

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special
 
-from quietgrad.errors import BudgetError
-from quietgrad.privacy import events
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.compiled import draw_subsets
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, from_json
-from quietgrad.sampling.samplers import binomial_table, hashed_slots, permuted_slots
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.compiled import draw_subsets
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.core.sampling import FixedSize, FullBatch, Poisson, Sampling, SinglePass, from_json
+from quietgrad.core.sampling.samplers import binomial_table, hashed_slots, permuted_slots
 
 FALSE_ALARM = 1e-6
 Floats = npt.NDArray[np.float64]

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.core.errors import DataError, LedgerWarning
+from quietgrad.core.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
+from quietgrad.core.session.queries import (
+    Batch,
+    GradientDifferenceQuery,
+    GradientQuery,
+    LossQuery,
+    RecursiveMomentumQuery,
+)
 from quietgrad.data.scanning import Scan, scan
-from quietgrad.errors import DataError, LedgerWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -23,16 +31,8 @@ from quietgrad.estimators import (
     PrivateScaler,
     private_score,
 )
-from quietgrad.objectives.base import (
-    Batch,
-    GradientDifferenceQuery,
-    GradientQuery,
-    LossQuery,
-    RecursiveMomentumQuery,
-)
-from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue
-from quietgrad.objectives.tables.scanned import is_additive, merged
-from quietgrad.sampling import CyclicCohorts, CyclicPoisson, FixedSize, Poisson, SinglePass
+from quietgrad.tables.queries.second_order import GradientNorm, LeastEigenvalue
+from quietgrad.tables.scanned import is_additive, merged
 
 pytestmark = pytest.mark.filterwarnings("ignore:random_state=5")
 pa = pytest.importorskip("pyarrow")
@@ -183,7 +183,7 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
     one = qg.minimize(loss, scan(folder, target="y"), method, budget=budget, seed=1)
     two = qg.minimize(loss, (X, y), method, budget=budget, seed=1)
     np.testing.assert_allclose(one.params, two.params, rtol=1e-9)
-    from quietgrad.objectives.queries.local_fit import local_fit
+    from quietgrad.tables.queries.local_fit import local_fit
 
     assert not is_additive(local_fit(loss, N, 5, 0.1))
     assert not is_additive(GradientNorm(np.zeros(D), 1.0, float(N)))
@@ -202,7 +202,7 @@ def test_a_whole_fit_runs_on_a_scan_and_is_not_added_up_by_parts(folder: Path) -
 )
 def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> None:
     """Sizes and overlaps of batches; each test fails by chance once in a thousand."""
-    from quietgrad.privacy.rng import SecureStream, seed_key
+    from quietgrad.core.noise.rng import SecureStream, seed_key
 
     sampler = sampling.scanning(N, SecureStream(seed_key(4), "sample/x"))
     batches = [sampler.batch(i) for i in range(10)]
@@ -219,8 +219,8 @@ def test_samples_of_a_scan_have_the_law_of_those_of_a_table(sampling: Any) -> No
 
 
 def test_queries_about_pairs_of_records_refuse_samples_of_a_scan(folder: Path) -> None:
-    from quietgrad.objectives.tables.range_queries import MagnitudeHistogram
-    from quietgrad.privacy.budget import Relation
+    from quietgrad.core.accounting.budget import Relation
+    from quietgrad.tables.range_queries import MagnitudeHistogram
 
     loss = qg.objectives.Logistic()
     records: Any = loss.prepare(scan(folder, target="y"))
@@ -433,7 +433,7 @@ import numpy as np
 import quietgrad as qg
 from quietgrad.estimators import PrivateLogisticRegression
 import pyarrow.parquet, threadpoolctl, sklearn.utils.validation, scipy.special, quietgrad.data.scan_sources
-from quietgrad.algorithms import whitened_gd
+from quietgrad.methods import whitened_gd
 warm = pyarrow.table({"x": np.arange(9).astype(np.float32), "z": np.ones(9, np.float32), "y": np.arange(9) % 2})
 PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], algorithm=qg.DPGD(steps=3)).fit(warm, "y")
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.core.errors import ChangedError, DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.data.scanning import scan
-from quietgrad.errors import ChangedError, DataError
 from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLogisticRegression, PrivateSearch
-from quietgrad.objectives.base import Batch, GradientQuery
-from quietgrad.objectives.tables.scanned import is_additive
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.tables.scanned import is_additive
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.objectives.base import (
+from quietgrad.core.session.queries import (
     Batch,
     GradientDifferenceQuery,
     GradientQuery,
     LossQuery,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.tables.scanned import RowBlock
-from quietgrad.objectives.tables.table import Table
+from quietgrad.tables.scanned import RowBlock
+from quietgrad.tables.table import Table
 
 
 def part(X: Any) -> Any:

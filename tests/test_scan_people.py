@@ -17,13 +17,13 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.errors import ChangedError, DataError
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import ChangedError, DataError
+from quietgrad.core.session.queries import Batch, GradientQuery, LossQuery
 from quietgrad.estimators import PrivateLogisticRegression, private_score
-from quietgrad.objectives.base import Batch, GradientQuery, LossQuery
-from quietgrad.objectives.privacy_units import with_privacy_unit
-from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
-from quietgrad.objectives.tables.whitening import FeatureMean
-from quietgrad.privacy.budget import Relation
+from quietgrad.tables.privacy_units import with_privacy_unit
+from quietgrad.tables.queries.counts import LabelCounts, LabelSet
+from quietgrad.tables.whitening import FeatureMean
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -241,7 +241,7 @@ def test_of_somebody_with_more_rows_than_are_read_at_a_time_the_first_count() ->
 
 
 def test_a_thousand_labels_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quietgrad.objectives.tables.scanned.MOST_LABELS", 1000)
+    monkeypatch.setattr("quietgrad.tables.scanned.MOST_LABELS", 1000)
     rows = pa.table({"x": np.arange(2000.0), "y": [f"label {k}" for k in range(2000)]})
     with pytest.raises(DataError, match="more than 1000 different labels"):
         PrivateLogisticRegression(epsilon=1.0).fit(qg.data.scan(rows, target="y"))

@@ -20,12 +20,12 @@ from reproduce.landscapes import landscape
 from scipy import special
 
 import quietgrad as qg
-from quietgrad.algorithms.base import State
-from quietgrad.algorithms.perturbed_sgd import solve
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import BudgetError, ExhaustedError
-from quietgrad.federation import Party, simulate
-from quietgrad.objectives.base import (
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
+from quietgrad.core.errors import BudgetError, ExhaustedError
+from quietgrad.core.plans.schedule import Schedule
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import (
     Batch,
     GradientDifferenceQuery,
     GradientQuery,
@@ -33,14 +33,14 @@ from quietgrad.objectives.base import (
     LossConstants,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.landscapes import SyntheticRecords
-from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
-from quietgrad.oracles.base import Estimate, Oracle
-from quietgrad.oracles.gradient_estimators import MiniBatch, RecursiveMomentum
-from quietgrad.plans.schedule import Schedule
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.closed_form_accountants import gaussian_epsilon
-from quietgrad.training import checkpoint
+from quietgrad.federation import Party, simulate
+from quietgrad.methods import checkpoint
+from quietgrad.methods.base import State
+from quietgrad.methods.oracles.base import Estimate, Oracle
+from quietgrad.methods.oracles.gradient_estimators import MiniBatch, RecursiveMomentum
+from quietgrad.methods.perturbed_sgd import solve
+from quietgrad.tables.landscapes import SyntheticRecords
+from quietgrad.tables.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
 
 FALSE_ALARM = 1e-6
 ROOT = Path(__file__).parents[1]

@@ -16,15 +16,20 @@ from quietgrad.federation import ProtocolError, SecureSession, SecureSumConfig
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.party import MaskingMember, SharingMember
 from quietgrad.federation.rounds import proved_faults
+from quietgrad.federation.secure import secret_sharing
+from quietgrad.federation.secure.channel import FrameType
+from quietgrad.federation.secure.graph import GRAPHS_PER_RELEASE
+from quietgrad.federation.secure.identity import (
+    DropoutError,
+    SumOutOfBoundsError,
+    SurvivorAttestation,
+    pack_members,
+)
+from quietgrad.federation.secure.masking import MaskingParty, MaskingServer
 from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.secure import secret_sharing
-from quietgrad.secure.channel import FrameType
-from quietgrad.secure.graph import GRAPHS_PER_RELEASE
-from quietgrad.secure.identity import DropoutError, SumOutOfBoundsError, SurvivorAttestation, pack_members
-from quietgrad.secure.masking import MaskingParty, MaskingServer
+from quietgrad.tables.losses import Logistic
 from tests.faults import Fault, Faulty
 from tests.talk import people, say
 from tests.test_secure_faults import Masked

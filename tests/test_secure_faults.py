@@ -21,10 +21,10 @@ from quietgrad.federation import (
     SharingParty,
     SumServer,
 )
-from quietgrad.secure.channel import Channel, FrameType
-from quietgrad.secure.identity import SurvivorAttestation, pack_members, read_hello, write_hello
-from quietgrad.secure.secret_sharing import ShareCommitments, reconstruct, split
-from quietgrad.secure.servers import run_together
+from quietgrad.federation.secure.channel import Channel, FrameType
+from quietgrad.federation.secure.identity import SurvivorAttestation, pack_members, read_hello, write_hello
+from quietgrad.federation.secure.secret_sharing import ShareCommitments, reconstruct, split
+from quietgrad.federation.secure.servers import run_together
 
 D = 6
 NONE: Set[int] = frozenset()

@@ -18,8 +18,8 @@ from quietgrad.federation import (
     SecureSession,
     SecureSumConfig,
 )
-from quietgrad.secure.channel import FrameType
-from quietgrad.secure.graph import (
+from quietgrad.federation.secure.channel import FrameType
+from quietgrad.federation.secure.graph import (
     CommunicationGraph,
     choose_graph,
     left_out,
@@ -27,7 +27,7 @@ from quietgrad.secure.graph import (
     log2_tail,
     masking_neighbours,
 )
-from quietgrad.secure.identity import SurvivorAttestation, pack_members, write_hello
+from quietgrad.federation.secure.identity import SurvivorAttestation, pack_members, write_hello
 from tests.test_secure_faults import Masked
 
 M = 80

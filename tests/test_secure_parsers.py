@@ -24,10 +24,10 @@ from quietgrad.federation import (
     Roster,
     SumServer,
 )
+from quietgrad.federation.secure.channel import Channel, FrameType
+from quietgrad.federation.secure.identity import WITNESS_BYTES, pack_members, read_hello
+from quietgrad.federation.secure.secret_sharing import SHARE_BYTES, ShareCommitments
 from quietgrad.federation.transport.tls_connection import receive
-from quietgrad.secure.channel import Channel, FrameType
-from quietgrad.secure.identity import WITNESS_BYTES, pack_members, read_hello
-from quietgrad.secure.secret_sharing import SHARE_BYTES, ShareCommitments
 from tests.test_secure_faults import D, Masked, Shared
 
 PAYLOADS = st.one_of(

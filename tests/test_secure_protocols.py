@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pytest
 from scipy.special import chdtrc
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.noise.rng import SecureStream
 from quietgrad.federation import (
     NoiseServer,
     SecureSession,
@@ -22,11 +23,10 @@ from quietgrad.federation import (
     secure_sum,
     threat_model,
 )
-from quietgrad.privacy.rng import SecureStream
-from quietgrad.secure.channel import FrameType, NoiseShare
-from quietgrad.secure.discrete_gaussian import encode
-from quietgrad.secure.local_session import _Shared
-from quietgrad.secure.terms import Mode
+from quietgrad.federation.secure.channel import FrameType, NoiseShare
+from quietgrad.federation.secure.discrete_gaussian import encode
+from quietgrad.federation.secure.local_session import _Shared
+from quietgrad.federation.secure.terms import Mode
 
 MODES: tuple[Mode, ...] = ("masks", "servers", "mpc")
 

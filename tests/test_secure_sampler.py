@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy.special import chdtrc, ndtr
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.noise.rng import SecureStream, seed_key
 from quietgrad.federation import SecureSumConfig, sensitivity_growth
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.discrete_gaussian import (
+from quietgrad.federation.secure.discrete_gaussian import (
     DiscreteGaussian,
     alias_table,
     decode,
@@ -29,8 +29,8 @@ from quietgrad.secure.discrete_gaussian import (
     rounded_gaussian_distance,
     smoothing_error,
 )
-from quietgrad.secure.servers import Computation, ReplicatedSharing, sample
-from quietgrad.secure.terms import COARSE_SIGMA, COARSE_TOP, COARSE_WORD_BITS, Mode, coarse_error
+from quietgrad.federation.secure.servers import Computation, ReplicatedSharing, sample
+from quietgrad.federation.secure.terms import COARSE_SIGMA, COARSE_TOP, COARSE_WORD_BITS, Mode, coarse_error
 
 FALSE_ALARM = 1e-6
 

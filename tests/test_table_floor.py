@@ -15,13 +15,13 @@ from sklearn import datasets
 from sklearn.metrics import r2_score
 from sklearn.model_selection import train_test_split
 
-from quietgrad.algorithms.budget_allocation import budget_mu
+from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateLinearRegression,
     PrivateLogisticRegression,
 )
-from quietgrad.privacy.budget import Budget, Relation
+from quietgrad.methods.budget_allocation import budget_mu
 
 FITS = 20
 pytestmark = [pytest.mark.filterwarnings("ignore:random_state"), pytest.mark.filterwarnings("ignore:at this n")]

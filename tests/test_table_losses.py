@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quietgrad.objectives.base import (
+from quietgrad.core.session.queries import (
     Batch,
     ClippingRule,
     GradientQuery,
@@ -22,13 +22,13 @@ from quietgrad.objectives.base import (
     LossQuery,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.landscapes import landscape
-from quietgrad.objectives.queries.second_order import hessian_total
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables import full_batch, kernels
-from quietgrad.objectives.tables.linear import LinearObjective, Task
-from quietgrad.objectives.tables.losses import LOSSES, Logistic, OneScoreLoss, Squared
-from quietgrad.objectives.tables.table import Affine
+from quietgrad.tables import full_batch, kernels
+from quietgrad.tables.landscapes import landscape
+from quietgrad.tables.linear import LinearObjective, Task
+from quietgrad.tables.losses import LOSSES, Logistic, OneScoreLoss, Squared
+from quietgrad.tables.queries.second_order import hessian_total
+from quietgrad.tables.regularizers import L2
+from quietgrad.tables.table import Affine
 
 Floats = npt.NDArray[np.float64]
 
@@ -209,7 +209,7 @@ def test_landscapes_and_modules_count_it_so_too() -> None:
     with np.errstate(all="ignore"):
         assert land.loss_sum(Batch(sample, None), np.full(3, math.nan), 2.0) == 8.0
     torch = pytest.importorskip("torch")
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     objective = ModuleObjective(torch.nn.Linear(1, 1, bias=False), lambda out, y: (out[:, 0] - y) ** 2)
     examples = objective.prepare((torch.ones(3, 1), torch.zeros(3)))

@@ -11,10 +11,7 @@ import pytest
 from sklearn.base import clone
 
 import quietgrad as qg
-from quietgrad.algorithms.output_perturbation import OutputPerturbation
-from quietgrad.algorithms.range_estimation import RangeEstimation
-from quietgrad.algorithms.whitened_gd import WhitenedGD
-from quietgrad.errors import BudgetError
+from quietgrad.core.errors import BudgetError
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -27,6 +24,9 @@ from quietgrad.estimators import (
     PublicOneHot,
     private_score,
 )
+from quietgrad.methods.output_perturbation import OutputPerturbation
+from quietgrad.methods.range_estimation import RangeEstimation
+from quietgrad.methods.whitened_gd import WhitenedGD
 
 SECRET = "HIV-positive"
 N = 60

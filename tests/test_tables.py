@@ -23,7 +23,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 
 import quietgrad as qg
-from quietgrad.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisyError, TooNoisyWarning
+from quietgrad.core.errors import DataError, DeclaredWarning, LedgerWarning, TooNoisyError, TooNoisyWarning
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -42,14 +42,14 @@ from quietgrad.estimators import (
     to_run,
 )
 from quietgrad.estimators.transformers import learns
-from quietgrad.objectives.tables.histogram_decoding import (
+from quietgrad.tables.histogram_decoding import (
     read_counts,
     read_magnitudes,
     read_pieces,
     read_target,
     windows,
 )
-from quietgrad.objectives.tables.range_queries import HIGHEST, LOWEST, PIECES
+from quietgrad.tables.range_queries import HIGHEST, LOWEST, PIECES
 
 
 def table(n: int, seed: int = 0) -> tuple[Any, Any]:
@@ -395,7 +395,7 @@ def test_a_search_takes_frames_and_regressors_and_spends_nothing_on_bad_input(tm
 
 
 def test_an_additive_model_and_its_evaluation_are_on_the_page(tmp_path: Path) -> None:
-    from quietgrad.report.page import write_report
+    from quietgrad.assurance.report.page import write_report
 
     rng = np.random.default_rng(11)
     frame = pd.DataFrame({"x": rng.uniform(-2, 2, 6000)})

@@ -15,15 +15,15 @@ import pytest
 import scipy.sparse as sparse
 
 import quietgrad as qg
-from quietgrad.algorithms.additive_gd import for_shapes
-from quietgrad.algorithms.budget_allocation import for_table
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError, TooNoisyError
-from quietgrad.objectives.base import Batch
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import Logistic, Multinomial, Pinball, PoissonDeviance, Squared
-from quietgrad.objectives.tables.shapes import Feature
-from quietgrad.privacy.budget import Relation
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import DataError, TooNoisyError
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import Batch
+from quietgrad.methods.additive_gd import for_shapes
+from quietgrad.methods.budget_allocation import for_table
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.losses import Logistic, Multinomial, Pinball, PoissonDeviance, Squared
+from quietgrad.tables.shapes import Feature
 
 D = 5
 SCALES = np.array([1e-6, 1.0, 40.0, 1e5, 1.0])

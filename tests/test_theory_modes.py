@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.algorithms.theorems import bounds
 from quietgrad.cli import main
+from quietgrad.methods.theorems import bounds
 from quietgrad.objectives import L2, Logistic, Nonconvex, Squared
 
 N, D = 4000, 6

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.one_record import each_record
-from quietgrad.objectives.networks.vectors import UnitAssignment
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.one_record import each_record
+from quietgrad.torch.networks.vectors import UnitAssignment
 from tests.autograd import KEY, gradients, grouped, in_passes_of, ruled, start, summed
 
 RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
@@ -158,7 +158,7 @@ def test_few_answers_are_few_passes(program: Any, monkeypatch: pytest.MonkeyPatc
     engine, x, y = made(program)
     theta = start(engine)
     engine.try_out(grouped(x, y)[0].record)
-    monkeypatch.setattr("quietgrad.objectives.networks.one_record.RecordProgram.by_itself", None)
+    monkeypatch.setattr("quietgrad.torch.networks.one_record.RecordProgram.by_itself", None)
     x = x.sign() + 0.1 * torch.arange(1, 7)  # few ways
     found, _ = summed(engine, (theta,), grouped(x, y), RULES[0])
     torch.testing.assert_close(found, ruled(RULES[0], gradients(engine, theta, x, y))[0], rtol=1e-9, atol=1e-10)

@@ -16,9 +16,9 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import poisson_gaussian
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.events import poisson_gaussian
+from quietgrad.core.errors import BudgetError, DataError
 
 transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
 pytest.importorskip("peft", reason="needs quietgrad[hf]")

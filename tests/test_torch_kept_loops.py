@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.curators.transcript import plan_key
-from quietgrad.errors import BudgetError, DataError, QuietgradError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.training import checkpoint
-from quietgrad.training.result import ledger_of, problems_of
-from quietgrad.training.runs import FILE, is_kept
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.ledger.keys import KeyFile
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.transcript import plan_key
+from quietgrad.methods import checkpoint
+from quietgrad.methods.result import ledger_of, problems_of
+from quietgrad.methods.runs import FILE, is_kept
 from tests.kept_runs import Killed, LoopRun, NetworkRun
 
 BUDGET = qg.Budget(2.0, 1e-5)
@@ -91,7 +91,7 @@ def test_a_loop_goes_on_as_if_nothing_had_happened(
     elsewhere = {**settings, "folder": None, "ledger": "other.jsonl"}
     plan = loop_of(**elsewhere).plan
     with monkeypatch.context() as patch:
-        patch.setattr("quietgrad.torch.loops.broadcast_loop_key", lambda: plan_key(key, plan.digest))
+        patch.setattr("quietgrad.torch.loops.base.broadcast_loop_key", lambda: plan_key(key, plan.digest))
         undisturbed = train(loop_of(**elsewhere), form)
     loop = loop_of(**settings)
     assert loop.handed_out == 3
@@ -251,7 +251,7 @@ def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         loop_of(seed=3)
     with pytest.raises(DataError, match="a loop run"):
         qg.resume(folder="run", data=([[0.0]], [0.0]))
-    monkeypatch.setattr("quietgrad.torch.private_loop.is_distributed", lambda: True)
+    monkeypatch.setattr("quietgrad.torch.loops.private_loop.is_distributed", lambda: True)
     with pytest.raises(ValueError, match="several processes"):
         loop_of()
 

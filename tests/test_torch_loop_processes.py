@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 
 WRAPPERS = ("plain", "ddp", "opacus")
 PEOPLE = ("plain", "ddp")

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import gaussian, poisson_gaussian
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.events import gaussian, poisson_gaussian
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
 from tests.loops import network, table
 
 F: Any = nn.functional

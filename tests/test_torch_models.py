@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks import gradients as gathering
-from quietgrad.objectives.networks import taps
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordSeeds
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.torch.clipped_sums import clipped_gradient_sum
+from quietgrad.torch.networks import gradients as gathering
+from quietgrad.torch.networks import taps
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.randomness import RecordSeeds
 from tests.autograd import KEY, gradients, grouped, ruled, start, summed
 
 BUDGET = qg.Budget(3.0, 1e-5)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import QuietgradError
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.torch.networks.module import ModuleObjective
 from tests.one_record.cases import (
     CLASSES,
     CLIP,

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.vectors import UnitAssignment
-from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.vectors import UnitAssignment
 from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, summed
 
 RULES = [

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.curators.central import CentralCurator
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import CompensatedSum, ModuleObjective
-from quietgrad.objectives.networks.randomness import PerRecordRNG, RecordSeeds
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.torch.networks.module import CompensatedSum, ModuleObjective
+from quietgrad.torch.networks.randomness import PerRecordRNG, RecordSeeds
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 KEY = bytes(range(32))
@@ -241,7 +241,7 @@ def test_no_pass_is_lost_in_a_long_sum() -> None:
 def test_resume_draws_the_same_masks(views: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, with dropout, augmentation and views, though the program has drawn other numbers in between."""
     key = bytes(range(32))
-    monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: key)
+    monkeypatch.setattr("quietgrad.core.ledger.keys.fresh_key", lambda: key)
     torch.manual_seed(0)
     data, algorithm, budget = Augmented(torch.randn(60, 6)), qg.DPSRM(steps=6, batch_size=20), qg.Budget(3.0, 1e-5)
 

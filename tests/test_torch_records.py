@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import quietgrad.torch as qt
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.records import examples_of
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.records import examples_of
 from tests.autograd import KEY
 
 CROSS = nn.CrossEntropyLoss()

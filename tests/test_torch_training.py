@@ -13,12 +13,12 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Batch
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.regularizers import L2
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.vectors import norm
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.queries import Batch
+from quietgrad.core.vectors import norm
+from quietgrad.tables.regularizers import L2
+from quietgrad.torch.networks.module import ModuleObjective
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 BUDGET = qg.Budget(3.0, 1e-5)
@@ -178,7 +178,7 @@ ALGORITHM = qg.DPSRM(steps=12, batch_size=60, gamma=0.3)
 
 def interrupted(folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     key = bytes(range(32))
-    monkeypatch.setattr("quietgrad.privacy.keys.fresh_key", lambda: key)
+    monkeypatch.setattr("quietgrad.core.ledger.keys.fresh_key", lambda: key)
     with pytest.raises(Interrupted):
         qt.fit(
             model, LOSS, data(), ALGORITHM, budget=BUDGET, n_public=400, folder=folder,

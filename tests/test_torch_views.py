@@ -13,10 +13,10 @@ from torch.utils.data import Dataset
 
 import quietgrad as qg
 import quietgrad.torch as qt
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.randomness import RecordSeeds
 
 LOSS = nn.CrossEntropyLoss(reduction="none")
 KEY = bytes(range(32))

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.gradients import GRADIENT, Gradients
-from quietgrad.objectives.networks.kernels import TiedGradients
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.gradients import GRADIENT, Gradients
+from quietgrad.torch.networks.kernels import TiedGradients
 from tests.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
 from tests.zoo import CASES, Case, continued
 
@@ -100,8 +100,8 @@ def test_tied_weights_without_writing_the_table_out(monkeypatch: pytest.MonkeyPa
 
 def test_tied_norms_that_cancel_are_not_below_the_truth() -> None:
     """The parts are 10⁶ times as long as their sum: what is measured is never below it."""
-    from quietgrad.objectives.networks.outer_products import LinearLayerMap, OuterProducts
-    from quietgrad.objectives.networks.vectors import LayerCall, TokenSums
+    from quietgrad.torch.networks.outer_products import LinearLayerMap, OuterProducts
+    from quietgrad.torch.networks.vectors import LayerCall, TokenSums
 
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(300, (4, 3), generator=generator)

@@ -12,12 +12,12 @@ import numpy.typing as npt
 import pytest
 
 import quietgrad as qg
+from quietgrad.core.accounting import events
 from quietgrad.federation import Party, deal
 from quietgrad.federation.simulation import simulate
-from quietgrad.objectives.queries.local_fit import local_fit
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.losses import Huber, Logistic
-from quietgrad.privacy import events
+from quietgrad.tables.losses import Huber, Logistic
+from quietgrad.tables.queries.local_fit import local_fit
+from quietgrad.tables.regularizers import L2
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.printed_average import printed_average, truth, verdict

@@ -71,13 +71,13 @@ GROUPS = (
         "import quietgrad.data as qd\n\nparts = qd.split_even(100, 4)",
     ),
     Group(
-        "audit", "Audits", "quietgrad.audit", "Attacks that test a claimed ε.",
+        "audit", "Audits", "quietgrad.assurance.audit", "Attacks that test a claimed ε.",
         "import quietgrad as qg\n\n"
         "report = qg.audit.run(qg.DPGD(steps=10), budget=qg.Budget(6.0, 1e-5), n=50, runs=400)",
     ),
     Group(
-        "certificates", "Certificates", "quietgrad.certificates", "Claims as files that others can check.",
-        "from quietgrad.certificates import new_key\n\nnew_key(\"signer.key\")",
+        "certificates", "Certificates", "quietgrad.assurance.certificates", "Claims as files that others can check.",
+        "from quietgrad.assurance.certificates import new_key\n\nnew_key(\"signer.key\")",
     ),
 )  # fmt: skip
 ROOMS = {group.room: group.title for group in GROUPS}
@@ -128,7 +128,7 @@ def text(group: Group) -> str:
     )
     events = (
         "\n\n## Events\n\n`from quietgrad import events` · what accountants price.\n\n```{eval-rst}\n"
-        ".. automodule:: quietgrad.privacy.events\n   :members:\n```"
+        ".. automodule:: quietgrad.core.accounting.events\n   :members:\n```"
     )
     return (
         f"# {group.title}\n\n{group.purpose} `import {group.room}`\n\n```python\n{group.example}\n```\n\n"

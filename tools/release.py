@@ -21,7 +21,11 @@ DIST = ROOT / "dist"
 LARGEST_WHEEL = 1_060_000  # bytes: nothing but modules, 3.0 MB of them; no data, pictures or tables
 SLOWEST_IMPORT = 2.5  # times numpy's
 PYTHONS = ("3.11", "3.12", "3.13")
-NEEDED = ("quietgrad/py.typed", "quietgrad/report/page.html.j2", "quietgrad/certificates/schema.json")
+NEEDED = (
+    "quietgrad/py.typed",
+    "quietgrad/assurance/report/page.html.j2",
+    "quietgrad/assurance/certificates/schema.json",
+)
 
 
 def main() -> int:

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import task
 
 import quietgrad as qg
+from quietgrad.core.accounting.accounting import account, calibrate, prove_or_infinite
+from quietgrad.core.accounting.events import poisson_gaussian
 from quietgrad.estimators import PrivateLinearRegression, PrivateLogisticRegression, PrivateScaler
-from quietgrad.objectives.regularizers import L2
-from quietgrad.privacy.accounting import account, calibrate, prove_or_infinite
-from quietgrad.privacy.events import poisson_gaussian
+from quietgrad.tables.regularizers import L2
 
 
 def calibration() -> dict[str, Any]:

@@ -36,7 +36,7 @@ print(weak.verdict, "by", weak.layer)
 
 # %%
 import numpy as np
-from quietgrad.certificates import SigningKey, check, issue, new_key, public_key
+from quietgrad.assurance.certificates import SigningKey, check, issue, new_key, public_key
 
 rows = np.random.default_rng(0).normal(size=(500, 3))
 result = qg.minimize(
@@ -57,7 +57,7 @@ for line in verdict.not_shown[:2]:
 # %%
 import copy
 
-from quietgrad.certificates import PrivacyCertificate
+from quietgrad.assurance.certificates import PrivacyCertificate
 
 halved, looser = copy.deepcopy(document.body), copy.deepcopy(document.body)
 halved["claim"]["epsilon"] /= 2

@@ -81,7 +81,7 @@ import quietgrad as qg
 qg.Ledger("ledger.jsonl")
 
 # %%
-from quietgrad.errors import BudgetError
+from quietgrad.core.errors import BudgetError
 
 try:
     PrivateLogisticRegression(
@@ -101,7 +101,7 @@ except BudgetError as refusal:
 from pathlib import Path
 
 from quietgrad.estimators import to_run
-from quietgrad.report.page import write_report
+from quietgrad.assurance.report.page import write_report
 
 score.save(to_run(model, "run"))
 print(write_report([Path("run")], Path("report.html"), ledger=Path("ledger.jsonl")).name, "written")

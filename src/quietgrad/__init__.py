@@ -19,69 +19,77 @@ from importlib import import_module
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from quietgrad import moved
+
 if TYPE_CHECKING:
-    from quietgrad import audit, data, objectives
-    from quietgrad.algorithms.dp_agd import DPAGD
-    from quietgrad.algorithms.dp_disk import DPDiSK
-    from quietgrad.algorithms.dp_sgd import DPGD, DPSGD, GD, SGD, DPAdam
-    from quietgrad.algorithms.dp_srm import DPSRM, STORM
-    from quietgrad.algorithms.model_selection import ModelSelection
-    from quietgrad.algorithms.output_perturbation import OutputPerturbation, WeightedAverage
-    from quietgrad.algorithms.perturbed_sgd import PerturbedSGD
-    from quietgrad.algorithms.rrpsgd import RRPSGD, BassilySGD
-    from quietgrad.algorithms.stagewise import StagewiseDPSGD
-    from quietgrad.algorithms.whitened_gd import WhitenedGD
-    from quietgrad.oracles.gradient_estimators import AdaptiveSpider
-    from quietgrad.plans.schedule import Plan
-    from quietgrad.privacy import events
-    from quietgrad.privacy.accounting import account, calibrate
-    from quietgrad.privacy.budget import Budget, Relation
-    from quietgrad.privacy.ledger import Ledger
-    from quietgrad.training import minimize, plan, resume
-    from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
-    from quietgrad.training.result import Privacy, Result, load
-    from quietgrad.training.stationarity import Certificate, certify
+    from quietgrad import data, objectives
+    from quietgrad.assurance import audit
+    from quietgrad.core.accounting import events
+    from quietgrad.core.accounting.accounting import account, calibrate
+    from quietgrad.core.accounting.budget import Budget, Relation
+    from quietgrad.core.ledger.ledger import Ledger
+    from quietgrad.core.plans.schedule import Plan
+    from quietgrad.methods import minimize, plan, resume
+    from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
+    from quietgrad.methods.dp_agd import DPAGD
+    from quietgrad.methods.dp_disk import DPDiSK
+    from quietgrad.methods.dp_sgd import DPGD, DPSGD, GD, SGD, DPAdam
+    from quietgrad.methods.dp_srm import DPSRM, STORM
+    from quietgrad.methods.model_selection import ModelSelection
+    from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider
+    from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
+    from quietgrad.methods.perturbed_sgd import PerturbedSGD
+    from quietgrad.methods.result import Privacy, Result, load
+    from quietgrad.methods.rrpsgd import RRPSGD, BassilySGD
+    from quietgrad.methods.stagewise import StagewiseDPSGD
+    from quietgrad.methods.stationarity import Certificate, certify
+    from quietgrad.methods.whitened_gd import WhitenedGD
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Budget": "privacy.budget",
-    "Relation": "privacy.budget",
-    "Ledger": "privacy.ledger",
-    "account": "privacy.accounting",
-    "calibrate": "privacy.accounting",
-    "plan": "plans.schedule",
-    "minimize": "training",
-    "resume": "training",
-    "Progress": "training.callbacks",
-    "CSVLog": "training.callbacks",
-    "TensorBoardLog": "training.callbacks",
-    "MLflowLog": "training.callbacks",
-    "Plan": "plans.schedule",
-    "Privacy": "training.result",
-    "Result": "training.result",
-    "load": "training.result",
-    "DPSRM": "algorithms.dp_srm",
-    "STORM": "algorithms.dp_srm",
-    "DPSGD": "algorithms.dp_sgd",
-    "SGD": "algorithms.dp_sgd",
-    "DPAdam": "algorithms.dp_sgd",
-    "DPDiSK": "algorithms.dp_disk",
-    "DPGD": "algorithms.dp_sgd",
-    "GD": "algorithms.dp_sgd",
-    "DPAGD": "algorithms.dp_agd",
-    "StagewiseDPSGD": "algorithms.stagewise",
-    "OutputPerturbation": "algorithms.output_perturbation",
-    "RRPSGD": "algorithms.rrpsgd",
-    "BassilySGD": "algorithms.rrpsgd",
-    "PerturbedSGD": "algorithms.perturbed_sgd",
-    "ModelSelection": "algorithms.model_selection",
-    "AdaptiveSpider": "oracles.gradient_estimators",
-    "certify": "training.stationarity",
-    "Certificate": "training.stationarity",
-    "WhitenedGD": "algorithms.whitened_gd",
-    "WeightedAverage": "algorithms.output_perturbation",
+    "Budget": "core.accounting.budget",
+    "Relation": "core.accounting.budget",
+    "Ledger": "core.ledger.ledger",
+    "account": "core.accounting.accounting",
+    "calibrate": "core.accounting.accounting",
+    "plan": "core.plans.schedule",
+    "minimize": "methods",
+    "resume": "methods",
+    "Progress": "methods.callbacks",
+    "CSVLog": "methods.callbacks",
+    "TensorBoardLog": "methods.callbacks",
+    "MLflowLog": "methods.callbacks",
+    "Plan": "core.plans.schedule",
+    "Privacy": "methods.result",
+    "Result": "methods.result",
+    "load": "methods.result",
+    "DPSRM": "methods.dp_srm",
+    "STORM": "methods.dp_srm",
+    "DPSGD": "methods.dp_sgd",
+    "SGD": "methods.dp_sgd",
+    "DPAdam": "methods.dp_sgd",
+    "DPDiSK": "methods.dp_disk",
+    "DPGD": "methods.dp_sgd",
+    "GD": "methods.dp_sgd",
+    "DPAGD": "methods.dp_agd",
+    "StagewiseDPSGD": "methods.stagewise",
+    "OutputPerturbation": "methods.output_perturbation",
+    "RRPSGD": "methods.rrpsgd",
+    "BassilySGD": "methods.rrpsgd",
+    "PerturbedSGD": "methods.perturbed_sgd",
+    "ModelSelection": "methods.model_selection",
+    "AdaptiveSpider": "methods.oracles.gradient_estimators",
+    "certify": "methods.stationarity",
+    "Certificate": "methods.stationarity",
+    "WhitenedGD": "methods.whitened_gd",
+    "WeightedAverage": "methods.output_perturbation",
 }
-_MODULES = {"audit": "audit", "data": "data", "events": "privacy.events", "objectives": "objectives"}
+_MODULES = {
+    "audit": "assurance.audit",
+    "data": "data",
+    "events": "core.accounting.events",
+    "objectives": "objectives",
+}
 
 __all__ = [*_HOMES, *_MODULES, "__version__"]
 

@@ -2,7 +2,7 @@
 
 A chart is a value: lines or intervals, with words for its axes. Colours are CSS classes (``s0`` … ``s6``),
 so a drawing follows a page into dark mode and onto paper. In a file or a notebook it carries its own colours.
-Everything here is public numbers and text that passes through :func:`quietgrad.sanitize.sanitize`.
+Everything here is public numbers and text that passes through :func:`quietgrad.core.sanitize.sanitize`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from quietgrad.sanitize import sanitize
+from quietgrad.core.sanitize import sanitize
 
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42

@@ -3,7 +3,7 @@
 Nothing here knows losses, noise or budgets. The session that asked adds the noise, once, to the sum it is given.
 
 Consecutive pieces go to one worker, their sums are merged in the tree of
-:func:`quietgrad.objectives.tables.scanned.merged`, and the merged ones again, eight at a time, on the workers: the
+:func:`quietgrad.tables.scanned.merged`, and the merged ones again, eight at a time, on the workers: the
 numbers that are added, and their order, do not depend on how many workers there are or on which of them died. A
 lost worker's pieces are computed again by Dask; a sum is asked for once, and no noise is added here.
 """
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from joblib import cpu_count
 
-from quietgrad.errors import ClusterError, QuietgradError
-from quietgrad.objectives.tables.scanned import Merge, Task, merged, one_thread_each
-from quietgrad.sanitize import sanitize
+from quietgrad.core.errors import ClusterError, QuietgradError
+from quietgrad.core.sanitize import sanitize
+from quietgrad.tables.scanned import Merge, Task, merged, one_thread_each
 
 if TYPE_CHECKING:
     import distributed

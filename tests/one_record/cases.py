@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.module import ModuleObjective
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.torch.networks.module import ModuleObjective
 
 KEY = bytes(range(32))
 N, FEATURES, CLASSES = 100, 6, 3

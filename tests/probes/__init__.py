@@ -4,6 +4,6 @@ They see in milliseconds what statistics would need millions of runs for. ``test
 everything that is registered; the mutation tables ask them of code that was broken on purpose.
 """
 
-from quietgrad.audit.report import judged as found
+from quietgrad.assurance.audit.report import judged as found
 
 __all__ = ["found"]

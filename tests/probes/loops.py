@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from quietgrad.audit.networks import steep_table as table
-from quietgrad.audit.report import AuditFinding
-from quietgrad.errors import QuietgradError
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.events import poisson_gaussian
-from quietgrad.privacy.ledger import Ledger
+from quietgrad.assurance.audit.networks import steep_table as table
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.events import poisson_gaussian
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.torch.loops.private_loop import PrivateLoop
 from quietgrad.torch.opacus import PrivacyEngine, make_private
-from quietgrad.torch.private_loop import PrivateLoop
 from tests.probes import found
 
 

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from quietgrad.audit.networks import steep_loss as loss
-from quietgrad.audit.networks import steep_table as table
-from quietgrad.audit.report import AuditFinding
-from quietgrad.objectives.base import Batch, ClippingRule
-from quietgrad.objectives.networks.engine import PerExampleEngine
-from quietgrad.objectives.networks.gradients import vectors_by_autograd
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.one_record import stacked
-from quietgrad.objectives.networks.randomness import RecordSeeds
-from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UserLevelObjective
+from quietgrad.assurance.audit.networks import steep_loss as loss
+from quietgrad.assurance.audit.networks import steep_table as table
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.session.queries import Batch, ClippingRule
+from quietgrad.tables.privacy_units import Combine, RecordsWithIds, UserLevelObjective
+from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.gradients import vectors_by_autograd
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.one_record import stacked
+from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.records import RecordGroup
 from tests.probes import found
 
 _KEY = bytes(range(32))
@@ -296,7 +296,7 @@ def _worst(
 def _sum(
     objective: Any, records: Any, indices: Any, points: Sequence[Tensor], rule: ClippingRule, processes: int
 ) -> Tensor:
-    from quietgrad.torch.distributed import share_of
+    from quietgrad.torch.loops.distributed import share_of
 
     out = torch.zeros_like(points[0], dtype=torch.float64)
     batch = Batch(records, indices, _KEY)
@@ -354,7 +354,7 @@ def _compared(layer: str, name: str, made: Tensor, wanted: Tensor, tolerance: fl
 
 def probe_agreement() -> AuditFinding:
     """Whether the digests by which processes compare what they hold tell other orders and weights apart."""
-    from quietgrad.torch.distributed import _digests
+    from quietgrad.torch.loops.distributed import _digests
 
     torch.manual_seed(0)
     model: Any = MODELS["layers"]()

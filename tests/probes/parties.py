@@ -14,27 +14,27 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from quietgrad.algorithms.dp_sgd import DPGD
-from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
-from quietgrad.audit.federated import TRUSTS
-from quietgrad.audit.noise_checks import check_noise, check_normals
-from quietgrad.audit.report import AuditFinding
+from quietgrad.assurance.audit.canaries import CanaryObjective, CanaryRecords
+from quietgrad.assurance.audit.federated import TRUSTS
+from quietgrad.assurance.audit.noise_checks import check_noise, check_normals
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.noise.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
+from quietgrad.core.plans.schedule import Schedule
+from quietgrad.core.sampling import CyclicCohorts, FullBatch
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import secure_sum
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.planning import Party
+from quietgrad.federation.secure.channel import FrameType, TranscriptRecorder
+from quietgrad.federation.secure.local_session import SecureSession
+from quietgrad.federation.secure.terms import SecureSumConfig
 from quietgrad.federation.simulation import InProcess, assemble
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.plans.schedule import Schedule
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.privacy.mechanisms import GaussianNoise, L2LaplaceNoise, Mechanism
-from quietgrad.sampling import CyclicCohorts, FullBatch
-from quietgrad.secure.channel import FrameType, TranscriptRecorder
-from quietgrad.secure.local_session import SecureSession
-from quietgrad.secure.terms import SecureSumConfig
+from quietgrad.methods.dp_sgd import DPGD
 from tests.probes import found
 from tests.probes.sessions import Register, probe_charge
 

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.audit.attacks import PERSON_SIZES, numbered_people
-from quietgrad.audit.report import AuditFinding
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError
+from quietgrad.assurance.audit.attacks import PERSON_SIZES, numbered_people
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting.budget import PrivacyUnit, Relation
+from quietgrad.core.errors import DataError
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
+from quietgrad.core.sampling import Poisson
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery, Query
 from quietgrad.objectives import Squared
-from quietgrad.objectives.base import GradientQuery, Query
-from quietgrad.objectives.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
-from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.budget import PrivacyUnit, Relation
-from quietgrad.sampling import Poisson
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
 from tests.probes import found
 from tests.probes.records import every_query, example_loss, labels, probe_sensitivity
 

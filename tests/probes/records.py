@@ -16,11 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import scipy.sparse as sparse
 
-from quietgrad.audit.canaries import shorten
-from quietgrad.audit.replicas import as_numbers
-from quietgrad.audit.report import AuditFinding
-from quietgrad.objectives import L2, Logistic, Squared
-from quietgrad.objectives.base import (
+from quietgrad.assurance.audit.canaries import shorten
+from quietgrad.assurance.audit.replicas import as_numbers
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.session.queries import (
     Batch,
     ClippingRule,
     GradientDifferenceQuery,
@@ -30,7 +32,11 @@ from quietgrad.objectives.base import (
     Query,
     RecursiveMomentumQuery,
 )
-from quietgrad.objectives.queries.counts import (
+from quietgrad.core.vectors import zeros_like
+from quietgrad.objectives import L2, Logistic, Squared
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.queries.counts import (
     CellSums,
     LabelCounts,
     MeanScore,
@@ -38,10 +44,8 @@ from quietgrad.objectives.queries.counts import (
     Tabulation,
     TargetRecords,
 )
-from quietgrad.objectives.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.objectives.tables.range_queries import (
+from quietgrad.tables.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
+from quietgrad.tables.range_queries import (
     FEW_PIECES,
     BoxedQuery,
     FeatureBins,
@@ -52,7 +56,7 @@ from quietgrad.objectives.tables.range_queries import (
     TargetMagnitudeHistogram,
     TargetRangeHistogram,
 )
-from quietgrad.objectives.tables.whitening import (
+from quietgrad.tables.whitening import (
     FeatureMean,
     MeanSquares,
     RowNormHistogram,
@@ -61,10 +65,6 @@ from quietgrad.objectives.tables.whitening import (
     WhitenedInformation,
     Whitening,
 )
-from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Relation
-from quietgrad.privacy.rng import seed_key
-from quietgrad.vectors import zeros_like
 from tests.probes import found
 
 Floats = npt.NDArray[np.float64]
@@ -238,7 +238,7 @@ def probe_clips() -> Iterator[AuditFinding]:
     """Every registered loss on tables, dense and sparse, and a network."""
     import torch
 
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     for name, entry in LOSSES.items():
         for intercept in (False, True):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
-from quietgrad.audit.canaries import CanaryObjective, CanaryRecords
-from quietgrad.audit.noise_checks import (
+from quietgrad.assurance.audit.canaries import CanaryObjective, CanaryRecords
+from quietgrad.assurance.audit.noise_checks import (
     BOUND,
     MECHANISMS,
     WIDTH,
@@ -26,22 +26,22 @@ from quietgrad.audit.noise_checks import (
     records_for,
     rho_of,
 )
-from quietgrad.audit.replicas import CuratorFactory, as_numbers, central
-from quietgrad.audit.report import AuditFinding
-from quietgrad.curators.base import Curator
-from quietgrad.curators.central import CentralCurator
-from quietgrad.curators.transcript import Transcript
-from quietgrad.errors import ExhaustedError, LedgerError
-from quietgrad.objectives.base import Batch, ClippingRule, GradientQuery
-from quietgrad.plans.schedule import Plan, Schedule, Slot
-from quietgrad.privacy.accounting import account
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.events import ZCDP, Event
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import Mechanism
-from quietgrad.privacy.rng import fresh_key
-from quietgrad.sampling import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
-from quietgrad.vectors import Vector
+from quietgrad.assurance.audit.replicas import CuratorFactory, as_numbers, central
+from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.events import ZCDP, Event
+from quietgrad.core.errors import ExhaustedError, LedgerError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.mechanisms import Mechanism
+from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
+from quietgrad.core.sampling import FixedSize, FullBatch, Poisson, RandomAllocation, SinglePass
+from quietgrad.core.session.base import Curator
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import Batch, ClippingRule, GradientQuery
+from quietgrad.core.session.transcript import Transcript
+from quietgrad.core.vectors import Vector
 from tests.probes import found
 
 Floats = npt.NDArray[np.float64]

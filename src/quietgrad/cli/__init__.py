@@ -17,9 +17,9 @@ from pkgutil import resolve_name
 from typing import Any
 
 from quietgrad import __version__
-from quietgrad.errors import QuietgradError
-from quietgrad.files import os_error_text
-from quietgrad.sanitize import sanitize, sanitize_lines
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.files import os_error_text
+from quietgrad.core.sanitize import sanitize, sanitize_lines
 
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",

@@ -9,10 +9,10 @@ from typer import Option
 
 from quietgrad.cli.ledger import in_words
 from quietgrad.cli.options import Delta, Explain, Json, RelationName, answer, budget, say_meaning, usage
-from quietgrad.privacy import accounting
-from quietgrad.privacy.accounting import ProvedGuarantee, prove
-from quietgrad.privacy.budget import DEFAULT_RELATION
-from quietgrad.privacy.events import Event
+from quietgrad.core.accounting import accounting
+from quietgrad.core.accounting.accounting import ProvedGuarantee, prove
+from quietgrad.core.accounting.budget import DEFAULT_RELATION
+from quietgrad.core.accounting.events import Event
 
 account_app = typer.Typer(add_completion=False)
 

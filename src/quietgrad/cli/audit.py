@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from quietgrad.algorithms.additive_gd import AdditiveGD
-from quietgrad.algorithms.registry import entry
+from quietgrad.assurance.report.certificate import AUDIT_FILE
 from quietgrad.cli.options import Json, say, show_json
-from quietgrad.errors import DataError
-from quietgrad.files import write_atomically
-from quietgrad.plans.schedule import plan
-from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.report.certificate import AUDIT_FILE
-from quietgrad.sanitize import did_you_mean
-from quietgrad.training.result import SEEDED, digest_of, load, problems_of
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import write_atomically
+from quietgrad.core.plans.schedule import plan
+from quietgrad.core.sanitize import did_you_mean
+from quietgrad.methods.additive_gd import AdditiveGD
+from quietgrad.methods.registry import entry
+from quietgrad.methods.result import SEEDED, digest_of, load, problems_of
 
 if TYPE_CHECKING:
-    from quietgrad.audit.report import AuditReport
+    from quietgrad.assurance.audit.report import AuditReport
 
 app = typer.Typer(add_completion=False)
 
@@ -60,7 +60,7 @@ def audit(
     """
     if bool(what) == everything:
         raise typer.BadParameter("name algorithms or folders of runs, or give --all (not both).")
-    from quietgrad.audit.attacks import ATTACKS  # loads all that can be attacked
+    from quietgrad.assurance.audit.attacks import ATTACKS  # loads all that can be attacked
 
     names = list(ATTACKS) if everything else what or []
     for name in names:
@@ -85,7 +85,7 @@ def audit(
 
 
 def _audits(name: str, runs: int | None) -> Iterator[AuditReport]:
-    from quietgrad.audit.attacks import ATTACKS
+    from quietgrad.assurance.audit.attacks import ATTACKS
 
     if name in ATTACKS:
         try:
@@ -105,9 +105,9 @@ def audit_folder(folder: Path, runs: int | None = None) -> AuditReport:
 
     Without ``runs``, as many as show half the noise missing, within limits, fixed before anything is seen.
     """
-    from quietgrad.audit.attacks import with_people
-    from quietgrad.audit.confidence_bounds import runs_for
-    from quietgrad.audit.running import PrivacyClaim, run
+    from quietgrad.assurance.audit.attacks import with_people
+    from quietgrad.assurance.audit.confidence_bounds import runs_for
+    from quietgrad.assurance.audit.running import PrivacyClaim, run
 
     result = load(folder)
     privacy = result.privacy

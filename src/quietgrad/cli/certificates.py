@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from quietgrad.certificates import SigningKey, check, issue, read
-from quietgrad.certificates import public_key as read_key
+from quietgrad.assurance.certificates import SigningKey, check, issue, read
+from quietgrad.assurance.certificates import public_key as read_key
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, say_meaning
-from quietgrad.sanitize import sanitize
+from quietgrad.core.sanitize import sanitize
 
 certificate_app = typer.Typer(add_completion=False)
 

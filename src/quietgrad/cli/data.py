@@ -10,11 +10,11 @@ from typer import Argument, Option
 
 from quietgrad.cli.options import Json, answer, say, show_json, writable
 from quietgrad.cli.run_spec import RunSpec, with_options
+from quietgrad.core.errors import DataError
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.drafting import draft_schema
 from quietgrad.data.registry import REGISTRY, locate
 from quietgrad.data.registry import fetch as fetch_files
-from quietgrad.errors import DataError
-from quietgrad.sanitize import sanitize
 
 app = typer.Typer(
     help="Registered data sets (list, fetch, path), and a schema drafted for a file of your own.",

@@ -13,10 +13,10 @@ from quietgrad.cli.options import Json, say, show_json
 from quietgrad.cli.report import report_if_possible
 from quietgrad.cli.run_spec import RunSpec
 from quietgrad.cli.train import run
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.schedule import plan
 from quietgrad.data.loading import demo_dataset
-from quietgrad.plans.schedule import plan
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.training.runs import forget
+from quietgrad.methods.runs import forget
 
 app = typer.Typer(add_completion=False)
 

@@ -13,15 +13,15 @@ import typer
 from typer import Argument, Option
 
 from quietgrad import __version__
+from quietgrad.assurance.report.page import page_environment
 from quietgrad.charts import Intervals
 from quietgrad.cli.options import Explain, Json, answer, say_meaning, usage, writable
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
+from quietgrad.core.files import write_atomically
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import Categorical, ColumnKind, Date, Numeric, YesNo, to_numbers, yes_or_no
 from quietgrad.data.schema import Schema, read_schema
 from quietgrad.data.tables import read_cells
-from quietgrad.files import write_atomically
-from quietgrad.report.page import page_environment
-from quietgrad.sanitize import sanitize
 
 if TYPE_CHECKING:
     from quietgrad.estimators import Description

@@ -10,14 +10,14 @@ import typer
 from typer import Argument, Option
 
 from quietgrad.cli.options import Json, RelationName, answer, budget, say, show_json, show_table, usage
-from quietgrad.errors import QuietgradError, UnprovableError
-from quietgrad.privacy.budget import DEFAULT_RELATION, check_delta
-from quietgrad.privacy.events import Event
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import LedgerState, canonical_account_name
-from quietgrad.sanitize import sanitize
-from quietgrad.training.result import Result, ledger_of
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, check_delta
+from quietgrad.core.accounting.events import Event
+from quietgrad.core.errors import QuietgradError, UnprovableError
+from quietgrad.core.ledger.keys import KeyFile
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import LedgerState, canonical_account_name
+from quietgrad.core.sanitize import sanitize
+from quietgrad.methods.result import Result, ledger_of
 
 app = typer.Typer(
     help="The record of what privacy was spent: show it, check it, cap it.",
@@ -206,7 +206,7 @@ _NAMES = {"noise_multiplier": "noise", "total_variation": "distance"}  # shorter
 def in_words(event: Event) -> str:
     """An event on one line.
 
-    >>> from quietgrad.privacy.events import poisson_gaussian
+    >>> from quietgrad.core.accounting.events import poisson_gaussian
     >>> in_words(poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=100))
     '100 × poisson(rate 0.01, gaussian(noise 1.1))'
     """
@@ -288,7 +288,7 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Make an Ed25519 key that signs certificates, readable by you alone; it never replaces a file."""
-    from quietgrad.certificates import new_key  # slow to load, and `train` needs this module
+    from quietgrad.assurance.certificates import new_key  # slow to load, and `train` needs this module
 
     public = new_key(file)
     told = {"key": str(file), "public": f"{file}.pub", "public_key": public}

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from quietgrad.cli.run_spec import RunSpec
-from quietgrad.curators.account import Account
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.sanitize import did_you_mean
 from quietgrad.data.dataset import Dataset
-from quietgrad.errors import DataError
-from quietgrad.sanitize import did_you_mean
-from quietgrad.training.result import Result, load
+from quietgrad.methods.result import Result, load
 
 MODELS: dict[str, tuple[str | None, str | None]] = {
     "linear": ("PrivateLogisticRegression", "PrivateHuberRegressor"),

@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from quietgrad.errors import QuietgradError
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.sanitize import sanitize, sanitize_lines
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.sanitize import sanitize, sanitize_lines
 
 Rows = Sequence[tuple[str, str]]
 """What, and its value: two columns for people."""

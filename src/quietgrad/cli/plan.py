@@ -8,16 +8,16 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.budget_allocation import for_table
-from quietgrad.algorithms.registry import ALGORITHMS
+from quietgrad.assurance.report.certificate import sampling_words
 from quietgrad.cli.options import Explain, Json, budget, say, say_meaning, show_json, show_rows, show_table, usage
 from quietgrad.cli.run_spec import RunSpec, algorithm_from, with_options
-from quietgrad.plans.explain import ScanCostEstimate, expected_cost
-from quietgrad.plans.schedule import Plan
-from quietgrad.plans.schedule import plan as make_plan
-from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.report.certificate import sampling_words
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.plans.explain import ScanCostEstimate, expected_cost
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.plans.schedule import plan as make_plan
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.budget_allocation import for_table
+from quietgrad.methods.registry import ALGORITHMS
 
 app = typer.Typer(add_completion=False)
 

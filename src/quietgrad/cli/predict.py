@@ -20,13 +20,13 @@ from quietgrad.cli.options import Explain, Json, RunFolder, say, say_meaning, sh
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import TRAINING_PEOPLE, Details, save_score, score_values, were_trained_on
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import is_multi_file, write_atomically
+from quietgrad.core.ledger.ledger import project_path
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset, Labels
-from quietgrad.errors import DataError
-from quietgrad.files import is_multi_file, write_atomically
-from quietgrad.privacy.ledger import project_path
-from quietgrad.sanitize import sanitize
-from quietgrad.training.result import ledger_of, load
+from quietgrad.methods.result import ledger_of, load
 
 Columns: TypeAlias = dict[str, list[object]]
 app = typer.Typer(add_completion=False)

@@ -19,17 +19,17 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
+from quietgrad.assurance.report.card import FILL_IN, write_cards
+from quietgrad.assurance.report.page import read_runs, write_page, write_report
 from quietgrad.charts import Lines, Series, to_svg_file
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, budget, say, say_meaning, usage
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.scoring import expected_error, hold_out_records
-from quietgrad.curators.account import Account
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError, UnprovableError
+from quietgrad.core.files import write_atomically
+from quietgrad.core.ledger.account import Account
 from quietgrad.data.dataset import SPLIT_SEED, Dataset
-from quietgrad.errors import BudgetError, DataError, QuietgradError, UnprovableError
-from quietgrad.files import write_atomically
-from quietgrad.report.card import FILL_IN, write_cards
-from quietgrad.report.page import read_runs, write_page, write_report
 
 app = typer.Typer(add_completion=False)
 

@@ -22,7 +22,7 @@ from typer import Argument, Option
 
 import quietgrad
 from quietgrad.cli.options import Json, say, show_json
-from quietgrad.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError
 
 Record: TypeAlias = dict[str, Any]  # of results, as a script leaves it
 app = typer.Typer(add_completion=False)

@@ -23,23 +23,23 @@ from scipy import sparse
 from typer import Argument, BadParameter, Option
 
 from quietgrad import data as datasets
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.budget_allocation import for_table
-from quietgrad.algorithms.registry import entry
 from quietgrad.cli.options import Delta, RelationName, budget, class_labels, usage
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import hold_out_records
-from quietgrad.curators.account import Account
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import is_multi_file, read_json, write_atomically
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.state import LONGEST, check_account_name
+from quietgrad.core.settings import field_values, fields_of
 from quietgrad.data.dataset import Dataset, check_task
-from quietgrad.errors import DataError
-from quietgrad.files import is_multi_file, read_json, write_atomically
-from quietgrad.objectives.privacy_units import check_combination
-from quietgrad.objectives.registry import make_objective, usual_loss
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.oracles.gradient_estimators import ORACLES, oracle_class
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget
-from quietgrad.privacy.ledger_state import LONGEST, check_account_name
-from quietgrad.settings import field_values, fields_of
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.budget_allocation import for_table
+from quietgrad.methods.oracles.gradient_estimators import ORACLES, oracle_class
+from quietgrad.methods.registry import entry
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.privacy_units import check_combination
+from quietgrad.tables.registry import make_objective, usual_loss
 
 RUN_FILE = "run.json"
 Options: TypeAlias = Mapping[str, Any]  # by name, as a file or a command line has them

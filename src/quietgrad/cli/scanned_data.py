@@ -8,8 +8,8 @@ from typing import Any
 
 from quietgrad import data as datasets
 from quietgrad.cli.options import usage
+from quietgrad.core.errors import DataError
 from quietgrad.data.dataset import Dataset
-from quietgrad.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)

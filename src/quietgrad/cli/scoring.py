@@ -21,16 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.cli.scanned_data import ScannedData
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.files import read_bytes, read_json, write_atomically
+from quietgrad.core.ledger.keys import KeyFile
+from quietgrad.core.ledger.state import fingerprint
 from quietgrad.data.dataset import Dataset, Labels, Matrix, public_order
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.files import read_bytes, read_json, write_atomically
-from quietgrad.objectives.tables.linear import LinearObjective
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
-from quietgrad.privacy.keys import KeyFile
-from quietgrad.privacy.ledger_state import fingerprint
+from quietgrad.tables.linear import LinearObjective
+from quietgrad.tables.range_queries import FeatureBox
 
 if TYPE_CHECKING:
     from quietgrad.cli.run_spec import RunSpec
@@ -155,7 +155,7 @@ def were_trained_on(folder: Path, X: Matrix, y: Labels, ids: Ids) -> bool:
 def expected_error(n: float, budget: Budget, *, classes: int) -> float:
     """About how uncertain a private accuracy (R² if there are no classes) of ``n`` people is, by n and ε alone.
 
-    >>> from quietgrad.privacy.budget import Budget
+    >>> from quietgrad.core.accounting.budget import Budget
     >>> round(expected_error(10_000, Budget(0.3, 1e-6), classes=2), 3)
     0.008
     """

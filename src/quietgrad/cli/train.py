@@ -25,15 +25,15 @@ from quietgrad.cli.scoring import (
     remember_trained,
     save_score,
 )
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.ledger import project_path
+from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.data.dataset import Dataset
-from quietgrad.errors import DataError
-from quietgrad.objectives.privacy_units import UnitGrouping
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.scanned import ScannedPeople
-from quietgrad.plans.counting import NOMINAL
-from quietgrad.privacy.ledger import project_path
-from quietgrad.training.minimizing import Watched, minimize, progress_bar, resume
-from quietgrad.training.result import Result, load
+from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
+from quietgrad.methods.result import Result, load
+from quietgrad.tables.privacy_units import UnitGrouping
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.scanned import ScannedPeople
 
 app = typer.Typer(add_completion=False)
 

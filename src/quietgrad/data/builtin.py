@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.core.errors import DataError
 from quietgrad.data.columns import Categorical, to_numbers
 from quietgrad.data.dataset import Dataset, Matrix, check, encode_labels, hold_out, public_order
 from quietgrad.data.file_formats import open_npz, parse_idx, parse_libsvm
 from quietgrad.data.schema import read_schema
-from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
     from quietgrad.data.registry import DatasetSpec

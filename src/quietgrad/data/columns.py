@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Cells: TypeAlias = Sequence[object] | npt.NDArray[np.generic]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError
-from quietgrad.sanitize import did_you_mean
+from quietgrad.core.errors import DataError
+from quietgrad.core.sanitize import did_you_mean
 
 if TYPE_CHECKING:
     from scipy import sparse
 
-    from quietgrad.privacy.budget import Budget
+    from quietgrad.core.accounting.budget import Budget
 
 # Quoted, so that scipy is not imported with the package.
 Matrix: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.float64] | sparse.csr_matrix[Any]"
@@ -85,8 +85,8 @@ class Dataset:
 
     def refuse_uncounted(self, budget: Budget | None) -> None:
         """Raise DataError if the guarantee fixes the number of records and what they hold decides it."""
-        from quietgrad.objectives.tables.scanned import UNCOUNTED
-        from quietgrad.privacy.budget import Relation
+        from quietgrad.core.accounting.budget import Relation
+        from quietgrad.tables.scanned import UNCOUNTED
 
         if self.leaves_out and budget is not None and budget.relation is Relation.REPLACE_ONE:
             raise DataError(f"{self.name}: {UNCOUNTED}")
@@ -100,7 +100,7 @@ def check(data: Dataset) -> Dataset:
     >>> import numpy as np
     >>> check(Dataset("toy", np.array([[np.nan]]), np.array([0]), task="regression"))
     Traceback (most recent call last):
-    quietgrad.errors.DataError: toy: the features hold NaN or infinite values. ...
+    quietgrad.core.errors.DataError: toy: the features hold NaN or infinite values. ...
     """
     for part, X, y in (("", data.X, data.y), ("test ", data.X_test, data.y_test)):
         if X is None or y is None:

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
+from quietgrad.core.errors import DataError
 from quietgrad.data.columns import MISSING, NotNumericError, is_number, to_numbers
 from quietgrad.data.schema import Schema
-from quietgrad.errors import DataError
 
 
 @dataclass(frozen=True)

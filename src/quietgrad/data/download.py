@@ -29,10 +29,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import read_bytes
 from quietgrad.data.dataset import public_order
 from quietgrad.data.file_formats import build_idx
-from quietgrad.errors import DataError
-from quietgrad.files import read_bytes
 
 Contents: TypeAlias = dict[str, bytes]
 Member: TypeAlias = Callable[[str], bytes]

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quietgrad.core.errors import DataError
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import DATE_FORMATS, MISSING, NO, YES, is_number, to_date
 from quietgrad.data.file_formats import read_content
-from quietgrad.errors import DataError
-from quietgrad.sanitize import sanitize
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _MONEY = r"[+-]?(?:[$€£¥]|EUR|USD|GBP|CHF)?\s?[+-]?"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad import files
+from quietgrad.core import files
+from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.dataset import Dataset, Task, check, encode_labels
-from quietgrad.errors import DataError, boundary
-from quietgrad.sanitize import sanitize
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -155,7 +155,7 @@ def open_npz(content: bytes, name: str) -> dict[str, npt.NDArray[Any]]:
 
     >>> open_npz(b"PK", "cut.npz")
     Traceback (most recent call last):
-    quietgrad.errors.DataError: cut.npz: not a readable npz file ...
+    quietgrad.core.errors.DataError: cut.npz: not a readable npz file ...
     """
     refusal = f"{name}: not a readable npz file of plain arrays; it may be cut short or hold pickled objects."
     with boundary(refusal):

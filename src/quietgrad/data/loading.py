@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from quietgrad import files
+from quietgrad.core import files
+from quietgrad.core.errors import DataError
 from quietgrad.data.builtin import BUILDERS
 from quietgrad.data.dataset import Dataset, Task, check, check_task, encode_labels, normalized
 from quietgrad.data.file_formats import parse_libsvm, parse_npz, read_content
 from quietgrad.data.registry import entry, fetch, locate, read_verified
 from quietgrad.data.schema import Schema, SchemaSource, read_schema
-from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
     from quietgrad.data.tables import ColumnOptions

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import write_atomically
 from quietgrad.data.dataset import Task
 from quietgrad.data.download import Contents, DownloadSource, source_of
 from quietgrad.data.file_formats import open_npz, read_content, sha256
 from quietgrad.data.schema import Said
-from quietgrad.errors import DataError
-from quietgrad.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def verify(file: Said, content: bytes, where: str) -> tuple[str, ...]:
 
     >>> verify({"name": "x", "sha256": sha256(b"1")}, b"2", "x.csv")
     Traceback (most recent call last):
-    quietgrad.errors.DataError: x.csv: wrong checksum ...
+    quietgrad.core.errors.DataError: x.csv: wrong checksum ...
     """
     digest = sha256(content)
     if file["name"].endswith(".npz"):  # of its arrays in the order of their names: zip timestamps do not matter
@@ -86,7 +86,7 @@ def entry(name: str) -> DatasetSpec:
 
     >>> entry("adutl")
     Traceback (most recent call last):
-    quietgrad.errors.DataError: 'adutl' is neither a file nor a registered data set. Did you mean adult? ...
+    quietgrad.core.errors.DataError: 'adutl' is neither a file nor a registered data set. Did you mean adult? ...
     """
     if name in REGISTRY:
         return REGISTRY[name]

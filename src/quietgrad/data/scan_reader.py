@@ -21,13 +21,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quietgrad.core.errors import ChangedError, DataError
+from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.data.scan_sources import FilePartition, Partition
 from quietgrad.data.tables import RowLayout
-from quietgrad.errors import ChangedError, DataError
-from quietgrad.objectives.base import RecordAdapter
-from quietgrad.objectives.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
-from quietgrad.objectives.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
-from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
+from quietgrad.tables.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
+from quietgrad.tables.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
+from quietgrad.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
 
 Value = TypeVar("Value")
 Array = npt.NDArray[Any]

@@ -20,12 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
+from quietgrad.core.errors import ChangedError, DataError, QuietgradError, boundary
+from quietgrad.core.files import PACKED, table_kind
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.delimited import CSVDialect
 from quietgrad.data.schema import Schema
 from quietgrad.data.tables import RowLayout
-from quietgrad.errors import ChangedError, DataError, QuietgradError, boundary
-from quietgrad.files import PACKED, table_kind
-from quietgrad.sanitize import sanitize
 
 _LONGEST_HEADER = 1 << 22
 _BLOCK = 1 << 20  # bytes of text read at a time

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import numpy as np
 from joblib import cpu_count
 
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.data.dataset import Task as Kind
 from quietgrad.data.scan_reader import (
     Array,
@@ -32,10 +34,8 @@ from quietgrad.data.scan_reader import (
 from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
 from quietgrad.data.schema import SchemaSource, read_schema
 from quietgrad.data.tables import RowLayout
-from quietgrad.errors import DataError
-from quietgrad.objectives.base import RecordAdapter
-from quietgrad.objectives.privacy_units import Combine, ContributionBounds
-from quietgrad.objectives.tables.scanned import Merge, RowBlock, Task
+from quietgrad.tables.privacy_units import Combine, ContributionBounds
+from quietgrad.tables.scanned import Merge, RowBlock, Task
 
 if TYPE_CHECKING:
     from quietgrad.cluster import DaskRunner
@@ -133,7 +133,7 @@ class Scan:
         """How often the table was gone through so far, for whole sums and for samples alike."""
         return self._seen.passes[0]
 
-    # --- the source of :mod:`quietgrad.objectives.tables.scanned` --------------------------------------------
+    # --- the source of :mod:`quietgrad.tables.scanned` --------------------------------------------
 
     @property
     def units(self) -> tuple[Partition | UserAlignedPartition, ...]:

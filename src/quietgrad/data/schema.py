@@ -16,10 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from quietgrad import files
+from quietgrad.core import files
+from quietgrad.core.errors import DataError
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
-from quietgrad.errors import DataError
-from quietgrad.sanitize import sanitize
 
 Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 

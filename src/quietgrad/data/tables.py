@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import LocalFileSystem
 
-from quietgrad import files
+from quietgrad.core import files
+from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import MISSING, Date, NotNumericError, Numeric, is_number, to_numbers, yes_or_no
 from quietgrad.data.dataset import LABELS_ARE_WORDS, Dataset, Labels, Task, check, encode_labels
 from quietgrad.data.delimited import CSVDialect, as_utf8
 from quietgrad.data.file_formats import EXPANSION, budget, read_content
 from quietgrad.data.schema import Schema
-from quietgrad.errors import DataError, boundary
-from quietgrad.sanitize import sanitize
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 _UNUSUAL = (pa.bool_(), pa.float16())  # to_tensor takes neither

@@ -2,7 +2,7 @@
 
 A score is a constant plus one function of each feature, and of pairs that were named or found. Ranges and bins are
 found privately first; then lines, shapes and pairs are fitted in turn, all within one plan
-(:mod:`quietgrad.algorithms.additive_gd`).
+(:mod:`quietgrad.methods.additive_gd`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
-from quietgrad.algorithms.additive_gd import AdditiveGD, for_shapes
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.range_estimation import Bounds
-from quietgrad.curators.central import CentralSession
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.session.curator import CentralSession
 from quietgrad.estimators.base import PrivateModel, noted
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
 from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, ScanTable, drop_person_column, read_table
-from quietgrad.objectives.tables.losses import Logistic, Multinomial, Squared
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.shapes import AdditiveBasis, Feature
-from quietgrad.objectives.tables.table import Array, Floats, refuse_text
+from quietgrad.methods.additive_gd import AdditiveGD, for_shapes
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.range_estimation import Bounds
+from quietgrad.tables.losses import Logistic, Multinomial, Squared
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.shapes import AdditiveBasis, Feature
+from quietgrad.tables.table import Array, Floats, refuse_text
 
 _ROWS = PrivacyUnitSpec()
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16

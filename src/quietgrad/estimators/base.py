@@ -21,14 +21,13 @@ from scipy.special import ndtr, ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.algorithms.budget_allocation import budget_mu, for_table
-from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
-from quietgrad.algorithms.registry import entry
-from quietgrad.algorithms.whitened_gd import CROWDED, NO_ERRORS
-from quietgrad.curators.account import Account, Charge
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError, TooNoisyError, TooNoisyWarning
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.core.errors import DataError, TooNoisyError, TooNoisyWarning
+from quietgrad.core.ledger.account import Account, Charge
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.plans.schedule import Plan, Slot
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     ScanTable,
@@ -40,18 +39,19 @@ from quietgrad.estimators.validation import (
     scan_if_one,
     take_person_column,
 )
-from quietgrad.objectives.base import NoRegularizer
-from quietgrad.objectives.privacy_units import Combine
-from quietgrad.objectives.regularizers import L2
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.table import Array, refuse_text
-from quietgrad.plans.counting import NOMINAL, PublicCount
-from quietgrad.plans.schedule import Plan, Slot
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.training import plan as make_plan
-from quietgrad.training import run
-from quietgrad.training.minimizing import settle_failed_run
-from quietgrad.training.result import Privacy
+from quietgrad.methods import plan as make_plan
+from quietgrad.methods import run
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.budget_allocation import budget_mu, for_table
+from quietgrad.methods.minimizing import settle_failed_run
+from quietgrad.methods.range_estimation import Bounds, checked_bounds
+from quietgrad.methods.registry import entry
+from quietgrad.methods.result import Privacy
+from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS
+from quietgrad.tables.privacy_units import Combine
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.regularizers import L2
+from quietgrad.tables.table import Array, refuse_text
 
 _ROWS = PrivacyUnitSpec()
 _SUMMARY = ("coef", "std_err", "lower", "upper", "p_value")

@@ -13,7 +13,13 @@ from scipy.special import ndtri
 from sklearn.base import ClassifierMixin
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.errors import DataError, TooNoisyError
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
+from quietgrad.core.errors import DataError, TooNoisyError
+from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
+from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.plans.schedule import Slot
+from quietgrad.core.sampling import FullBatch
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -26,16 +32,10 @@ from quietgrad.estimators.validation import (
     warn_declared,
     with_labels,
 )
-from quietgrad.objectives.queries.counts import LabelCounts, LabelSet
-from quietgrad.objectives.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
-from quietgrad.objectives.tables.table import Array
-from quietgrad.plans.counting import NOMINAL
-from quietgrad.plans.schedule import Slot
-from quietgrad.privacy.accounting import sensitivity_factor
-from quietgrad.privacy.closed_form_accountants import gaussian_mu
-from quietgrad.privacy.mechanisms import GaussianPartitionSelection
-from quietgrad.sampling import FullBatch
-from quietgrad.training.minimizing import settle_failed_run
+from quietgrad.methods.minimizing import settle_failed_run
+from quietgrad.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
+from quietgrad.tables.queries.counts import LabelCounts, LabelSet
+from quietgrad.tables.table import Array
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 _FEW = 300  # nμ below which the estimate of the labels takes more of the budget
@@ -205,7 +205,7 @@ class PrivateLogisticRegression(_LinearClassifier):
         inference: spend half the budget on standard errors for :meth:`summary`; ``None`` does so where that costs
             the predictions next to nothing and the two classes are declared.
         algorithm: a method of quietgrad, or its name ("dp-sgd"), instead of the default
-            :class:`~quietgrad.algorithms.whitened_gd.WhitenedGD`.
+            :class:`~quietgrad.methods.whitened_gd.WhitenedGD`.
         ledger: Path of a ledger file. The whole cost is written there before the first release; all fits of an
             account compose, clones included. ``None`` charges the project's ledger.
         account: Name of the group of people that the records are about.
@@ -218,7 +218,7 @@ class PrivateLogisticRegression(_LinearClassifier):
         intercept_: Constants, as in scikit-learn.
         classes_: Labels, as in scikit-learn.
         feature_range_: (low, high) that rows are moved into, declared or found; ``None`` for another algorithm.
-        privacy_: what is proved about this fit, a :class:`~quietgrad.training.result.Privacy`.
+        privacy_: what is proved about this fit, a :class:`~quietgrad.methods.result.Privacy`.
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).standard_normal((3000, 2))

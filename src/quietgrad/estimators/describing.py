@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quietgrad.algorithms.budget_allocation import allocate_range_estimation, budget_mu
-from quietgrad.algorithms.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
-from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError, DeclaredWarning
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.core.errors import DataError, DeclaredWarning
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.session.curator import CentralCurator
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     codes_in,
@@ -31,15 +31,15 @@ from quietgrad.estimators.validation import (
     take_person_column,
     taken_as_public,
 )
-from quietgrad.objectives.queries.counts import CellSums, Tabulation
-from quietgrad.objectives.tables.losses import Squared
-from quietgrad.objectives.tables.shapes import usual_edges
-from quietgrad.objectives.tables.table import Array, Floats
-from quietgrad.plans.counting import NOMINAL
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.training import plan as make_plan
-from quietgrad.training.minimizing import settle_failed_run
-from quietgrad.training.result import Privacy, privacy_statement
+from quietgrad.methods import plan as make_plan
+from quietgrad.methods.budget_allocation import allocate_range_estimation, budget_mu
+from quietgrad.methods.minimizing import settle_failed_run
+from quietgrad.methods.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
+from quietgrad.methods.result import Privacy, privacy_statement
+from quietgrad.tables.losses import Squared
+from quietgrad.tables.queries.counts import CellSums, Tabulation
+from quietgrad.tables.shapes import usual_edges
+from quietgrad.tables.table import Array, Floats
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SHARES = {"histograms": 0.45, "sums": 0.2, "pairs": 0.35}

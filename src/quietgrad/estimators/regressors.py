@@ -12,16 +12,16 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import d2_tweedie_score
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.additive_gd import AdditiveGD
-from quietgrad.algorithms.range_estimation import Bounds, checked_bounds
-from quietgrad.algorithms.whitened_gd import WhitenedGD
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
-from quietgrad.objectives.tables.losses import Huber, Pinball, PoissonDeviance, Squared
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.table import Floats
-from quietgrad.plans.counting import NOMINAL
+from quietgrad.methods.additive_gd import AdditiveGD
+from quietgrad.methods.range_estimation import Bounds, checked_bounds
+from quietgrad.methods.whitened_gd import WhitenedGD
+from quietgrad.tables.losses import Huber, Pinball, PoissonDeviance, Squared
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.table import Floats
 
 _LARGEST = 1e4  # means of a count that its loss follows exactly
 _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a false one is a useless model

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.errors import DataError
-from quietgrad.objectives.registry import make_objective
-from quietgrad.objectives.tables.losses import LOSSES
-from quietgrad.objectives.tables.shapes import AdditiveBasis
-from quietgrad.objectives.tables.table import Array
-from quietgrad.training.result import Result, load
+from quietgrad.core.errors import DataError
+from quietgrad.methods.result import Result, load
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.registry import make_objective
+from quietgrad.tables.shapes import AdditiveBasis
+from quietgrad.tables.table import Array
 
 _KINDS = {
     "multinomial": "PrivateLogisticRegression",

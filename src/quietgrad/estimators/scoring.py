@@ -20,10 +20,13 @@ from typing import Any
 import numpy as np
 from sklearn.pipeline import Pipeline
 
-from quietgrad.algorithms.range_estimation import HistogramRelease
-from quietgrad.curators.account import Account
-from quietgrad.curators.central import CentralCurator
-from quietgrad.errors import DataError, LedgerWarning
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
+from quietgrad.core.errors import DataError, LedgerWarning
+from quietgrad.core.files import write_atomically
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.plans.counting import PublicCount
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.vectors import Vector
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.transformers import learning_steps
 from quietgrad.estimators.validation import (
@@ -35,14 +38,11 @@ from quietgrad.estimators.validation import (
     scan_if_one,
     take_person_column,
 )
-from quietgrad.files import write_atomically
-from quietgrad.objectives.queries.counts import Tabulation
-from quietgrad.objectives.tables.table import Array, Floats, lay_out, numbers_of, rows_in
-from quietgrad.plans.counting import PublicCount
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.training.minimizing import minimize
-from quietgrad.training.result import Privacy, digest_of, load
-from quietgrad.vectors import Vector
+from quietgrad.methods.minimizing import minimize
+from quietgrad.methods.range_estimation import HistogramRelease
+from quietgrad.methods.result import Privacy, digest_of, load
+from quietgrad.tables.queries.counts import Tabulation
+from quietgrad.tables.table import Array, Floats, lay_out, numbers_of, rows_in
 
 Number = tuple[float, float]
 """A value and its standard error."""

@@ -22,11 +22,17 @@ from sklearn.utils import _safe_indexing, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.dp_sgd import DPGD
-from quietgrad.algorithms.whitened_gd import WhitenedGD
-from quietgrad.curators.account import Account, Charge
-from quietgrad.curators.central import CentralCurator, CentralSession
-from quietgrad.errors import DataError, TooNoisyWarning, UnprovableError
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import account as price_of
+from quietgrad.core.accounting.accounting import prove
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import DataError, TooNoisyWarning, UnprovableError
+from quietgrad.core.ledger.account import Account, Charge
+from quietgrad.core.noise.rng import SecureStream, fresh_key
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot, calibrate_plan
+from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
 from quietgrad.estimators.scoring import class_codes
 from quietgrad.estimators.validation import (
@@ -35,17 +41,11 @@ from quietgrad.estimators.validation import (
     refuse_scan,
     take_person_column,
 )
-from quietgrad.objectives.privacy_units import Combine, UnitGrouping
-from quietgrad.objectives.queries.counts import MeanScore, Scoring
-from quietgrad.objectives.tables.table import Array
-from quietgrad.plans.counting import NOMINAL, PublicCount
-from quietgrad.plans.schedule import Plan, Schedule, Slot, calibrate_plan
-from quietgrad.privacy import events
-from quietgrad.privacy.accounting import account as price_of
-from quietgrad.privacy.accounting import prove
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
-from quietgrad.privacy.rng import SecureStream, fresh_key
-from quietgrad.sampling import FullBatch
+from quietgrad.methods.dp_sgd import DPGD
+from quietgrad.methods.whitened_gd import WhitenedGD
+from quietgrad.tables.privacy_units import Combine, UnitGrouping
+from quietgrad.tables.queries.counts import MeanScore, Scoring
+from quietgrad.tables.table import Array
 
 _MOST_ROUNDS = 1000  # on average
 _ROUNDS = 10**6  # that many are reached with probability below e^-1000

@@ -20,9 +20,7 @@ from sklearn.pipeline import FeatureUnion, Pipeline
 from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from quietgrad.algorithms.budget_allocation import allocate_range_estimation
-from quietgrad.algorithms.range_estimation import Ranges
-from quietgrad.errors import LedgerWarning
+from quietgrad.core.errors import LedgerWarning
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
 from quietgrad.estimators.validation import (
     ColumnSchema,
@@ -34,11 +32,13 @@ from quietgrad.estimators.validation import (
     take_person_column,
     with_labels,
 )
-from quietgrad.objectives.tables.losses import Squared
-from quietgrad.objectives.tables.range_queries import FeatureBox
-from quietgrad.objectives.tables.table import Array, Floats
-from quietgrad.training import minimize
-from quietgrad.training.result import Privacy
+from quietgrad.methods import minimize
+from quietgrad.methods.budget_allocation import allocate_range_estimation
+from quietgrad.methods.range_estimation import Ranges
+from quietgrad.methods.result import Privacy
+from quietgrad.tables.losses import Squared
+from quietgrad.tables.range_queries import FeatureBox
+from quietgrad.tables.table import Array, Floats
 
 _DECLARED = {"OneHotEncoder": "categories", "OrdinalEncoder": "categories", "CountVectorizer": "vocabulary"}
 """Steps of scikit-learn that learn nothing if this setting is given."""

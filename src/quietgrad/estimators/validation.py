@@ -20,19 +20,19 @@ from sklearn.utils import _safe_indexing
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import DataError, DeclaredWarning
-from quietgrad.objectives.privacy_units import (
+from quietgrad.core.accounting.budget import PrivacyUnit
+from quietgrad.core.errors import DataError, DeclaredWarning
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.minimizing import check_people, how_people_count
+from quietgrad.tables.privacy_units import (
     Combine,
     RecordsWithIds,
     UnitGrouping,
     UserLevelObjective,
     check_combination,
 )
-from quietgrad.objectives.tables.scanned import ScannedPeople, ScanSource
-from quietgrad.objectives.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text, rows_in
-from quietgrad.privacy.budget import PrivacyUnit
-from quietgrad.training.minimizing import check_people, how_people_count
+from quietgrad.tables.scanned import ScannedPeople, ScanSource
+from quietgrad.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text, rows_in
 
 Vocabularies = Mapping[Any, Sequence[Any]]
 """The public values of category columns, by name or position."""

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -209,7 +209,7 @@ class Pictures:
 
         >>> Pictures.of(100)
         Traceback (most recent call last):
-        quietgrad.errors.DataError: rows of 100 numbers are no square pictures ...
+        quietgrad.core.errors.DataError: rows of 100 numbers are no square pictures ...
         """
         for channels in (1, 3):
             side = math.isqrt(pixels // channels)

@@ -1,6 +1,6 @@
 """Many parties: plans they agree on, rounds, transports, and runs in one process or between institutions.
 
-The secure sums themselves are in :mod:`quietgrad.secure`; its public names are found here too.
+The secure sums themselves are in :mod:`quietgrad.federation.secure`; its public names are found here too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quietgrad.federation.plan import FederatedPlan, Shape
     from quietgrad.federation.planning import Party, deal, federate
+    from quietgrad.federation.secure.channel import TranscriptRecorder
+    from quietgrad.federation.secure.discrete_gaussian import sensitivity_growth
+    from quietgrad.federation.secure.identity import DropoutError, Identity, ProtocolError, Roster
+    from quietgrad.federation.secure.local_session import SecureSession, secure_sum
+    from quietgrad.federation.secure.masking import MaskingParty, MaskingServer
+    from quietgrad.federation.secure.servers import NoiseServer, SharingParty, SumServer
+    from quietgrad.federation.secure.terms import SecureSumConfig, ThreatModel, threat_model
     from quietgrad.federation.simulation import simulate
-    from quietgrad.secure.channel import TranscriptRecorder
-    from quietgrad.secure.discrete_gaussian import sensitivity_growth
-    from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
-    from quietgrad.secure.local_session import SecureSession, secure_sum
-    from quietgrad.secure.masking import MaskingParty, MaskingServer
-    from quietgrad.secure.servers import NoiseServer, SharingParty, SumServer
-    from quietgrad.secure.terms import SecureSumConfig, ThreatModel, threat_model
 
 # Where each public name lives; imported when first used.
 _HOMES = {
@@ -27,13 +27,13 @@ _HOMES = {
         "federation.simulation": ("simulate",),
         "federation.planning": ("Party", "deal", "federate"),
         "federation.plan": ("FederatedPlan", "Shape"),
-        "secure.local_session": ("secure_sum", "SecureSession"),
-        "secure.terms": ("SecureSumConfig", "ThreatModel", "threat_model"),
-        "secure.discrete_gaussian": ("sensitivity_growth",),
-        "secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
-        "secure.masking": ("MaskingParty", "MaskingServer"),
-        "secure.servers": ("SharingParty", "SumServer", "NoiseServer"),
-        "secure.channel": ("TranscriptRecorder",),
+        "federation.secure.local_session": ("secure_sum", "SecureSession"),
+        "federation.secure.terms": ("SecureSumConfig", "ThreatModel", "threat_model"),
+        "federation.secure.discrete_gaussian": ("sensitivity_growth",),
+        "federation.secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
+        "federation.secure.masking": ("MaskingParty", "MaskingServer"),
+        "federation.secure.servers": ("SharingParty", "SumServer", "NoiseServer"),
+        "federation.secure.channel": ("TranscriptRecorder",),
     }.items()
     for name in names
 }

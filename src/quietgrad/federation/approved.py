@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors.numpy import save as to_safetensors
 
-from quietgrad.curators.transcript import LockedAppendFile
-from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.files import parse_json, read_bytes, read_json, write_atomically
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.transcript import LockedAppendFile
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
@@ -28,17 +31,14 @@ from quietgrad.federation.party import PartyCurator, SumMember
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
+from quietgrad.federation.secure.identity import ProtocolError, Roster
 from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.files import parse_json, read_bytes, read_json, write_atomically
-from quietgrad.objectives.person_ids import factorize_ids
-from quietgrad.objectives.privacy_units import RecordsWithIds
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.identity import ProtocolError, Roster
-from quietgrad.training.callbacks import Callback, Progress
-from quietgrad.training.result import Privacy, Result, contradiction, load
+from quietgrad.methods.callbacks import Callback, Progress
+from quietgrad.methods.result import Privacy, Result, contradiction, load
+from quietgrad.tables.person_ids import factorize_ids
+from quietgrad.tables.privacy_units import RecordsWithIds
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset

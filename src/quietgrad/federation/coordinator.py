@@ -25,10 +25,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.account import Account, Charge
-from quietgrad.curators.base import SessionCost
-from quietgrad.curators.transcript import LockedAppendFile
-from quietgrad.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.ledger.account import Account, Charge
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.rng import SecureStream, fresh_key, run_key, seed_key
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.base import SessionCost
+from quietgrad.core.session.queries import Objective, Query, Regularizer
+from quietgrad.core.session.transcript import LockedAppendFile
+from quietgrad.core.vectors import Vector, zeros_like
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.rounds import (
@@ -40,16 +47,9 @@ from quietgrad.federation.rounds import (
     named,
     quorate,
 )
+from quietgrad.federation.secure.identity import DropoutError, Identity, ProtocolError, Roster
 from quietgrad.federation.transport import Transport
 from quietgrad.federation.wire import Message, encode, pack, template_mismatch
-from quietgrad.objectives.base import Objective, Query, Regularizer
-from quietgrad.plans.schedule import Plan
-from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.rng import SecureStream, fresh_key, run_key, seed_key
-from quietgrad.secure.identity import DropoutError, Identity, ProtocolError, Roster
-from quietgrad.vectors import Vector, zeros_like
 
 Floats = npt.NDArray[np.float64]
 _VAIN = 8  # times that a round may fail before its question has left
@@ -155,7 +155,7 @@ def _line(line: bytes) -> dict[str, Any] | None:
 
 
 class FederatedSession:
-    """A session with many parties; see :class:`quietgrad.curators.base.Session`."""
+    """A session with many parties; see :class:`quietgrad.core.session.base.Session`."""
 
     def __init__(
         self, plan: FederatedPlan, curator: FederatedCurator, store: AggregateStore, charge: Charge

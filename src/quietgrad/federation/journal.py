@@ -19,14 +19,14 @@ import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from quietgrad.curators.account import EPOCH, Account, Charge
-from quietgrad.curators.transcript import LockedAppendFile, SealedLog
-from quietgrad.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.accounting.events import Event
+from quietgrad.core.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.files import parse_json, read_bytes, write_atomically
+from quietgrad.core.ledger.account import EPOCH, Account, Charge
+from quietgrad.core.noise.rng import KEY_BYTES, fresh_key
+from quietgrad.core.session.transcript import LockedAppendFile, SealedLog
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.files import parse_json, read_bytes, write_atomically
-from quietgrad.privacy.events import Event
-from quietgrad.privacy.rng import KEY_BYTES, fresh_key
 
 _DAMAGED = "is damaged, so what was answered is unknown; choose another folder, and pay for a new run."
 _REPLY = struct.Struct("<32sqQ")

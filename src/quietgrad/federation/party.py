@@ -19,27 +19,27 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.curators.account import Account
-from quietgrad.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.files import is_path_name, os_error_text
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.mechanisms import NoiseSource
+from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
+from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
+from quietgrad.core.session.queries import Batch, Objective, Query
+from quietgrad.core.vectors import zeros_like
 from quietgrad.federation import wire
 from quietgrad.federation.journal import Approval, Journal, LastReply
 from quietgrad.federation.plan import FederatedPlan, Shape
+from quietgrad.federation.secure.channel import Endpoint, NoiseShare
+from quietgrad.federation.secure.graph import GRAPHS_PER_RELEASE
+from quietgrad.federation.secure.identity import Identity, ProtocolError, Roster
+from quietgrad.federation.secure.masking import MaskingParty
+from quietgrad.federation.secure.servers import Computation, NoiseServer, SharingParty, SumServer
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, refusal
-from quietgrad.files import is_path_name, os_error_text
-from quietgrad.objectives.base import Batch, Objective, Query
-from quietgrad.objectives.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
-from quietgrad.objectives.queries.local_fit import LocalFit, local_fit
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.mechanisms import NoiseSource
-from quietgrad.privacy.rng import SecureStream, fresh_key, seed_key
-from quietgrad.sampling.samplers import SlotSampler, hashed_slots
-from quietgrad.secure.channel import Endpoint, NoiseShare
-from quietgrad.secure.graph import GRAPHS_PER_RELEASE
-from quietgrad.secure.identity import Identity, ProtocolError, Roster
-from quietgrad.secure.masking import MaskingParty
-from quietgrad.secure.servers import Computation, NoiseServer, SharingParty, SumServer
-from quietgrad.vectors import zeros_like
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
+from quietgrad.tables.queries.local_fit import LocalFit, local_fit
 
 
 class UnknownRunError(ProtocolError):
@@ -294,7 +294,7 @@ class PartyCurator(Member):
     Args:
         data: what ``objective.prepare`` takes.
         plan: the plan this party approved; a coordinator with another one is refused.
-        ledger, account, cap: as in :class:`~quietgrad.curators.central.CentralCurator`; this party's own.
+        ledger, account, cap: as in :class:`~quietgrad.core.session.curator.CentralCurator`; this party's own.
         identity, roster: who is who, for secure sums.
         folder: keep a journal here, so that this party can restart within the run; without it a restarted party
             has approved another run and is charged for the whole plan again. One process at a time.

@@ -21,16 +21,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
-from quietgrad.errors import BudgetError
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.noise.correlated import BufferedToeplitzNoise
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot, check_records_public
+from quietgrad.core.sampling import Sampling
+from quietgrad.core.session.queries import Objective, Records
+from quietgrad.federation.secure.terms import Mode, SecureSumConfig
 from quietgrad.federation.wire import Template
-from quietgrad.objectives.base import Objective, Records
-from quietgrad.objectives.privacy_units import Combine, UserLevelObjective, check_combination
-from quietgrad.plans.schedule import Plan, Schedule, Slot, check_records_public
-from quietgrad.privacy import events
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
-from quietgrad.privacy.correlated import BufferedToeplitzNoise
-from quietgrad.sampling import Sampling
-from quietgrad.secure.terms import Mode, SecureSumConfig
+from quietgrad.tables.privacy_units import Combine, UserLevelObjective, check_combination
 
 Trust = Literal["curator", "secure", "local"]
 

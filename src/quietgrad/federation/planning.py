@@ -19,22 +19,22 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.base import Session
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.explain import explain as of_one_table
+from quietgrad.core.plans.schedule import calibrate_plan
+from quietgrad.core.session.base import Session
+from quietgrad.core.session.queries import Objective
+from quietgrad.core.vectors import Vector
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
+from quietgrad.federation.secure.terms import Mode, threat_model
 from quietgrad.federation.wire import Template, template
-from quietgrad.objectives.base import Objective
-from quietgrad.objectives.person_ids import factorize_ids
-from quietgrad.objectives.privacy_units import Combine, RecordsWithIds
-from quietgrad.objectives.tables.table import rows_in
-from quietgrad.plans.explain import explain as of_one_table
-from quietgrad.plans.schedule import calibrate_plan
-from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.terms import Mode, threat_model
-from quietgrad.training.minimizing import check_people
-from quietgrad.vectors import Vector
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.minimizing import check_people
+from quietgrad.tables.person_ids import factorize_ids
+from quietgrad.tables.privacy_units import Combine, RecordsWithIds
+from quietgrad.tables.table import rows_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,8 +165,8 @@ def federate(
         weights, servers, the others: as in :func:`~quietgrad.federation.simulation.simulate` and
             :class:`~quietgrad.federation.plan.FederatedPlan`.
 
-    >>> from quietgrad.algorithms.dp_sgd import DPGD
-    >>> from quietgrad.objectives.tables.losses import Logistic
+    >>> from quietgrad.methods.dp_sgd import DPGD
+    >>> from quietgrad.tables.losses import Logistic
     >>> plan = federate(DPGD(steps=3), Logistic(), names=["a", "b"], sizes=[60, 40], shape=Shape(2, 2),
     ...                 budget=Budget(1.0, 1e-5), trust="secure", secure="masks")
     >>> plan.dims, plan.templates["gradient"][0]["query.clip"], plan.variance_factor

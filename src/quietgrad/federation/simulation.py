@@ -12,29 +12,29 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.curators.account import Account
-from quietgrad.errors import DataError
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.session.queries import Objective
+from quietgrad.core.vectors import Vector
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder
 from quietgrad.federation.journal import forget
 from quietgrad.federation.party import Member, PartyCurator, SumMember
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
 from quietgrad.federation.planning import Party, Weights, adversary, federate, local_batches, multiplicity
+from quietgrad.federation.secure.identity import Identity, Roster
+from quietgrad.federation.secure.terms import Mode
 from quietgrad.federation.transport import Away, Bytes, Clock, Handler, Transport
-from quietgrad.objectives.base import Objective
-from quietgrad.objectives.person_ids import hashed_ids, kind_of
-from quietgrad.objectives.privacy_units import Combine
-from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.rng import fresh_key
-from quietgrad.secure.identity import Identity, Roster
-from quietgrad.secure.terms import Mode
-from quietgrad.training import Callback, run
-from quietgrad.training.callbacks import begin
-from quietgrad.training.minimizing import how_people_count
-from quietgrad.training.result import Result
-from quietgrad.vectors import Vector
+from quietgrad.methods import Callback, run
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.callbacks import begin
+from quietgrad.methods.minimizing import how_people_count
+from quietgrad.methods.result import Result
+from quietgrad.tables.person_ids import hashed_ids, kind_of
+from quietgrad.tables.privacy_units import Combine
 
 _SIZES = (
     "the numbers of records were taken from the parties' data and are published: ε holds for neighbours with the "

@@ -23,14 +23,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.objectives import base
-from quietgrad.objectives.base import Asked, Query
-from quietgrad.objectives.queries.local_fit import LocalFit
-from quietgrad.objectives.tables import whitening
-from quietgrad.objectives.tables.table import Affine
-from quietgrad.privacy.budget import Relation
-from quietgrad.settings import field_values
-from quietgrad.vectors import Vector
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.session import queries as base
+from quietgrad.core.session.queries import Asked, Query
+from quietgrad.core.settings import field_values
+from quietgrad.core.vectors import Vector
+from quietgrad.tables import whitening
+from quietgrad.tables.queries.local_fit import LocalFit
+from quietgrad.tables.table import Affine
 
 VERSION = 1
 _MAGIC = b"QGM"
@@ -177,7 +177,7 @@ _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) f
 def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
     """A query as JSON values and arrays.
 
-    >>> from quietgrad.objectives.base import GradientQuery
+    >>> from quietgrad.core.session.queries import GradientQuery
     >>> fields, arrays = pack(GradientQuery(np.zeros(2), 1.5))
     >>> fields
     {'kind': 'Gradient', 'params': {'array': 'q0'}, 'clip': 1.5}
@@ -241,7 +241,7 @@ def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
 def template(asked: Asked) -> tuple[Query, Template]:
     """The query that an algorithm declares, and what a party lets it be.
 
-    >>> from quietgrad.objectives.base import RecursiveMomentumQuery
+    >>> from quietgrad.core.session.queries import RecursiveMomentumQuery
     >>> query = RecursiveMomentumQuery(np.zeros(2), np.zeros(2), 0.1, 1.0, 0.5)
     >>> template(Asked(query, {"difference_clip": (0.0, 0.5)}))[1]["query.difference_clip"]
     {'from': 0.0, 'to': 0.5}

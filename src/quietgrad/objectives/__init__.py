@@ -11,9 +11,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quietgrad.objectives.landscapes import landscape
-    from quietgrad.objectives.regularizers import L2, Nonconvex
-    from quietgrad.objectives.tables.losses import (
+    from quietgrad.tables.landscapes import landscape
+    from quietgrad.tables.losses import (
         Hinge,
         Huber,
         Logistic,
@@ -22,15 +21,16 @@ if TYPE_CHECKING:
         PoissonDeviance,
         Squared,
     )
+    from quietgrad.tables.regularizers import L2, Nonconvex
 
 _HOMES = {
-    "Logistic": "tables.losses",
-    "Multinomial": "tables.losses",
-    "Huber": "tables.losses",
-    "Pinball": "tables.losses",
-    "PoissonDeviance": "tables.losses",
-    "Squared": "tables.losses",
-    "Hinge": "tables.losses",
+    "Logistic": "losses",
+    "Multinomial": "losses",
+    "Huber": "losses",
+    "Pinball": "losses",
+    "PoissonDeviance": "losses",
+    "Squared": "losses",
+    "Hinge": "losses",
     "L2": "regularizers",
     "Nonconvex": "regularizers",
     "landscape": "landscapes",
@@ -52,5 +52,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return resolve_name(f"quietgrad.objectives.{_HOMES[name]}:{name}")
+        return resolve_name(f"quietgrad.tables.{_HOMES[name]}:{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

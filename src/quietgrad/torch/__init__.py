@@ -8,15 +8,15 @@ that all of these rest on.
 
 from __future__ import annotations
 
-from quietgrad.objectives.networks.records import Multiple, Padding
+from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum, explain
-from quietgrad.torch.distributed import DifferentiallyPrivateDistributedDataParallel
 from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, ModuleValidator, causal_lm_loss
-from quietgrad.torch.loop_wrappers import BatchMemoryManager
+from quietgrad.torch.loops.distributed import DifferentiallyPrivateDistributedDataParallel
+from quietgrad.torch.loops.private_loop import PrivateLoop
+from quietgrad.torch.loops.wrappers import BatchMemoryManager
+from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.opacus import PrivacyEngine, make_private, make_private_with_epsilon
-from quietgrad.torch.private_loop import PrivateLoop
 from quietgrad.torch.training import fit, resume
-from quietgrad.training.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
 
 __all__ = [
     "fit",

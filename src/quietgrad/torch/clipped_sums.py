@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.errors import DataError, QuietgradError
-from quietgrad.objectives.base import ClippingRule
-from quietgrad.objectives.networks.engine import MATTERS, PerExampleEngine
-from quietgrad.objectives.networks.records import RecordGroup
-from quietgrad.objectives.networks.trees import PyTree, mapped, tensors_of
-from quietgrad.objectives.networks.usable import LossFunction
-from quietgrad.objectives.networks.vectors import UnitAssignment
-from quietgrad.objectives.person_ids import factorize_ids
-from quietgrad.objectives.privacy_units import Combine, check_combination
+from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.core.session.queries import ClippingRule
+from quietgrad.tables.person_ids import factorize_ids
+from quietgrad.tables.privacy_units import Combine, check_combination
+from quietgrad.torch.networks.engine import MATTERS, PerExampleEngine
+from quietgrad.torch.networks.records import RecordGroup
+from quietgrad.torch.networks.trees import PyTree, mapped, tensors_of
+from quietgrad.torch.networks.usable import LossFunction
+from quietgrad.torch.networks.vectors import UnitAssignment
 
 _ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, PerExampleEngine]] = WeakKeyDictionary()
 

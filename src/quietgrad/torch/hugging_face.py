@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.files import parse_json, read_bytes
-from quietgrad.objectives.networks.records import Multiple, Padding, as_padding
-from quietgrad.privacy.budget import Budget, Relation
-from quietgrad.torch.distributed import is_distributed
-from quietgrad.torch.private_loop import PrivateBatch, PrivateLoop
-from quietgrad.training.result import Privacy
-from quietgrad.training.runs import forget, is_kept
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.files import parse_json, read_bytes
+from quietgrad.methods.result import Privacy
+from quietgrad.methods.runs import forget, is_kept
+from quietgrad.torch.loops.distributed import is_distributed
+from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
+from quietgrad.torch.networks.records import Multiple, Padding, as_padding
 
 _RUN = "private-run-"  # folders of trainings in the output folder
 _PUBLIC = ("epoch", "learning_rate", "step")

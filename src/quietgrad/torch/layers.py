@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from quietgrad.objectives.networks.usable import mixing_layers, modes_kept, refuse_unusable_modules
+from quietgrad.torch.networks.usable import mixing_layers, modes_kept, refuse_unusable_modules
 
 DPLSTM = nn.LSTM  # torch's own: their gradients are clipped as they are
 DPGRU = nn.GRU

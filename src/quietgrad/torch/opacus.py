@@ -14,27 +14,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from quietgrad.algorithms.custom_loop import LoopSampling
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.records import Multiple, Padding
-from quietgrad.objectives.networks.trees import Called, Kwargs, PyTree
-from quietgrad.objectives.networks.usable import LossFunction
-from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
-from quietgrad.privacy.budget import Budget, PrivacyUnit, Relation
-from quietgrad.torch.distributed import unwrapped
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.methods.custom_loop import LoopSampling
+from quietgrad.tables.privacy_units import Combine, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
-from quietgrad.torch.loop_wrappers import (
+from quietgrad.torch.loops.base import LoopTerms, epsilon_of, finite_clip
+from quietgrad.torch.loops.distributed import unwrapped
+from quietgrad.torch.loops.recorded_loop import CustomLoop, PrivateCriterion
+from quietgrad.torch.loops.wrappers import (
     PrivateLoader,
     PrivateModule,
     check_optimizer,
     checked_loader,
     made_private,
 )
-from quietgrad.torch.loops import LoopTerms, epsilon_of, finite_clip
-from quietgrad.torch.recorded_loop import CustomLoop, PrivateCriterion
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.records import Multiple, Padding
+from quietgrad.torch.networks.trees import Called, Kwargs, PyTree
+from quietgrad.torch.networks.usable import LossFunction
 
 if TYPE_CHECKING:
-    from quietgrad.privacy.ledger import Ledger
+    from quietgrad.core.ledger.ledger import Ledger
 
 _MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
 

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from quietgrad import training
-from quietgrad.algorithms.base import Algorithm
-from quietgrad.errors import BudgetError, DataError
-from quietgrad.objectives.base import Regularizer
-from quietgrad.objectives.networks.module import ModuleObjective
-from quietgrad.objectives.networks.records import Collate, Multiple, Padding
-from quietgrad.objectives.networks.usable import LossFunction, modes_kept
-from quietgrad.objectives.privacy_units import Combine, with_privacy_unit
-from quietgrad.privacy.budget import Budget, PrivacyUnit
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.torch.distributed import is_distributed
-from quietgrad.training.callbacks import Callback, Progress, together
-from quietgrad.training.minimizing import check_people, progress_bar
-from quietgrad.training.result import Result
-from quietgrad.training.runs import read_run
+from quietgrad import methods
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.queries import Regularizer
+from quietgrad.methods.base import Algorithm
+from quietgrad.methods.callbacks import Callback, Progress, together
+from quietgrad.methods.minimizing import check_people, progress_bar
+from quietgrad.methods.result import Result
+from quietgrad.methods.runs import read_run
+from quietgrad.tables.privacy_units import Combine, with_privacy_unit
+from quietgrad.torch.loops.distributed import is_distributed
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.records import Collate, Multiple, Padding
+from quietgrad.torch.networks.usable import LossFunction, modes_kept
 
 log = logging.getLogger("quietgrad")
 
@@ -99,7 +99,7 @@ def fit(
         evaluate: evaluate(model) → scores, in evaluation mode, at step 0 and every ``every`` steps. Scores of
             private records are private; they go to ``callbacks`` and ``result.metrics``, marked.
         every: Steps between evaluations; default a twentieth of the run.
-        callbacks: Called with a :class:`~quietgrad.training.callbacks.Progress` at every evaluation, and at step 0,
+        callbacks: Called with a :class:`~quietgrad.methods.callbacks.Progress` at every evaluation, and at step 0,
             before anything is reserved.
         stop: stop(progress) → whether to stop early. It may see private scores, so the whole ε is charged.
         progress: Shows steps and ε spent on a terminal.
@@ -127,7 +127,7 @@ def fit(
     def minimize(callback: Callback) -> Result:
         planned = None
         if budget is not None and noise_multiplier is not None and n_public is not None:
-            planned = training.plan(
+            planned = methods.plan(
                 algorithm, n=n_public, budget=budget, noise_multiplier=noise_multiplier, unit=run.unit,
                 records_public=records_public,
             )  # fmt: skip
@@ -137,7 +137,7 @@ def fit(
                     f"the budget of {budget.epsilon:g}. Use more noise, fewer steps or a smaller batch, or leave "
                     "the noise to calibration."
                 )
-        return training.minimize(
+        return methods.minimize(
             run.objective, run.examples, algorithm, budget=budget, ledger=ledger, account=account, cap=cap,
             n_public=n_public, records_public=records_public, seed=seed, folder=folder, callback=callback,
             checkpoint_seconds=checkpoint_seconds, noise_multiplier=noise_multiplier, planned=planned,
@@ -175,7 +175,7 @@ def resume(
                 f"{folder}: the checkpoint is of a model with {len(state.params)} parameters; this one has "
                 f"{run.examples.dim}. Resume with the model it was written for."
             )
-        return training.resume(
+        return methods.resume(
             run.objective, run.examples, algorithm, folder=folder, ledger=ledger, account=account, cap=cap,
             checkpoint_seconds=checkpoint_seconds, callback=callback,
         )  # fmt: skip

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.wire import Bytes
-from quietgrad.secure.identity import ProtocolError
 
 __all__ = ["Away", "Bytes", "Calls", "Clock", "Handler", "Transport"]
 Handler = Callable[[Bytes], Bytes]

@@ -17,7 +17,7 @@ from nvflare.apis.impl.controller import Controller
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
-from quietgrad.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError
 from quietgrad.federation.approved import FILE, Approved
 from quietgrad.federation.exchange import Responder, refusing
 from quietgrad.federation.party import Member

@@ -16,7 +16,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from quietgrad.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.exchange import Introduction
 from quietgrad.federation.provisioning import COORDINATOR

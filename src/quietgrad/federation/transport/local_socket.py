@@ -13,11 +13,11 @@ import stat
 import time
 from pathlib import Path
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 from quietgrad.federation.exchange import Responder
+from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.transport import Away, Bytes
 from quietgrad.federation.transport.tls_connection import ASK, REPLY, receive, send
-from quietgrad.secure.identity import ProtocolError
 
 _SECONDS = 60.0  # that a caller has to send its frame and to take the reply
 

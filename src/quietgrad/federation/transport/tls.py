@@ -17,13 +17,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quietgrad.errors import BudgetError, QuietgradError
+from quietgrad.core.errors import BudgetError, QuietgradError
+from quietgrad.core.files import parse_json
 from quietgrad.federation.exchange import PATIENCE, Responder, Tell
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, revoked
+from quietgrad.federation.secure.identity import DropoutError, ProtocolError
 from quietgrad.federation.transport import Away, Bytes, Calls
 from quietgrad.federation.transport import tls_connection as link
-from quietgrad.files import parse_json
-from quietgrad.secure.identity import DropoutError, ProtocolError
 
 VERSION = 3
 GREETING_BYTES = 4096  # bytes

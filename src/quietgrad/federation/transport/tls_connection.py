@@ -20,10 +20,10 @@ import time
 from collections import Counter
 from typing import Any
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
 from quietgrad.federation.provisioning import COORDINATOR, Credentials
+from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.transport import Bytes
-from quietgrad.secure.identity import ProtocolError
 
 HELLO, WELCOME, REFUSED, ASK, REPLY = b"hwxar"
 _HEAD = struct.Struct("<IB")

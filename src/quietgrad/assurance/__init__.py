@@ -1,0 +1,1 @@
+"""Assurance: audits that attack the claims, certificates that others check, and reports that people read."""

@@ -1,0 +1,347 @@
+"""The file of a certificate: its one spelling, its digest, what it says of a run, and its signature.
+
+A certificate is the canonical JSON of ``{body, digest, format, signature, version}`` and a line end: keys sorted,
+no spaces, ASCII, numbers as Python writes them. What is digested and signed is the canonical JSON of ``{body,
+format, version}``. :func:`parse` refuses any other spelling, so a key that stands twice, a NaN or a space has no
+second meaning that one reader sees and another does not.
+
+:func:`issue` takes the body from a saved run. It computes nothing from data, and no record is in it. The ledger's
+lines are copied as they are: their fingerprints of tables are keyed with a secret of the machine that made them,
+but they show the names of other accounts. ``whole_ledger=False`` leaves those lines out.
+
+Signing keys are Ed25519, PKCS #8 and SubjectPublicKeyInfo in PEM, so that other tools read them too. A private
+key is kept in a file that only its owner may read, and this is checked before use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.files import parse_json, read_bytes, sync_folder, write_atomically
+from quietgrad.core.ledger.account import run_of
+from quietgrad.core.ledger.chain import anchor
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import DEFAULT, same
+from quietgrad.methods.result import Result, ledger_of, load, problems_of
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+
+Json = dict[str, Any]
+FORMAT = "quietgrad-certificate"
+VERSION = 1
+LARGEST = 16 << 20  # bytes: a ledger of some ten thousand lines
+_SIGNATURE = {"algorithm": "ed25519", "public_key": "[0-9a-f]{64}", "value": "[0-9a-f]{128}"}
+_PARTS = {"body", "digest", "format", "signature", "version"}
+BODY = {"claim", "data", "event", "federation", "issued", "ledger", "model", "plan", "versions"}
+
+
+def canonical(value: object) -> bytes:
+    """The one spelling of ``value``; ``ValueError`` for numbers that JSON has no word for.
+
+    >>> canonical({"b": 1e-05, "a": "ε"})
+    b'{"a":"\\\\u03b5","b":1e-05}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+@dataclass(frozen=True)
+class PrivacyCertificate:
+    """A certificate in memory: its body, and its signature if it has one."""
+
+    body: Json
+    signature: dict[str, str] | None = None
+
+    @cached_property
+    def payload(self) -> bytes:
+        """The bytes that are digested and signed."""
+        return canonical({"body": self.body, "format": FORMAT, "version": VERSION})
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of :attr:`payload`."""
+        return hashlib.sha256(self.payload).hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        parts = {"body": self.body, "digest": self.digest, "format": FORMAT, "version": VERSION}
+        return canonical({**parts, "signature": self.signature}) + b"\n"
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file in one step."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, self.to_bytes())
+        return target
+
+
+def read(path: str | Path) -> PrivacyCertificate:
+    """Read a certificate; ``DataError`` in one sentence if the file is not exactly one."""
+    try:
+        content = read_bytes(path, most=LARGEST)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file.") from None
+    return parse(content, str(path))
+
+
+def parse(content: bytes, name: str) -> PrivacyCertificate:
+    """Return the certificate that ``content`` spells; ``name`` is for messages."""
+    with boundary(f"{name}: is not JSON, so it is no certificate, or one that was cut."):
+        value = parse_json(content)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise DataError(f"{name}: is not a quietgrad certificate.")
+    if type(value.get("version")) is not int or value["version"] != VERSION:
+        raise DataError(f"{name}: is of a version that this quietgrad does not read; it reads {VERSION}.")
+    with boundary(f"{name}: was altered: it holds a number or a text that no certificate has."):
+        spelt = canonical(value) + b"\n"
+    if spelt != content:
+        raise DataError(f"{name}: was altered: it is not spelt as certificates are (keys, numbers or spaces).")
+    if set(value) != _PARTS or not isinstance(value["body"], dict) or set(value["body"]) != BODY:
+        raise DataError(f"{name}: was altered: parts are missing or were added.")
+    signature = value["signature"]
+    if signature is not None and not _is_signature(signature):
+        raise DataError(f"{name}: was altered: its signature is not one.")
+    document = PrivacyCertificate(value["body"], signature)
+    if document.digest != value["digest"]:
+        raise DataError(f"{name}: was altered: its digest does not fit its content.")
+    return document
+
+
+def _is_signature(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and set(value) == set(_SIGNATURE)
+        and all(isinstance(value[key], str) and re.fullmatch(form, value[key]) for key, form in _SIGNATURE.items())
+    )
+
+
+def schema() -> Json:
+    """The JSON Schema of a certificate, as it is published.
+
+    >>> schema()["title"]
+    'quietgrad certificate'
+    """
+    text = files("quietgrad.assurance.certificates").joinpath("schema.json").read_text(encoding="utf-8")
+    value: Json = json.loads(text)
+    return value
+
+
+PLAN = {
+    "algorithm", "config", "n_public", "noise_multiplier", "composition", "rounds", "slots", "counted", "stopped_by"
+}  # fmt: skip
+PUBLIC_MODEL = ("objective", "regularizer", "intercept", "row_bound", "rows", "features", "task", "classes")
+
+
+def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path | None = None) -> PrivacyCertificate:
+    """Make the unsigned certificate of a run; ``DataError`` if nothing can be certified.
+
+    ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
+    With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
+    The run's statement is first proved again and held against its options and its ledger: what refutes it there is
+    not certified.
+    """
+    path = Path(folder)
+    result = load(path)
+    book = ledger_of(path, None if ledger is None else Path(ledger))
+    if problems := problems_of(result, path, book):
+        raise DataError(f"{path}: its statement is refuted, so nothing is certified: {problems[0]}.")
+    lines = _lines(result, book, whole=whole_ledger)
+    if ledger is not None and lines is None:
+        raise DataError(
+            f"{ledger}: has no line that names this run (it was paid for elsewhere), so it "
+            "cannot go into a certificate; leave the ledger out."
+        )
+    privacy = result.privacy
+    if result.details.get("parts", {}).get("count", 1) > 1:
+        raise DataError(
+            f"{path}: its model was fitted in several parts (partial_fit), and a certificate is of one plan. Its "
+            "statement holds all parts, and `quietgrad report` proves it again."
+        )
+    if not privacy.is_private or privacy.events is None:
+        why = privacy.notes[0] if privacy.notes else "no noise was added"
+        raise DataError(f"{path}: the run is not private ({why}), so there is nothing to certify.")
+    stated, details = privacy.to_json(), result.details
+    event, federation = stated.pop("event"), None
+    if "trust" in details:  # how parties took part; their names stay with them
+        kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
+        federation = {**{key: details.get(key) for key in kept}, "matched": bool(details.get("matched"))}
+    document = PrivacyCertificate(
+        {
+            "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+            "claim": stated,
+            "event": event,
+            "plan": {
+                "algorithm": result.algorithm,
+                "config": dict(result.config),
+                "n_public": result.n_public,
+                "noise_multiplier": privacy.noise_multiplier,
+                "composition": details.get("composition", "sequential"),
+                "rounds": details.get("rounds"),
+                "slots": list(details.get("slots", ())),
+                "counted": details.get("counted"),
+                "stopped_by": result.stopped_by,
+            },
+            "federation": federation,
+            "ledger": lines,
+            "model": {
+                "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
+                "parameters": len(result.params),
+            },
+            "data": {
+                "name": str(result.data.get("name", "not named")),
+                "n_public": result.n_public,
+                **{key: details.get("model", {}).get(key) for key in PUBLIC_MODEL},
+            },
+            "versions": {name: text for name, text in result.versions.items() if text},
+        }
+    )
+    try:
+        size = len(document.to_bytes())
+    except ValueError:
+        raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
+    if size > LARGEST and whole_ledger:  # no reader would accept it: keep the run's own lines
+        return issue(path, whole_ledger=False)
+    return document
+
+
+def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
+    if file is None or not file.exists():
+        return None
+    entries = Ledger(file).entries()
+    run = result.details.get("run")
+    if run is None or not entries:
+        return None
+    mine, ids = [], set()
+    for entry in entries:
+        if entry.kind == "reserve" and run_of(str(entry.body.get("run"))) == run:
+            ids.add(entry.body["id"])
+            # A ledger of a whole project shows other tables too, which the issuer did not mean to show.
+            whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
+        if entry.body.get("id") in ids:
+            mine.append(entry)
+    kept = entries if whole else tuple(mine)
+    if not mine:
+        return None
+    return {"run": run, "head": anchor(entries[-1]), "lines": [dict(vars(entry)) for entry in kept]}
+
+
+_LARGEST = 1 << 14  # bytes
+_PEM = "-----BEGIN "
+_DIGITS = re.compile(rb"[0-9a-fA-F]{64}")
+
+
+class SigningKey:
+    """A private key, read from its file."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    @classmethod
+    def read(cls, path: str | Path) -> SigningKey:
+        """Read a key that :func:`new_key` made; one that others may read is refused."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        file = Path(path)
+        if not file.exists():
+            raise DataError(f"{file}: there is no key; make one with `quietgrad keys generate {file}`.")
+        if file.stat().st_mode & 0o077:
+            raise DataError(f"{file}: others may read this key; run `chmod 600 {file}`, or make a new one.")
+        with boundary(f"{file}: is no private key that can be read without a password."):
+            key = load_pem_private_key(read_bytes(file, most=_LARGEST), password=None)
+        if not isinstance(key, Ed25519PrivateKey):
+            raise DataError(f"{file}: is not an Ed25519 key; make one with `quietgrad keys generate FILE`.")
+        return cls(key)
+
+    @property
+    def public(self) -> str:
+        """The public key as 64 hexadecimal digits."""
+        return self._key.public_key().public_bytes_raw().hex()
+
+    def sign(self, document: PrivacyCertificate) -> PrivacyCertificate:
+        """``document`` with this key's signature."""
+        value = self._key.sign(document.payload).hex()
+        return PrivacyCertificate(
+            document.body, {"algorithm": "ed25519", "public_key": self.public, "value": value}
+        )
+
+
+def new_key(path: str | Path) -> str:
+    """Make a key at ``path`` (rights 0600) and its public half at ``path.pub``; returns that as hexadecimal text.
+
+    A file that is there already is never replaced: a lost signing key cannot be had back.
+    """
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    file = Path(path)
+    public = file.with_name(file.name + ".pub")
+    if public.exists():
+        raise DataError(f"{public}: exists already; choose another name, keys are not replaced.")
+    key = Ed25519PrivateKey.generate()
+    secret = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as target:
+            target.write(secret)
+            target.flush()
+            os.fsync(target.fileno())
+    except FileExistsError:
+        raise DataError(f"{file}: exists already; choose another name, keys are not replaced.") from None
+    sync_folder(file.parent)
+    pem = key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo)
+    write_atomically(public, pem)
+    return key.public_key().public_bytes_raw().hex()
+
+
+def public_key(text: str) -> str:
+    """Read a public key as hexadecimal digits from digits, PEM, or a file that holds either.
+
+    >>> public_key("AB" * 32) == "ab" * 32
+    True
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    spelled = text.strip().startswith(_PEM)
+    name = "the text that was given" if spelled else text
+    try:
+        with boundary(f"{name}: holds no public key; give the .pub file, or its 64 hexadecimal digits."):
+            given = spelled or _DIGITS.fullmatch(text.strip().encode()) is not None
+            content = (text.encode() if given else read_bytes(text, most=_LARGEST)).strip()
+            if _DIGITS.fullmatch(content):
+                return content.decode().lower()
+            key = load_pem_public_key(content + b"\n")
+    except FileNotFoundError:
+        raise DataError(
+            f"{name}: is neither a file, nor PEM, nor 64 hexadecimal digits, so it is no public key."
+        ) from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise DataError(f"{name}: is not an Ed25519 key, with which certificates are signed.")
+    return key.public_bytes_raw().hex()
+
+
+def signature_holds(document: PrivacyCertificate) -> bool:
+    """Whether the signature in ``document`` is that of the key that it names; false if there is none."""
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    if document.signature is None:
+        return False
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(document.signature["public_key"]))
+        key.verify(bytes.fromhex(document.signature["value"]), document.payload)
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,316 @@
+"""One self-contained HTML page about one or more finished runs: no script, no font, no picture from elsewhere."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from quietgrad import __version__
+from quietgrad.assurance.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
+from quietgrad.charts import Chart, Intervals, Lines, Series
+from quietgrad.core.errors import boundary
+from quietgrad.core.files import read_json, write_atomically
+from quietgrad.core.sanitize import sanitize
+from quietgrad.methods.result import (
+    Privacy,
+    Result,
+    contradiction,
+    digest_of,
+    ledger_of,
+    load,
+    problems_of,
+    refuted,
+)
+
+_METRICS = {
+    "test_accuracy": "test accuracy",
+    "test_loss": "test loss",
+    "test_rmse": "test RMSE",
+    "train_accuracy": "training accuracy",
+    "train_loss": "training loss",
+    "train_rmse": "training RMSE",
+    "gradient_norm": "gradient norm",
+}
+WITH_NOISE = "with noise"
+_NOT_SHOWN = "the result holds something that cannot be shown."
+_MOST_COEFFICIENTS = 20
+_MOST_ITEMS = 8  # of a setting that is a list
+
+_SECOND_ORDER = {"escapes": "saddles left", "samples_used": "fresh records used", "alpha": "second-order level α"}
+EVALUATION = "evaluation.json"
+"""The file beside a run in which ``quietgrad evaluate`` or ``PrivateScore.save`` keeps a private score."""
+_NUMBERS = {
+    "accuracy": "accuracy", "auc": "AUC", "log_loss": "log loss", "r2": "R²", "rmse": "RMSE", "mae": "mean error",
+}  # fmt: skip
+_MOST_SHAPES = 60
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A private score of the model, or why the file beside the run is refuted."""
+
+    refuted: str | None
+    privacy: Privacy
+    numbers: list[tuple[str, str]]
+    calibration: str
+    classes: list[str]
+    confusion: list[tuple[str, list[str]]]
+    notes: list[str]
+    people: str
+    """Whose records were scored: "held-out" ones, or "training" ones."""
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A finished run as the page shows it."""
+
+    name: str
+    anchor: str
+    result: Result
+    report: PrivacyReport
+    command: str | None
+    audit: Mapping[str, Any] | None
+    evaluation: Evaluation | None
+
+    @property
+    def score(self) -> Evaluation | None:
+        """The private score beside the run, if its own releases prove it."""
+        found = self.evaluation
+        return None if found is None or found.refuted or not found.privacy.is_private else found
+
+    @property
+    def shapes(self) -> list[tuple[str, str]]:
+        """The names and drawings of an additive model's functions."""
+        found = self.result.details.get("shapes") or []
+        return [(str(shape["name"]), _shape(shape)) for shape in found[:_MOST_SHAPES]]
+
+    @property
+    def metrics(self) -> list[tuple[str, str, str]]:
+        """(label, value, how it was computed) of each score; a private score is read from its own file alone."""
+        scores = self.result.metrics
+        if (score := self.score) is not None and scores.get("private") is True:
+            return [(f"{label}, {score.people}", value, WITH_NOISE) for label, value in score.numbers]
+        return [
+            (label, f"{scores[key]:.4f}", "held out" if key.startswith("test_") else "private records")
+            for key, label in _METRICS.items()
+            if key in scores
+        ]
+
+    @property
+    def config(self) -> list[tuple[str, str]]:
+        """The public settings, as text."""
+        return [(key.replace("_", " "), _plain(value)) for key, value in self.result.config.items()]
+
+    @property
+    def model(self) -> list[tuple[str, str]]:
+        """What was fitted, to what."""
+        facts = self.result.details.get("model", {})
+        rows = [
+            ("data", str(self.result.data.get("name", "not named"))),
+            (self.result.privacy.unit.in_words("records (public number)"), f"{self.result.n_public}"),
+            ("parameters", str(len(self.result.params))),
+        ]
+        said = ("objective", "regularizer", "intercept", "row_bound")
+        rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
+        found = self.result.details
+        rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
+        if "generalization" in found:
+            rows += [("a loss in [0, 1] on new records differs by at most", f"{found['generalization']:.3g}")]
+        rows += [("stopped by", self.result.stopped_by), ("seconds", f"{math.ceil(self.result.seconds)}")]
+        return rows
+
+
+def write_report(folders: Sequence[Path], target: Path, *, ledger: Path | None = None) -> Path:
+    """Write the page about the runs in ``folders`` to ``target`` and return it.
+
+    ``ledger`` says where they were paid, if neither their options nor their folders do.
+    """
+    return write_page(read_runs(folders, ledger), target)
+
+
+def write_page(runs: Sequence[ReportedRun], target: Path) -> Path:
+    """Write the page about ``runs`` to ``target`` and return it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, render(runs).encode())
+    return target
+
+
+def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[ReportedRun]:
+    """Read the runs in ``folders``, prove each statement again, and compare it with its options and ledger."""
+    found = [(Path(folder), load(folder)) for folder in folders]
+    names = [f"{result.algorithm} on {result.data.get('name', folder.name)}" for folder, result in found]
+    runs = []
+    for k, (folder, result) in enumerate(found):
+        name = names[k] if names.count(names[k]) == 1 else f"{names[k]} ({folder.name})"
+        ledger = ledger_of(folder, paid)
+        with boundary(f"{folder}: {_NOT_SHOWN}"):
+            if problems := problems_of(result, folder, ledger):
+                result = replace(result, privacy=refuted(result.privacy, *problems))
+            command = result.details.get("repeat")  # the command, without the machine's own folders
+            repeat = command if isinstance(command, str) else None
+            report, audit = privacy_report(result, ledger), audit_of(folder, result.privacy)
+            evaluation = _evaluation(folder / EVALUATION)
+            runs.append(ReportedRun(name, f"run-{k + 1}", result, report, repeat, audit, evaluation))
+    return runs
+
+
+def page_environment() -> Environment:
+    """Templates of pages: everything is escaped, and marks that turn a line around are spelt out."""
+    environment = Environment(
+        loader=PackageLoader("quietgrad.assurance.report", "."),
+        autoescape=True,
+        finalize=lambda value: sanitize(value) if type(value) is str else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(plain=_plain, clauses=_clauses)
+    environment.filters["odds"] = lambda epsilon: math.exp(min(epsilon, 700.0))
+    return environment
+
+
+def render(runs: Sequence[ReportedRun]) -> str:
+    """Return the page about ``runs`` as text."""
+    page = page_environment().get_template("page.html.j2")
+    with boundary(f"{', '.join(run.name for run in runs)}: {_NOT_SHOWN}"):
+        scores = [metric for run in runs for metric in run.metrics]
+        better = [metric for metric in scores if metric[2] != "private records"]  # worth a column, if there are any
+        return page.render(
+            runs=runs,
+            metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
+            exact=any(how != WITH_NOISE for _, _, how in scores),
+            charts=[(chart.title, chart.svg(), caption) for chart, caption in _charts(runs) if chart.svg()],
+            guarantees=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
+            assumptions=assumptions(run.result.privacy for run in runs),
+            not_covered=NOT_COVERED,
+            version=__version__,
+            date=datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC"),
+        )
+
+
+def _clauses(text: str) -> list[str]:
+    """A threat model in the parts it was made of, each with its heading.
+
+    >>> _clauses("setting: three servers, noise inside; no server knows it; on restart: new keys")
+    ['setting: three servers, noise inside; no server knows it', 'on restart: new keys']
+    """
+    return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
+
+
+def _charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
+    """Each chart and its caption."""
+    curves = [[(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))] for run in runs]
+    norms = [[(r["step"], r["estimate_norm"]) for r in run.result.history if "estimate_norm" in r] for run in runs]
+    spent, releases = _on_one_axis(runs, curves, "releases")
+    sizes, steps = _on_one_axis(runs, norms, "steps")
+    return [
+        (
+            Lines("Privacy spent", spent, releases, "ε", zero=True),
+            "ε proved after so many releases, at each run's δ and relation.",
+        ),
+        (
+            Lines("Size of the gradient estimate", sizes, steps, "norm of the estimate", log_y=True),
+            "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
+        ),
+        _coefficients(runs),
+    ]
+
+
+def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
+    """The coefficients of one linear model with standard errors, farthest from zero for their error first."""
+    result = runs[0].result
+    covariance = result.details.get("coefficient_covariance") or ()
+    variances = [float(row[k]) for k, row in enumerate(covariance)]
+    features = result.details.get("model", {}).get("feature_names") or [f"x{k}" for k in range(len(variances))]
+    rows = []
+    # Coefficients of scaled targets mean nothing to a reader.
+    if len(runs) == 1 and len(variances) == len(result.params) and result.details.get("target_range") is None:
+        names = [*features, "(intercept)"][: len(variances)]
+        values = zip(names, map(float, result.params), map(math.sqrt, variances), strict=True)
+        ranked = sorted(values, key=lambda row: -abs(row[1]) / row[2])[:_MOST_COEFFICIENTS]
+        rows = [(str(name), value, value - 1.96 * error, value + 1.96 * error) for name, value, error in ranked]
+    caption = "95 % intervals that cover sampling and privacy noise; the largest of them."
+    return Intervals("Coefficients", rows, "coefficient"), caption
+
+
+def _on_one_axis(
+    runs: Sequence[ReportedRun], curves: Sequence[Sequence[tuple[float, float]]], unit: str
+) -> tuple[list[Series], str]:
+    """Draw runs of very different length over the share of each run: else the short ones vanish."""
+    curves = [curve if len(curve) > 2 else () for curve in curves]
+    lengths = [curve[-1][0] for curve in curves if curve]
+    if lengths and max(lengths) > 3 * min(lengths):
+        curves = [[(100.0 * x / curve[-1][0], y) for x, y in curve] for curve in curves]
+        unit = f"% of the run's {unit}"
+    return [Series(run.name, curve) for run, curve in zip(runs, curves, strict=True)], unit
+
+
+def _evaluation(path: Path) -> Evaluation | None:
+    if not path.exists():
+        return None
+    with boundary(f"{path}: is not an evaluation as `quietgrad evaluate` writes it. Evaluate again."):
+        said = read_json(path)
+        if said["result"] != digest_of(path.parent):
+            return None  # of a run that was here before
+        privacy = Privacy.from_json(said["privacy"])
+        numbers = [
+            (label, f"{said[key][0]:.4f} ± {said[key][1]:.4f}") for key, label in _NUMBERS.items() if key in said
+        ]
+        classes = [str(c) for c in said.get("classes") or []]
+        rows = [[float(x) for x in row] for row in said.get("confusion") or []]
+        curve = [[float(x) for x in row] for row in said.get("calibration") or [] if None not in row]
+        shares = [[f"{x:.3f}" for x in row] for row in rows]
+        confusion = list(zip(classes, shares, strict=True)) if rows else []
+        if rows:  # the most frequent class in the same noisy table: what a constant answer would score
+            numbers.insert(1, ("majority class alone", f"{max(map(sum, rows)):.4f}"))
+        people = "training" if said.get("people") == "training" else "held-out"
+        notes = [str(note) for note in said.get("notes", [])]
+        why = contradiction(privacy)
+        return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people)
+
+
+def _shape(shape: Mapping[str, Any]) -> str:
+    """Draw one function of an additive model: a row for each category, or a line of steps over bins."""
+    values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
+    title, effect = str(shape["name"]), "effect on the score"
+    if shape["named"]:
+        named = zip(map(str, shape["where"]), values, errors, strict=True)
+        return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
+    bins = zip(pairwise(map(float, shape["where"])), values, strict=True)
+    points = [(edge, value) for ends, value in bins for edge in ends]
+    bars = [2.0 * error for error in errors for _ in range(2)]
+    return Lines(title, [Series(title, points, bars)], title, effect).svg()
+
+
+def _calibration(rows: Sequence[Sequence[float]]) -> str:
+    """Draw observed frequency over predicted probability, with two standard errors, beside the diagonal."""
+    if not rows:
+        return ""
+    points, bars = [(row[0], min(1.0, max(0.0, row[1]))) for row in rows], [2.0 * row[2] for row in rows]
+    lines = Series("observed", points, bars), Series("as predicted", [(0.0, 0.0), (1.0, 1.0)])
+    return Lines("Calibration", lines, "predicted probability", "observed frequency", zero=True).svg()
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if value is None:
+        return "–"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):  # ranges of a thousand columns would fill pages
+        runs = [(item, len(list(same))) for item, same in groupby(map(_plain, value))]
+        said = [f"{count} × {item}" if count > 1 else item for item, count in runs[:_MOST_ITEMS]]
+        more = [f"… ({len(value)} in all)"] if len(runs) > _MOST_ITEMS else []
+        return f"[{', '.join([*said, *more])}]"
+    return str(value)

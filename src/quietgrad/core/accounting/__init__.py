@@ -1,0 +1,1 @@
+"""Accounting: budgets, the events that releases are, and the accountants that prove their ε."""

@@ -1,0 +1,107 @@
+"""The errors a user of quietgrad may meet; each message says what was given, what is allowed, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+from quietgrad.core.sanitize import sanitize
+
+
+class QuietgradError(Exception):
+    r"""Base of every error that quietgrad raises on purpose.
+
+    Its text may quote a column, an account or another party, so :func:`quietgrad.core.sanitize.sanitize` cleans it.
+    ``code`` names the kind of error in every version; the command line prints it behind the message.
+
+    >>> print(QuietgradError("no column \x1b[2J"))
+    no column \x1b[2J
+    >>> DataError.code
+    'QG-DATA'
+    """
+
+    code: ClassVar[str] = "QG-ERROR"
+
+    def __str__(self) -> str:
+        return sanitize(super().__str__())
+
+
+class UnprovableError(QuietgradError, ValueError):
+    """No accountant can prove a finite ε for this composition; the offending event is named."""
+
+    code = "QG-UNPROVABLE"
+
+
+class BudgetError(QuietgradError, RuntimeError):
+    """The request would spend more privacy than the budget, plan or cap allows; nothing was released."""
+
+    code = "QG-BUDGET"
+
+
+class ExhaustedError(BudgetError):
+    """The plan's fresh records or releases are used up; nothing was released, and a run may end here cleanly."""
+
+    code = "QG-EXHAUSTED"
+
+
+class LedgerError(QuietgradError, RuntimeError):
+    """A ledger is cut, edited, locked or cannot be written; nothing was released."""
+
+    code = "QG-LEDGER"
+
+
+class LedgerWarning(UserWarning):
+    """One account met different tables, or one table two accounts or units: are these the same people?"""
+
+
+class TooNoisyError(QuietgradError, ValueError):
+    """A release that was paid for shows nothing above its noise; the message says what to declare instead."""
+
+    code = "QG-NOISE"
+
+
+class TooNoisyWarning(UserWarning):
+    """A fit could not find something within its budget; the message says what to declare."""
+
+
+class DeclaredWarning(UserWarning):
+    """Something was taken as public because a column's type lists it; the message says what to declare instead."""
+
+
+class DataError(QuietgradError, ValueError):
+    """The data cannot be used as they are; nothing was reserved and nothing was spent."""
+
+    code = "QG-DATA"
+
+
+class ChangedError(QuietgradError, RuntimeError):
+    """A table changed while a run was reading it; the release was not made, and what was reserved stays so."""
+
+    code = "QG-CHANGED"
+
+
+class ClusterError(QuietgradError, RuntimeError):
+    """A cluster could not be reached or gave up; the release was not made, and what was reserved stays so."""
+
+    code = "QG-CLUSTER"
+
+
+@contextmanager
+def boundary(refusal: str) -> Iterator[None]:
+    """Turn whatever a foreign parser raises for a file into one ``DataError``.
+
+    Which exceptions a parser has for bytes that are not its own is not documented, and their texts may quote what
+    was read. What quietgrad raised on purpose, and a file that is not there, pass as they are.
+
+    >>> with boundary("rows.npz: not a readable npz file."):
+    ...     raise IndexError("a person's cell")
+    Traceback (most recent call last):
+    quietgrad.core.errors.DataError: rows.npz: not a readable npz file.
+    """
+    try:
+        yield
+    except (QuietgradError, FileNotFoundError):
+        raise
+    except Exception:
+        raise DataError(refusal) from None

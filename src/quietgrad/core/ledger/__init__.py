@@ -1,0 +1,1 @@
+"""The ledger: who pays, the hash-chained file that records it, and the keys that protect it."""

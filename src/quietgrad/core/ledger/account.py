@@ -1,0 +1,312 @@
+"""Who pays: every reservation and every close of quietgrad, for tables, modules, searches and parties alike.
+
+*Reserve → release → close.* An :class:`Account` is a group of people and the ledger that keeps their spending; a
+:class:`Charge` is one plan's entry in it. Opening an existing entry again demands the identical event, and closing
+is idempotent. Front ends charge the ledger that they are given, or else the project's (:meth:`Account.of`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import gdp_mu
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.files import os_error_text
+from quietgrad.core.ledger.ledger import Ledger, project_ledger, project_ledger_exists
+from quietgrad.core.ledger.state import (
+    COUNTED,
+    DEFAULT,
+    EPOCH,
+    NAMELESS,
+    canonical_account_name,
+    check_account_name,
+    fingerprint,
+    run_of,
+    unnamed,
+)
+
+__all__ = ["COUNTED", "EPOCH", "Account", "Charge", "run_of"]
+
+if TYPE_CHECKING:
+    from quietgrad.core.ledger.ledger import Reservation
+
+
+@dataclass(frozen=True)
+class Account:
+    """The people whose privacy is spent, the ledger that records it, and the most it may come to.
+
+    Args:
+        name: the people the records are about; all entries of one account compose.
+        ledger: path of a ledger file, a :class:`~quietgrad.core.ledger.ledger.Ledger`, or ``None``: then nothing is
+            durable, and this run alone is stated.
+        cap: a budget the account as a whole may not exceed; needs a ledger.
+        by_default: no ledger was named, so the project's pays.
+        note: what a statement says of a run that no ledger pays for.
+        asked: the name that the user gave, where lines stand under another.
+        table: the keyed fingerprint of the table, or the file whose fingerprint stands for it.
+    """
+
+    name: str = DEFAULT
+    ledger: Ledger | str | Path | None = None
+    cap: Budget | None = None
+    by_default: bool = False
+    note: str = ""
+    asked: str = ""
+    table: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", check_account_name(self.name))
+        if self.cap is not None and self.ledger is None and not self.by_default:
+            raise ValueError("cap: needs a ledger that the account's total is kept in; pass ledger=PATH.")
+
+    def __str__(self) -> str:
+        return self.asked or self.name
+
+    @classmethod
+    def of(
+        cls, name: str | Account, ledger: Ledger | str | Path | None, cap: Budget | None, *, seeded: bool = False
+    ) -> Account:
+        """The account that a front end charges: in the ledger given, else in the project's own.
+
+        A ``seeded`` run is not private, so it is charged only where a ledger is named. An account stays as it is.
+        """
+        if isinstance(name, Account):
+            return name
+        return cls(name, ledger, cap, by_default=ledger is None and not seeded)
+
+    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: PrivacyUnit) -> Account:
+        """The account with its ledger open and the name that lines stand under.
+
+        In a project's ledger that is the name of the table, if no other is given. The keyed
+        fingerprint distinguishes tables, so that the costs of unrelated ones do not add up.
+        """
+        if self.asked:
+            return self
+        ledger, table = self.open(), self.table
+        if ledger is None:
+            return replace(self, by_default=False, note=_IN_MEMORY if self.by_default else self.note)
+        if isinstance(table, Path):
+            with table.open("rb") as file:
+                table = fingerprint(iter(lambda: file.read(2**20), b""))
+        if not self.by_default:
+            return replace(self, table=table)
+        name, table = self.name, table or fingerprint(contents())
+        if any(known is not unit for known in ledger.book().units(name)):
+            name = f"{name}, by {unit}"  # entries about records and about people do not add up
+        if canonical_account_name(self.name) in NAMELESS:
+            name = unnamed("table" if unit is PrivacyUnit.RECORD else "people of table", table)
+        return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
+
+    def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes nothing."""
+        if (ledger := self.open()) is not None:
+            ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
+
+    def reserve(
+        self,
+        event: events.Event | None,
+        budget: Budget | None,
+        *,
+        run: str = "",
+        note: str = "",
+        contents: Iterable[bytes | memoryview] | None = None,
+        part: bool = False,
+        unit: PrivacyUnit = PrivacyUnit.RECORD,
+        condition: str | None = None,
+    ) -> Charge:
+        """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
+
+        Args:
+            event, budget: ``None`` for a run without noise, which has no cost that could be stated.
+            run: its name in the ledger; empty for one that is never resumed.
+            contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
+            part: it may be a part of a table that the account knows, such as a fold.
+            unit: the privacy unit of the guarantee; an account whose ledger was charged for another is refused.
+            condition: the clause under which the event's ε holds, which its line says.
+        """
+        if event is None or budget is None:
+            return Charge(event)
+        ledger = self.open()
+        if ledger is None:
+            return Charge(event, note=self.note)
+        mark = self.table if isinstance(self.table, str) else None
+        if mark is None and contents is not None:
+            mark = fingerprint(contents)
+        with warnings.catch_warnings() if self.by_default else nullcontext():
+            if self.by_default:  # a warning of a ledger that was not named must not turn into an error
+                warnings.simplefilter("default", LedgerWarning)
+            try:
+                reservation = ledger.reserve(
+                    self.name,
+                    event,
+                    delta=budget.delta,
+                    relation=budget.relation,
+                    run=run,
+                    cap=self.cap,
+                    note=note,
+                    fingerprint=mark,
+                    part=part,
+                    unit=unit,
+                    condition=condition,
+                )
+            except LedgerError as error:
+                raise _unusable(error) if self.by_default else error from None
+        return Charge(event, ledger, reservation)
+
+    def reopen(
+        self,
+        event: events.Event | None,
+        budget: Budget | None,
+        *,
+        run: str,
+        unit: PrivacyUnit = PrivacyUnit.RECORD,
+        condition: str | None = None,
+    ) -> Charge | None:
+        """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
+
+        What was reserved under a name pays for that event only: another one under the same name is refused.
+        """
+        ledger = self.open()
+        if event is None or budget is None or ledger is None:
+            return None
+        held = ledger.find(run)
+        if held is None:
+            return None
+        found = held.reservation
+        asked = (event, budget.delta, budget.relation, unit, condition)
+        same = (found.event, found.delta, found.relation, found.unit, found.condition) == asked
+        if not same or canonical_account_name(found.account) != canonical_account_name(self.name):
+            raise BudgetError(
+                f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
+                "with. Resume it with what it was started with, or start a new run."
+            )
+        return Charge(event, ledger, found, paid=held.state != "open", booked=held.counts)
+
+    def epochs(self, run: str) -> tuple[str, ...]:
+        """The nonces of the epochs that ``run`` was charged for, whatever it remembers of them itself."""
+        ledger = self.open()
+        held = () if ledger is None else ledger.book().held.values()
+        names = (each.reservation.run.partition(EPOCH) for each in held if each.counts is not None)
+        return tuple(dict.fromkeys(nonce for name, mark, nonce in names if name == run and mark))
+
+    def openings(self, run: str) -> int:
+        """How often the ledger knows ``run`` to have been opened; ``LedgerError`` if there is no ledger."""
+        ledger = self.open()
+        if ledger is None:
+            raise LedgerError("a run goes on only with the ledger that pays for it; start a new one.")
+        return ledger.openings(run)
+
+    def resume(self, run: str) -> None:
+        """Write down that ``run`` is opened again."""
+        if (ledger := self.open()) is not None and ledger.openings(run):
+            ledger.resume(run)
+
+    def open(self) -> Ledger | None:
+        """The ledger that pays: the one given, else the project's. ``None`` if nothing is durable.
+
+        A project's ledger that is there is used, or nothing is released: its accounts may have caps. Only where
+        there is none and none can be made (the folder is read-only or cannot exist) does a run go on without it.
+
+        Raises:
+            LedgerError: the project's ledger is there and cannot be used, or there is none to keep a cap in.
+        """
+        if self.ledger is not None:
+            return self.ledger if isinstance(self.ledger, Ledger) else Ledger(self.ledger)
+        if not self.by_default:
+            return None
+        try:
+            ledger = project_ledger()
+            _ = ledger.id  # begins the file
+        except (LedgerError, OSError, RuntimeError) as error:
+            if project_ledger_exists():
+                raise _unusable(error) from None
+            if self.cap is not None:
+                raise LedgerError(
+                    "cap: there is no project ledger to keep the account's total in, and none could be made. "
+                    "Nothing was charged or released. Pass ledger=PATH."
+                ) from None
+            return None
+        return ledger
+
+
+@dataclass
+class Charge:
+    """One plan's entry: what it may release, and whether it was closed already.
+
+    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
+    ``booked`` as it is. ``note`` is what a statement must say of how it was charged.
+    """
+
+    event: events.Event | None
+    ledger: Ledger | None = None
+    reservation: Reservation | None = None
+    paid: bool = False
+    booked: events.Event | None = None
+    note: str = ""
+    spent: events.Event | None = field(default=None, init=False)
+    closed: bool = field(default=False, init=False)
+
+    def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
+        """Close the entry and return the event that is charged; closing again changes nothing.
+
+        Only a stop that does not depend on data gives back what was not released.
+        """
+        self.closed = True
+        if self.paid:
+            self.spent = self.booked or self.event
+        elif self.ledger is None or self.reservation is None:
+            self.spent = self.event if data_dependent else spent
+        elif self.spent is None:
+            self.spent = self.ledger.close(
+                self.reservation.id, spent_event=spent, reason=reason, data_dependent=data_dependent
+            )
+        return self.spent
+
+    def set_condition(self, condition: str) -> None:
+        """Write down that what this entry pays for is private under ``condition``, before more is released."""
+        if self.ledger is not None and self.reservation is not None:
+            self.reservation = self.ledger.set_condition(self.reservation.id, condition)
+
+    def part(self, event: events.Event, budget: Budget | None) -> Charge:
+        """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
+        if self.closed:
+            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
+        inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
+        try:
+            pays = (
+                inner is not None
+                and budget is not None
+                and gdp_mu(event, relation=budget.relation)
+                <= gdp_mu(inner, relation=budget.relation) * (1.0 + 1e-9)
+            )
+        except UnprovableError:
+            pays = False
+        if not pays:
+            raise UnprovableError(
+                "a round of a search is accounted as one Gaussian release: only full-batch methods "
+                "(algorithm=None, WhitenedGD, DPGD) and declared classes can be searched over."
+            )
+        return Charge(event)
+
+    def cancel(self, reason: str) -> None:
+        """Give the whole entry back: right only if nothing at all was released under it."""
+        if self.ledger is not None and self.reservation is not None and not self.paid:
+            self.ledger.cancel(self.reservation.id, reason=reason)
+
+
+_IN_MEMORY = "there is no project ledger and none could be made, so this run is not added to others"
+
+
+def _unusable(error: Exception) -> LedgerError:
+    why = os_error_text(error) if isinstance(error, OSError) else str(error).rstrip(".")
+    return LedgerError(
+        f"the project's ledger cannot be used: {why}. Nothing was charged or released. Run `quietgrad ledger "
+        "verify` on it and repair it, or name another one: ledger=PATH."
+    )

@@ -1,0 +1,419 @@
+"""The ledger: what privacy each named account has spent, across runs and processes.
+
+*Reserve → release → close.* The whole cost of a plan is durably written before its first number leaves;
+closing gives back only what a stop that did not look at the data left unreleased; a run that crashed counts in
+full. All entries of one account compose: an account is a group of people that the user names, so a renamed or
+re-split copy of a table belongs to the same account. Caps bound an account's total and are entries themselves.
+
+Where no ledger is named, the project's pays, so that every run has one. A project is the folder with a file
+``quietgrad.toml`` (it may be empty) around the working folder. Without one it is all that this user does, and the
+ledger is in the state folder (``$QUIETGRAD_STATE``, else ``~/.local/state/quietgrad``).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.ledger.chain import Chain, ChainEntry, anchor, check_anchor
+from quietgrad.core.ledger.state import (
+    LedgerState,
+    Reservation,
+    ReservationState,
+    canonical_account_name,
+    check_account_name,
+    compose_events,
+    fingerprint,
+    may_give_back,
+    salted,
+    state_folder,
+)
+
+if TYPE_CHECKING:
+    from quietgrad.core.accounting.accounting import ProvedGuarantee
+
+__all__ = ["Ledger", "Reservation", "VerifyReport", "fingerprint"]
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What :meth:`Ledger.verify` found. A torn tail is a crash's trace, not a fault: it paid for nothing."""
+
+    ok: bool
+    entries: int
+    problems: tuple[str, ...]
+    torn_tail: bool
+    accounts: tuple[str, ...]
+
+
+class Ledger:
+    """An append-only, hash-chained file of reservations, safe for many processes.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> ledger = Ledger(folder.name + "/ledger.jsonl")
+    >>> step = events.poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=100)
+    >>> paid = ledger.reserve("patients", step, delta=1e-5, relation="add-remove", run="run-1")
+    >>> half = events.poisson_gaussian(rate=0.01, noise_multiplier=1.1, steps=50)
+    >>> ledger.close(paid.id, spent_event=half, reason="stopped by the user", data_dependent=False) == half
+    True
+    >>> ledger.verify().ok
+    True
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: float = 120.0) -> None:
+        self._chain = Chain(path, timeout=timeout)
+        self.path = self._chain.path
+        self._folded = LedgerState()
+
+    def reserve(
+        self,
+        account: str,
+        event: events.Event,
+        *,
+        delta: float,
+        relation: str | Relation,
+        run: str,
+        cap: Budget | None = None,
+        note: str = "",
+        fingerprint: str | None = None,
+        part: bool = False,
+        unit: str | PrivacyUnit = "record",
+        condition: str | None = None,
+    ) -> Reservation:
+        """Write down the whole cost of ``event``; when this returns it is on the disk and may be released.
+
+        With a cap (the account's own in the ledger, the argument, or both) the account's entries and ``event``
+        are composed and proved under the cap's relation at the cap's δ; ``BudgetError`` if that exceeds it.
+        A run without a name is called after its reservation. Spellings of one account (case, spaces around) are
+        one account, kept as first spelled.
+        ``fingerprint`` (see :func:`fingerprint`) only warns, with ``LedgerWarning``; the table of a ``part`` (a
+        fold of a cross-validation) is expected to differ from others of its account.
+        ``unit`` is the privacy unit of the guarantee; an account has one, and an entry of another is refused: its
+        cost to a person with k records is not known.
+        ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
+        """
+        account, unit = check_account_name(account), PrivacyUnit.parse(unit)
+        if not isinstance(event, events.Event):
+            raise TypeError(f"event={event!r}: must be an event of quietgrad.core.accounting.events.")
+        if not isinstance(run, str):
+            raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
+        new_id = os.urandom(8).hex()
+        body: dict[str, Any] = {
+            "id": new_id,
+            "account": account,
+            "run": run or new_id,
+            "event": event.to_json(),
+            "delta": check_delta(delta),
+            "relation": str(Relation.parse(relation)),
+            "unit": str(unit),
+            **({} if condition is None else {"condition": check_condition(condition)}),
+            "cap": None if cap is None else cap.to_json(),
+            "note": note,
+            "fingerprint": None if fingerprint is None else salted(fingerprint),
+        }
+        with self._chain.writing() as writer:
+            book = self._book(writer.entries)
+            body["account"] = account = book.name(account)
+            _check_charge(book, account, event, Relation.parse(relation), cap, unit)
+            found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
+            for message in found:  # before the append: where warnings are errors, nothing gets spent
+                warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
+            writer.append("reserve", {**body, "warnings": found})
+        return Reservation.from_body(body)
+
+    def check_cap(
+        self,
+        account: str,
+        event: events.Event,
+        *,
+        relation: str | Relation,
+        cap: Budget | None = None,
+        unit: str | PrivacyUnit = "record",
+    ) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and reserves nothing."""
+        asked = Relation.parse(relation)
+        _check_charge(self.book(), check_account_name(account), event, asked, cap, PrivacyUnit.parse(unit))
+
+    def close(
+        self,
+        reservation_id: str,
+        *,
+        spent_event: events.Event | None = None,
+        reason: str,
+        data_dependent: bool = True,
+    ) -> events.Event:
+        """Close a reservation and return the event that the account is charged for it.
+
+        ``spent_event`` is what was really released, a part of what was reserved. It is charged instead of the
+        reservation only if the stop did not depend on the data (``data_dependent=False``) or the reservation
+        is a zCDP filter; otherwise, and without it, the reserved cost stays.
+        Closing again with the same outcome returns what was booked and writes nothing, so a run that crashed
+        between its close and its result may simply close once more; another outcome is refused.
+        """
+        with self._chain.writing() as writer:
+            held = self._held(writer.entries, reservation_id)
+            reserved = held.reservation.event
+            counts = reserved
+            if spent_event is not None:
+                if may_give_back(spent_event, reserved, data_dependent=data_dependent):
+                    counts = spent_event
+                elif not data_dependent:
+                    raise ValueError(
+                        f"spent_event={spent_event!r}: is not a part of the reserved {reserved!r}; "
+                        "pass the released part of it, or None to be charged in full."
+                    )
+            if held.state == "closed":
+                if counts == held.counts:
+                    return counts
+                raise LedgerError(
+                    f"{self.path}: reservation {reservation_id!r} is already closed and booked otherwise; "
+                    "what is booked is not changed."
+                )
+            left = None if counts == reserved else counts.to_json()
+            outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}
+            writer.append("close", {"id": reservation_id, **outcome})
+        return counts
+
+    def cancel(self, reservation_id: str, *, reason: str) -> None:
+        """Give a whole reservation back: right only if nothing at all was released under it."""
+        with self._chain.writing() as writer:
+            if self._held(writer.entries, reservation_id).state == "closed":
+                raise LedgerError(f"{self.path}: reservation {reservation_id!r} is already closed, so it counts.")
+            writer.append("cancel", {"id": reservation_id, "reason": reason})
+
+    def set_condition(self, reservation_id: str, condition: str) -> Reservation:
+        """Say from now on that a reservation's ε holds under ``condition``; a reservation has one at most.
+
+        For a run that learns of it on the way. Open or closed: what ε rests on may come last.
+        """
+        with self._chain.writing() as writer:
+            known = self._held(writer.entries, reservation_id).reservation
+            if known.condition is None:
+                writer.append("condition", {"id": reservation_id, "condition": check_condition(condition)})
+            elif known.condition != condition:
+                raise LedgerError(f"{self.path}: reservation {reservation_id!r} has another condition already.")
+        return replace(known, condition=condition)
+
+    def resume(self, run: str) -> int:
+        """Write down that ``run``, which has an entry here, is opened again; how often it was by now.
+
+        What a run keeps of itself carries this number, so that an older copy of it contradicts the ledger.
+        """
+        with self._chain.writing() as writer:
+            number = self._book(writer.entries).openings.get(run, 0) + 1
+            if number == 1:
+                raise LedgerError(f"{self.path}: holds no entry of run {run!r} that could be opened again.")
+            writer.append("resume", {"run": run, "opening": number})
+        return number
+
+    def openings(self, run: str) -> int:
+        """How often ``run`` was opened: 0 without an entry, 1 from its reservation on, one more by each resume."""
+        return self.book().openings.get(run, 0)
+
+    @property
+    def id(self) -> str:
+        """What tells this ledger from any other, wherever it is moved; a file that is not there yet is begun."""
+        entries = self.entries()
+        if not entries:
+            with self._chain.writing() as writer:  # makes the first line
+                entries = writer.entries
+        return str(entries[0].body["id"])
+
+    def set_cap(self, account: str, budget: Budget) -> None:
+        """Bound the account's total from now on; the newest cap counts, the old ones stay on record."""
+        account = check_account_name(account)
+        with self._chain.writing() as writer:
+            shown = self._book(writer.entries).name(account)
+            writer.append(
+                "cap", {"account": shown, "identity": canonical_account_name(account), **budget.to_json()}
+            )
+
+    def adopt(self, *, reason: str) -> None:
+        """Accept a file whose head is missing or disagrees, on the user's word that its end is not cut."""
+        if not self.path.exists():
+            raise LedgerError(f"{self.path}: there is no ledger to adopt.")
+        with self._chain.writing(adopt=True) as writer:
+            self._book(writer.entries)
+            writer.append("adopt", {"reason": reason})
+
+    def spent(self, account: str, *, delta: float, relation: str | Relation) -> ProvedGuarantee:
+        """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
+
+        Runs planned under replace-one have no cost under add-remove (``UnprovableError``): they publish n, and
+        some of their bounds are about two records, not one.
+        """
+        book, asked = self.book(), Relation.parse(relation)
+        _check_relation(book.relations(account), asked)
+        return _prove(book.counted(account), check_delta(delta), asked)
+
+    def cap(self, account: str) -> Budget | None:
+        """The account's newest cap, if it has one."""
+        return self.book().cap(account)
+
+    def find(self, run: str) -> ReservationState | None:
+        """What ``run`` has paid: its newest open reservation, else its newest closed one, else None.
+
+        Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
+        was reserved, ``counts`` what is charged, ``fingerprint`` the table it was for.
+        """
+        return self.book().find(run)
+
+    def head(self) -> str:
+        """A short text to keep elsewhere: :meth:`verify` tells by it a ledger that was restored from a backup."""
+        entries = self.entries()
+        if not entries:
+            raise LedgerError(f"{self.path}: nothing is written yet, so there is no head to keep.")
+        return anchor(entries[-1])
+
+    def entries(self) -> tuple[ChainEntry, ...]:
+        """All lines, oldest first; ``LedgerError`` if the file is cut or altered."""
+        reading = self._chain.read()
+        if reading.problems:
+            raise LedgerError(f"{self.path}: {reading.problems[0]}")
+        return reading.entries
+
+    def book(self) -> LedgerState:
+        """The reservations, caps and charges that the entries add up to."""
+        return LedgerState().fold(self.entries(), self.path)  # not the writers', which a thread may be changing
+
+    def verify(self, head: str | None = None) -> VerifyReport:
+        """Check every line, the chain, the head and the sense of it all; never raises for what it finds.
+
+        With ``head``, an earlier :meth:`head`, also that this ledger is that one or a continuation of it.
+        """
+        reading = self._chain.read()
+        problems = list(reading.problems)
+        if head is not None and (problem := check_anchor(reading.entries, head)):
+            problems.append(problem)
+        book = LedgerState()
+        if not problems:
+            try:
+                book.fold(reading.entries)
+            except LedgerError as error:
+                problems.append(str(error))
+        torn, accounts = bool(reading.torn), book.accounts()
+        return VerifyReport(not problems, len(reading.entries), tuple(problems), torn, accounts)
+
+    def _book(self, entries: Sequence[ChainEntry]) -> LedgerState:
+        """For writers: fold what is new since the last call, or everything if the past is not the same."""
+        last = self._folded.last
+        if last is None or len(entries) < last.seq or entries[last.seq - 1].hash != last.hash:
+            self._folded = LedgerState()
+        return self._folded.fold(entries, self.path)
+
+    def _held(self, entries: Sequence[ChainEntry], reservation_id: str) -> ReservationState:
+        """The reservation of that id, open or closed."""
+        book = self._book(entries)
+        held = book.held.get(reservation_id)
+        if held is not None and held.state == "closed":
+            return held
+        try:
+            return book.open(reservation_id)
+        except ValueError as error:
+            raise LedgerError(f"{self.path}: {error}") from None
+
+
+def _check_relation(planned: set[Relation], asked: Relation) -> None:
+    if asked is Relation.ADD_REMOVE and Relation.REPLACE_ONE in planned:
+        raise UnprovableError(
+            "a run was planned under replace-one, which proves nothing under add-remove; ask under replace-one."
+        )
+
+
+def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> ProvedGuarantee:
+    from quietgrad.core.accounting.accounting import ProvedGuarantee, prove
+
+    event = compose_events(parts)
+    if event is None:
+        return ProvedGuarantee(epsilon=0.0, delta=delta, relation=relation, accountant="none")
+    return prove(event, delta=delta, relation=relation)
+
+
+def _check_charge(
+    book: LedgerState, account: str, event: events.Event, relation: Relation, cap: Budget | None, unit: PrivacyUnit
+) -> None:
+    """Raise ``BudgetError`` if the account counts another unit, or would exceed its own caps or the one given."""
+    if any(known is not unit for known in book.units(account)):
+        other = PrivacyUnit.PERSON if unit is PrivacyUnit.RECORD else PrivacyUnit.RECORD
+        raise BudgetError(
+            f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
+            f"not add up. Run it by {other} too, or name another account; nothing was reserved."
+        )
+    counted, planned = book.counted(account), book.relations(account) | {relation}
+    for bound in dict.fromkeys([*book.caps_of(account), cap]):
+        if bound is None:
+            continue
+        try:
+            _check_relation(planned, bound.relation)
+            together = _prove([*counted, event], bound.delta, bound.relation).epsilon
+            if together <= bound.epsilon:
+                continue
+            already = _prove(counted, bound.delta, bound.relation).epsilon
+            asked = _prove([event], bound.delta, bound.relation).epsilon
+        except UnprovableError as error:
+            raise BudgetError(
+                f"account {account!r}: its cap is stated under {bound.relation}, and its releases have no proof "
+                f"under that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
+                "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
+                f"{bound.relation}: relation={str(bound.relation)!r}."
+            ) from None
+        raise BudgetError(
+            f"account {account!r}: this run would exceed the cap. "
+            f"Cap: ε={bound.epsilon:.4g} (δ={bound.delta:g}, {bound.relation}). Spent: ε={already:.4g}. "
+            f"This run: ε={asked:.4g}. Together: ε={together:.4g}. Nothing was charged or released. "
+            "Lower epsilon, or raise the cap with `quietgrad ledger cap`."
+        )
+
+
+_open: dict[tuple[int, Path], Ledger] = {}  # kept open: what was read and checked once is not read again
+_lock = threading.Lock()
+
+
+def project_path() -> Path:
+    """Where the project's ledger is, or will be."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "quietgrad.toml").is_file():
+            return folder / "ledger.jsonl"
+    return state_folder() / "ledger.jsonl"
+
+
+def project_ledger() -> Ledger:
+    """The project's ledger; its folder is made, the file with the first entry."""
+    path = project_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _lock:
+        place = (os.getpid(), path)
+        if place not in _open:
+            _open[place] = Ledger(path)
+        return _open[place]
+
+
+def project_ledger_exists() -> bool:
+    """Whether the project has a ledger: its file, a link to it, or the head that a lost file left.
+
+    A place that may not be looked at counts as one with a ledger.
+    """
+    try:
+        path = project_path()
+    except (OSError, RuntimeError):  # neither a working folder nor a home
+        return False
+    for file in (path, Path(f"{os.path.realpath(path)}.head")):
+        try:
+            os.lstat(file)
+            return True
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,420 @@
+"""The state of a ledger as a fold over its entries: reservations, caps, totals, account names, fingerprints.
+
+Nothing here reads or writes a file. A reservation counts in full from the moment it is written;
+closing it can only replace its event by a part of it (:func:`is_part`), and only if the stop that caused it
+did not depend on the data, or the event is a zCDP filter (whose accounting allows any stopping rule).
+
+An account is a group of people by the user's word, and a cap per spelling is no cap. So names are compared by
+:func:`canonical_account_name`, which only ever brings spellings together: too much is then charged, never too
+little.
+
+Fingerprints of tables let a ledger warn about mixed-up accounts. A plain hash of a table can be tested against
+guesses of its content. Fingerprints are HMAC-SHA256 under a random key
+that stays in a 0600 file on this machine; another machine's fingerprints cannot be compared with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.core.errors import LedgerError
+from quietgrad.core.files import write_atomically
+from quietgrad.core.ledger.chain import ChainEntry
+
+DEFAULT = "default"  # the account of a run that names none
+NAMELESS = (DEFAULT, "held-out")  # what front ends charge if the caller names no account
+_UNNAMED = re.compile(r"[a-z ]+ [0-9a-f]{16}")
+LONGEST = 120  # characters; a name is a label in tables and messages
+
+_INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, direction marks), what is no character
+
+
+@lru_cache(maxsize=4096)  # asked of every line of a ledger
+def canonical_account_name(name: str) -> str:
+    """What two spellings of one account have in common: no case, no width, no spaces around, nothing invisible."""
+    # Folding case can undo a normal form and the other way round, so both are repeated until nothing moves.
+    before, folded = None, name
+    while folded != before:
+        before = folded
+        visible = (c for c in folded if c.isspace() or unicodedata.category(c) not in _INVISIBLE)
+        folded = " ".join(unicodedata.normalize("NFKC", "".join(visible)).casefold().split())
+    return folded
+
+
+def check_account_name(name: object) -> str:
+    """Return the name as it is shown, without spaces around; ``ValueError`` says what is wrong with it."""
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"account={name!r}: must be a name that is not empty.")
+    shown = name.strip()
+    if len(shown) > LONGEST:
+        raise ValueError(f"account={shown[:20]!r}…: has {len(shown)} characters; use at most {LONGEST}.")
+    if any(unicodedata.category(c) in _INVISIBLE for c in shown):
+        raise ValueError(f"account={shown!r}: holds characters that cannot be seen; use letters, digits and signs.")
+    if "/" in shown or "\\" in shown or not canonical_account_name(shown):
+        raise ValueError(f"account={shown!r}: name the people, not a file; leave out / and \\.")
+    return shown
+
+
+def unnamed(what: str, mark: str) -> str:
+    """The account of a table, a stream or a federation in a project's ledger, if the caller names none."""
+    return f"{what} {mark[:16]}"
+
+
+def same(name: str, other: str | None) -> bool:
+    """Whether lines under ``name`` are those of the account that a run was charged to as ``other``.
+
+    >>> same("Patients", "patients"), same("table 3f9ab0c41d6e7a52", "default"), same("patients", "default")
+    (True, True, False)
+    """
+    if other is None:
+        return False
+    return canonical_account_name(name) == canonical_account_name(other) or (
+        canonical_account_name(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
+    )
+
+
+COUNTED = "~count"
+"""Behind a run's name: the private count that it was planned from."""
+EPOCH = "#"
+"""Between a run's name and the nonce of an epoch."""
+
+
+def run_of(line: str) -> str:
+    """The name of the run that an entry is about."""
+    return line.removesuffix(COUNTED).partition(EPOCH)[0]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A cost that is durably written down: what may now be released, of which account, under which guarantee."""
+
+    id: str
+    account: str
+    run: str
+    event: events.Event
+    delta: float
+    relation: Relation
+    unit: PrivacyUnit = PrivacyUnit.RECORD
+    condition: str | None = None
+
+    @cached_property
+    def epsilon(self) -> float:
+        """ε of the reserved event alone; accounted when first asked for, so that reserving stays quick."""
+        from quietgrad.core.accounting.accounting import account
+
+        return account(self.event, delta=self.delta, relation=self.relation)
+
+    @classmethod
+    def from_body(cls, body: Json) -> Reservation:
+        """Rebuild a reservation from the body of its entry."""
+        return cls(
+            id=str(body["id"]),
+            account=str(body["account"]),
+            run=str(body["run"]),
+            event=events.from_json(body["event"]),
+            delta=check_delta(body["delta"]),
+            relation=Relation.parse(body["relation"]),
+            unit=PrivacyUnit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
+            condition=check_condition(body.get("condition")),
+        )
+
+
+@dataclass(frozen=True)
+class ReservationState:
+    """A reservation, when it was made, how it stands, and the event that it counts as (None: nothing)."""
+
+    reservation: Reservation
+    time: str
+    note: str
+    fingerprint: str | None
+    counts: events.Event | None
+    state: str = "open"  # or "closed" or "cancelled"
+    reason: str = ""
+
+
+@dataclass
+class LedgerState:
+    """The entries of a ledger, folded one by one."""
+
+    held: dict[str, ReservationState] = field(default_factory=dict)
+    caps: dict[str, dict[str, Budget]] = field(default_factory=dict)  # by identity, then by spelling, newest last
+    names: dict[str, str] = field(default_factory=dict)  # by identity: the first spelling, which is shown
+    openings: dict[str, int] = field(default_factory=dict)  # by run: how often it was opened, the first included
+    last: ChainEntry | None = None
+
+    def fold(self, entries: Sequence[ChainEntry], path: Path | None = None) -> LedgerState:
+        """Fold in what comes after the last entry; ``LedgerError`` names a line that chains but makes no sense."""
+        for entry in entries[self.last.seq if self.last else 0 :]:
+            try:
+                self._apply(entry.kind, entry.body, entry.time)
+            except (KeyError, TypeError, ValueError) as error:
+                where = "" if path is None else f"{path}: "
+                raise LedgerError(f"{where}line {entry.seq} ({entry.kind}) makes no sense: {error}") from None
+            self.last = entry
+        return self
+
+    def _apply(self, kind: str, body: Json, time: str) -> None:
+        if kind == "reserve":
+            new = Reservation.from_body(body)
+            if new.id in self.held:
+                raise ValueError(f"reservation {new.id} is already there.")
+            self.names.setdefault(canonical_account_name(new.account), new.account)
+            self.held[new.id] = ReservationState(
+                new, time, str(body["note"]), body["fingerprint"], counts=new.event
+            )
+            self.openings.setdefault(new.run, 1)
+        elif kind in ("close", "cancel"):
+            old = self.open(str(body["id"]))
+            if kind == "cancel":
+                counts, state = None, "cancelled"
+            else:
+                back = body["gives_back_all_but"]
+                counts, state = old.reservation.event if back is None else events.from_json(back), "closed"
+            self.held[old.reservation.id] = replace(old, counts=counts, state=state, reason=str(body["reason"]))
+        elif kind == "condition":
+            old = self.held[str(body["id"])]
+            rests = replace(old.reservation, condition=check_condition(body["condition"]))
+            self.held[old.reservation.id] = replace(old, reservation=rests)
+        elif kind == "cap":
+            account, who = str(body["account"]), canonical_account_name(str(body["account"]))
+            self.names.setdefault(who, account)
+            # Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold.
+            others = {} if "identity" in body else self.caps.get(who, {})
+            kept = {spelling: cap for spelling, cap in others.items() if spelling != account}
+            self.caps[who] = {**kept, account: Budget.from_json(body)}
+        elif kind == "resume":
+            run, number = str(body["run"]), body["opening"]
+            if number != self.openings.get(run, 0) + 1:
+                raise ValueError(f"opening {number} of run {run} does not follow the one before.")
+            self.openings[run] = number
+        elif kind not in ("open", "quarantine", "adopt"):
+            raise ValueError("unknown kind; it was written by a newer quietgrad.")
+
+    def open(self, reservation_id: str) -> ReservationState:
+        """The open reservation of that id; ``ValueError`` if there is none."""
+        held = self.held.get(reservation_id)
+        if held is None or held.state != "open":
+            state = "unknown" if held is None else f"already {held.state}"
+            raise ValueError(f"reservation {reservation_id!r} is {state}; only an open one can be closed.")
+        return held
+
+    def of(self, account: str) -> list[ReservationState]:
+        """The reservations of one account, oldest first."""
+        who = canonical_account_name(account)
+        return [held for held in self.held.values() if canonical_account_name(held.reservation.account) == who]
+
+    def accounts(self) -> tuple[str, ...]:
+        """All accounts with a reservation or a cap, in the order in which they appeared, as first spelled."""
+        return tuple(self.names.values())
+
+    def name(self, account: str) -> str:
+        """How the account is shown: as it was first spelled."""
+        return self.names.get(canonical_account_name(account), account)
+
+    def cap(self, account: str) -> Budget | None:
+        """The account's newest cap."""
+        return next(reversed(self.caps_of(account)), None)
+
+    def caps_of(self, account: str) -> tuple[Budget, ...]:
+        """The caps that hold for the account, the newest last."""
+        return tuple(self.caps.get(canonical_account_name(account), {}).values())
+
+    def find(self, run: str) -> ReservationState | None:
+        """The newest reservation of ``run`` that is open, else the newest that was closed."""
+        mine = [h for h in self.held.values() if h.reservation.run == run and h.state != "cancelled"]
+        return max(reversed(mine), key=lambda held: held.state == "open", default=None)  # max takes the first
+
+    def counted(self, account: str) -> list[events.Event]:
+        """The events that count for one account."""
+        return [held.counts for held in self.of(account) if held.counts is not None]
+
+    def charged(self, account: str) -> list[Reservation]:
+        """The reservations that count for one account."""
+        return [held.reservation for held in self.of(account) if held.counts is not None]
+
+    def runs(self, account: str) -> int:
+        """How many runs count for one account; one may have several entries (a count, epochs)."""
+        return len({run_of(one.run) for one in self.charged(account)})
+
+    def relations(self, account: str) -> set[Relation]:
+        """The relations that what counts for one account was planned under."""
+        return {one.relation for one in self.charged(account)}
+
+    def units(self, account: str) -> tuple[PrivacyUnit, ...]:
+        """The privacy units of what counts for one account."""
+        return tuple(dict.fromkeys(one.unit for one in self.charged(account)))
+
+    def conditions(self, account: str) -> tuple[str, ...]:
+        """The conditions that the ε of one account rests on."""
+        return tuple(dict.fromkeys(one.condition for one in self.charged(account) if one.condition is not None))
+
+    def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
+        """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
+        pairs = {
+            (self.name(held.reservation.account), is_of_table(held.fingerprint, fingerprint))
+            for held in self.held.values()
+            if held.fingerprint
+        }
+        account = self.name(account)
+        if (account, True) in pairs:
+            return []
+        found = []
+        if not part and any(name == account for name, _ in pairs):
+            found.append(
+                f"account {account!r} was used with another table before; "
+                "if these are other people, give them another account."
+            )
+        others = sorted(name for name, same_table in pairs if same_table)
+        if others:
+            names = ", ".join(map(repr, others))
+            found.append(
+                f"this table was charged to account {names} before, now to {account!r}; "
+                "the same people must stay in one account."
+            )
+        return found
+
+
+def compose_events(parts: Iterable[events.Event]) -> events.Event | None:
+    """All of ``parts`` on the same people as one event, equal ones counted together; None if there are none.
+
+    Counting keeps accounting quick: k equal parallel events have far fewer worst cases than k different ones.
+    """
+    counts = Counter(parts)
+    if not counts:
+        return None
+    return events.composed([events.repeated(event, count) for event, count in counts.items()])
+
+
+def is_part(spent: events.Event, reserved: events.Event) -> bool:
+    """Whether ``spent`` can be seen to be ``reserved`` stopped early, release by release.
+
+    Only then is giving back safe whatever the accountant: fewer repetitions, some members of a composition in
+    their order, some of the disjoint parts, every party's own part, a smaller ρ, more noise.
+    A :class:`~quietgrad.core.accounting.events.TotalVariationSlack`, a failure and an upfront release always stay.
+    """
+    if spent == reserved:
+        return True
+    if isinstance(reserved, events.ZCDP):
+        return isinstance(spent, events.ZCDP) and spent.relation == reserved.relation and spent.rho < reserved.rho
+    if isinstance(reserved, events.Gaussian):
+        # A run of correlated noise is one Gaussian release; stopped early, one of more noise.
+        return isinstance(spent, events.Gaussian) and spent.noise_multiplier >= reserved.noise_multiplier
+    if isinstance(reserved, events.Repeated):
+        if isinstance(spent, events.Repeated) and spent.count <= reserved.count:
+            return is_part(spent.inner, reserved.inner)
+        return is_part(spent, reserved.inner)
+    if isinstance(reserved, events.Composed):
+        return _in_order(_flat(spent), _flat(reserved))
+    if isinstance(reserved, events.Parallel):
+        return _in_order(spent.parts if isinstance(spent, events.Parallel) else (spent,), reserved.parts)
+    if isinstance(reserved, events.MaxOverParties) and isinstance(spent, events.MaxOverParties):
+        # The place identifies a party, so none may be left out.
+        same = len(spent.parties) == len(reserved.parties)
+        return same and all(map(is_part, spent.parties, reserved.parties))
+    return False
+
+
+def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> bool:
+    """Whether each of ``wanted`` is part of a member of ``whole``, in order, and no slack is left out."""
+    found = 0
+    for part in whole:
+        if found < len(wanted) and is_part(wanted[found], part):
+            found += 1
+        elif isinstance(part, (events.TotalVariationSlack, events.FailureProbability, events.Upfront)):
+            return False
+    return found == len(wanted)
+
+
+def _flat(event: events.Event) -> list[events.Event]:
+    """The members of a composition, compositions inside it opened; any other event by itself."""
+    if isinstance(event, events.Composed):
+        return [member for part in event.parts for member in _flat(part)]
+    return [event]
+
+
+def may_give_back(spent: events.Event, reserved: events.Event, *, data_dependent: bool) -> bool:
+    """Whether the account may be charged ``spent`` instead of ``reserved``.
+
+    A stop that looked at the data may only shorten a zCDP filter: ρ adds up under any stopping rule
+    (fully adaptive composition), and an account with a ZCDP entry is always accounted in Rényi divergences.
+    """
+    if data_dependent and not isinstance(reserved, events.ZCDP):
+        return False
+    return is_part(spent, reserved)
+
+
+_KEY_BYTES = 32
+
+
+def state_folder() -> Path:
+    """The folder of this user's keys and default ledger: ``$QUIETGRAD_STATE`` or ``~/.local/state/quietgrad``."""
+    state = os.environ.get("QUIETGRAD_STATE")
+    return Path(state) if state else Path.home() / ".local" / "state" / "quietgrad"
+
+
+def salted(mark: str) -> str:
+    """A fingerprint as a line of a ledger holds it: without the mark two lines of one table cannot be linked.
+
+    Ledgers and certificates are shown to others. That two runs saw the same table, to the last record, is a fact
+    about its records that nothing paid for.
+    """
+    salt = os.urandom(8).hex()
+    return salt + hashlib.sha256(f"{salt}{mark}".encode()).hexdigest()[:48]
+
+
+def is_of_table(line: str, mark: str) -> bool:
+    """Whether the fingerprint of a line is that of the table with this mark.
+
+    >>> mark = "3f" * 32
+    >>> is_of_table(salted(mark), mark), salted(mark) == salted(mark)
+    (True, False)
+    """
+    own = hashlib.sha256(f"{line[:16]}{mark}".encode()).hexdigest()[:48]
+    return line == mark or line[16:] == own  # lines of earlier versions have the mark itself
+
+
+def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:
+    """Return HMAC-SHA256 of the concatenated ``chunks`` under this machine's key, as 64 hex digits.
+
+    Put shapes and types into a chunk of their own: only the bytes count, not where a chunk ends.
+    """
+    mac = hmac.new(_key(state_folder() / "fingerprint.key"), digestmod="sha256")
+    for chunk in chunks:
+        mac.update(chunk)
+    return mac.hexdigest()
+
+
+def _key(path: Path) -> bytes:
+    """Read the key, or make it; processes that start together all end up with the same one."""
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = path.with_name(f"{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+            write_atomically(fresh, os.urandom(_KEY_BYTES), private=True)
+            with contextlib.suppress(FileExistsError):  # another process was first: its key counts
+                os.link(fresh, path)
+            fresh.unlink()
+        shared = path.stat().st_mode & 0o077
+        key = path.read_bytes()
+    except OSError as error:
+        raise LedgerError(
+            f"{path}: cannot read or make the fingerprint key ({error.strerror}); "
+            "set QUIETGRAD_STATE to a folder that can be written."
+        ) from None
+    if shared:
+        raise LedgerError(f"{path}: other users can read this key; chmod 600 it, or delete it to make a new one.")
+    if len(key) != _KEY_BYTES:
+        raise LedgerError(f"{path}: must hold {_KEY_BYTES} bytes, has {len(key)}; delete it to make a new key.")
+    return key

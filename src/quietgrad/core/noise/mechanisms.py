@@ -1,0 +1,507 @@
+"""Mechanisms: what a kind of release costs, and how its noise is added. Noise meets data here and nowhere else.
+
+A mechanism is a frozen, public object of a plan's slot. It knows the event of its cost, the source that adds its
+noise to release k from a keyed stream, the law that an auditor tests, and how to say itself in words and JSON.
+Sessions, certificates and audits do not know which one they hold: another mechanism is another class here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import BudgetError
+from quietgrad.core.noise import grid as noise
+from quietgrad.core.noise.device import DeviceStream
+from quietgrad.core.noise.grid import (
+    NoiseStream,
+    add_discretized_gaussian,
+    l2_laplace,
+    l2_laplace_for,
+    noisy_argmax,
+    release_l2_laplace,
+    sigma_for,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float64]
+Sampled = Callable[[events.Event], events.Event]
+"""What secret sampling makes of the event of one release."""
+
+_KINDS: dict[str, type[Mechanism]] = {}
+_BLOCK_NUMBERS = 2**16  # large enough to amortise a call into the stream, small enough for the cache
+
+
+class NoiseSource:
+    """The noise of one slot, addressed by the number of the release; one number serves one release only.
+
+    A source answers the verbs of its mechanism and no others.
+    """
+
+    def stays(self, total: Tensor) -> bool:
+        """Whether the noise of a sum on an accelerator can be made there; else it must come to the CPU."""
+        return False
+
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        """Replace the sum ``total``, to which a record contributes at most ``bound``, by what may be published."""
+        raise NotImplementedError
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        """The position of the least of ``scores``, by a choice that is ρ-zCDP."""
+        raise NotImplementedError
+
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        """The position of the first (value, bound) that is noisily at most ``threshold``."""
+        raise NotImplementedError
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        """Which of some counts, of whatever labels there are, may be published."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Releases whose exact answers are known, and how an answer becomes standard normals if the claim holds.
+
+    ``normals`` takes the answer, the number of the release and the auditor's own randomness. ``values`` are the
+    exact numbers to choose among; without them zeros are released, or labels that occur ``count`` times each.
+    """
+
+    normals: Callable[[Any, int, np.random.Generator], Floats]
+    values: tuple[float, ...] = ()
+    count: int = 0
+
+
+def spread_choice(chosen: npt.ArrayLike, shares: Floats, rng: np.random.Generator) -> Floats:
+    """Normals from outcomes of known probabilities: anywhere within the outcome's part of the unit interval."""
+    from scipy.special import ndtri
+
+    at = np.atleast_1d(np.asarray(chosen))
+    edges = np.concatenate([[0.0], np.cumsum(shares)])
+    u = edges[at] + shares[at] * rng.random(at.shape)
+    return np.asarray(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)))
+
+
+class Mechanism(ABC):
+    """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
+
+    kind: ClassVar[str]
+    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
+    verb: ClassVar[str] = "release"
+    """What a session is asked for it; asked otherwise it would cost otherwise."""
+    what: ClassVar[str] = "a sum"
+    noise: ClassVar[str] = "Gaussian"
+    in_secure_sums: ClassVar[bool] = True
+    """Whether its noise can be made inside a secure sum, where only Gaussian shares add up to it."""
+    one_curator: ClassVar[bool] = False
+    """Whether it needs one curator who sees the exact numbers of all records."""
+    together: ClassVar[str] = ""
+    """Which releases have a cost only together, in words, if noise is correlated: nothing may stand between."""
+    whole_run: ClassVar[bool] = False
+    """Whether these are all releases of a run."""
+    only_central: ClassVar[str] = ""
+    """Why parties cannot release with it; empty if they can."""
+    white: ClassVar[bool] = False
+    """Whether the noise of a release is Gaussian and independent from coordinate to coordinate."""
+    amplified: ClassVar[bool] = False
+    """Whether the secrecy of a sample lowers its cost."""
+
+    def __init_subclass__(cls, kind: str | None = None) -> None:
+        if kind is not None:
+            cls.kind = kind
+            _KINDS[kind] = cls
+        elif ABC not in cls.__bases__:  # it would be written down as its parent, which makes other noise
+            raise TypeError(f"{cls.__name__}: a mechanism names its kind.")
+
+    @abstractmethod
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        """The event of one release that every record takes part in."""
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        """The event of ``count`` releases, each on a secret sample."""
+        return events.repeated(self.once(multiplier, relation), count)
+
+    @abstractmethod
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        """Noise for at most ``count`` releases under ``key`` and a label that no other source uses."""
+
+    @abstractmethod
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The law that is claimed, worked out from the plan's numbers and not by the source."""
+
+    @classmethod
+    def example(cls, releases: int) -> Mechanism:
+        """One of this kind for so many releases."""
+        return cls()
+
+    @property
+    def cohorts(self) -> int:
+        """How many cohorts records must take turns in."""
+        return 1
+
+    def strategy(self) -> tuple[Floats, range] | None:
+        """Of correlated noise S⁻¹u: the first column of S, and which columns one record moves together at most."""
+        return None
+
+    @property
+    def factor(self) -> float:
+        """What the noise multiplier of a slot is multiplied by when noise is added."""
+        return 1.0
+
+    @property
+    def loudness(self) -> float:
+        """Standard deviation of the noise of one release ÷ z·C."""
+        return 1.0
+
+    def describe(self, multiplier: float) -> str:
+        """The noise in words."""
+        return f"{self.noise} noise of scale {multiplier:.4g}·C"
+
+    def stated(self, multiplier: float) -> str:
+        """The noise in the few words of a table."""
+        return f"{self.noise}, σ = {multiplier:.4g} C"
+
+    def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
+        """Raise unless ``count`` releases on such a sampling have a proof; most mechanisms do not mind.
+
+        Args:
+            participation: in how many releases a record is at most, and how far they are apart at least, if that is
+                fixed; ``None`` if it is drawn.
+            sampling: in words.
+        """
+        return
+
+    def over(self, releases: int, participations: int, separation: int) -> Mechanism:
+        """The same for a run of another length; most are the same for all."""
+        return self
+
+    def reach(self, dim: int) -> float:
+        """A length, in noise scales, that ``dim`` numbers of noise exceed with probability below 10⁻¹²."""
+        return math.sqrt(dim) + 10.0
+
+    def to_json(self) -> Any:
+        """The kind, or an object with the kind and the settings if there are any."""
+        fields = {name: vars(self)[name] for name in self.__match_args__}
+        return {"kind": self.kind, **fields} if fields else self.kind
+
+
+def from_json(data: object) -> Mechanism:
+    """Rebuild a mechanism from :meth:`Mechanism.to_json`; whatever is not known exactly is refused.
+
+    >>> from_json("gaussian"), from_json(GaussianPartitionSelection(1e-9).to_json())
+    (GaussianNoise(), GaussianPartitionSelection(failure=1e-09))
+    """
+    fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
+    kind = kinds().get(fields.pop("kind", None))
+    if kind is None or set(fields) != set(kind.__match_args__):
+        raise ValueError(f"mechanism={data!r}: must be one of {', '.join(sorted(_KINDS))} with its settings.")
+    return kind(**fields)
+
+
+def kinds() -> dict[str, type[Mechanism]]:
+    """All mechanisms, by kind."""
+    import quietgrad.core.noise.correlated  # noqa: F401 — registers kinds of noise that build on this module
+
+    return _KINDS
+
+
+@dataclass(frozen=True)
+class GaussianNoise(Mechanism, kind="gaussian"):
+    """N(0, (z·C)²) on every coordinate of a sum, on the integer grid."""
+
+    white: ClassVar[bool] = True
+    amplified: ClassVar[bool] = True
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Gaussian(multiplier)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Zeros with noise of standard deviation z·C."""
+        return Probe(lambda heard, number, rng: heard / (multiplier * bound))
+
+    def event(self, sampled: Sampled, multiplier: float, relation: Relation, count: int) -> events.Event:
+        return events.repeated(sampled(self.once(multiplier, relation)), count)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _GaussianSource(key, label, count)
+
+
+class _GaussianSource(NoiseSource):
+    def __init__(self, key: bytes, label: str, count: int) -> None:
+        self._key, self._label = key, label
+        self._units = StandardNormals(key, f"unit/{label}", count)
+
+    def stays(self, total: Tensor) -> bool:
+        return total.dim() == 1 and noise.usable(total.device)
+
+    def add(self, total: Floats | Tensor, release: int, multiplier: float, bound: float) -> None:
+        scale = sigma_for(multiplier, bound, len(total))
+        if not isinstance(total, np.ndarray):
+            label = f"unit/{self._label}/{len(total)}"  # lengths do not share words of a stream
+            unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
+            noise.add_gaussian(total, unit, *scale)
+            return
+        for where, piece in self._units.pieces(release, len(total)):
+            add_discretized_gaussian(total[where], piece, *scale)
+
+
+@dataclass(frozen=True)
+class L2LaplaceNoise(Mechanism, kind="pure"):
+    """Noise of density ∝ exp(−‖x‖/(z·C)): pure ε = Δ/(z·C) (paper 004, Theorem 1)."""
+
+    what: ClassVar[str] = "a model"
+    noise: ClassVar[str] = "L2-Laplace"
+    in_secure_sums: ClassVar[bool] = False
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Pure(sensitivity_factor(relation) / multiplier, relation)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _L2LaplaceSource(key, label)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """The length is Gamma(d, z·C), and becomes that of d normals."""
+        from scipy.special import chdtri, gammaincc
+
+        def normals(heard: Floats, number: int, rng: np.random.Generator) -> Floats:
+            length, width = float(np.linalg.norm(heard)), len(heard)
+            if length == 0.0:
+                return heard
+            beyond = max(float(gammaincc(width, length / (multiplier * bound))), 1e-300)
+            return heard * (math.sqrt(float(chdtri(width, beyond))) / length)
+
+        return Probe(normals)
+
+    def reach(self, dim: int) -> float:
+        """The length is Gamma(dim)."""
+        return dim + 40.0 + 10.0 * math.sqrt(dim)
+
+
+class _StreamSource(NoiseSource):
+    """A source that draws from one stream."""
+
+    def __init__(self, key: bytes, label: str) -> None:
+        self._stream = NoiseStream(key, f"noise/{label}")
+
+
+class _L2LaplaceSource(_StreamSource):
+    def add(self, total: Floats, release: int, multiplier: float, bound: float) -> None:
+        # On the grid both C and Δ grow by √d steps, so scale ÷ C = multiplier holds with the growth in it.
+        release_l2_laplace(total, *l2_laplace_for(1.0 / multiplier, bound, len(total)), self._stream, release)
+
+
+@dataclass(frozen=True)
+class ExponentialMechanism(Mechanism, kind="choice"):
+    """The least of several sums by the exponential mechanism, whose bounded range makes it ε²/8-zCDP.
+
+    Where exact sums are secret from all (parties with their own noise, secure sums) the sums are released with
+    Gaussian noise of the same ρ instead, and the choice is post-processing.
+    """
+
+    verb: ClassVar[str] = "choose"
+    what: ClassVar[str] = "the position of the least of several sums"
+    noise: ClassVar[str] = "Gumbel"
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.ZCDP((sensitivity_factor(relation) / multiplier) ** 2 / 2.0, relation)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Sums at gaps that change the odds of a choice by known factors; ε = √(8ρ) is 2Δ/(z·C)."""
+        gaps = np.array([0.0, 0.3, 0.6, 1.0, 1.5])
+        shares = np.exp(-gaps) / np.exp(-gaps).sum()
+        values = bound * multiplier / sensitivity_factor(relation) * gaps
+        return Probe(lambda chosen, number, rng: spread_choice(chosen, shares, rng), tuple(values.tolist()))
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _ChoiceSource(key, label, count)
+
+
+class _ChoiceSource(_GaussianSource):
+    def __init__(self, key: bytes, label: str, count: int) -> None:
+        super().__init__(key, label, count)
+        self._choices = NoiseStream(key, f"choice/{label}")
+
+    def choose(self, scores: Floats, release: int, rho: float, bound: float) -> int:
+        # Scores are sums of numbers in [0, bound], which one record moves by at most the bound under either
+        # relation; the exponential mechanism of parameter ε is ε²/8-zCDP.
+        return noisy_argmax(-scores, math.sqrt(8.0 * rho), bound, self._choices, release)
+
+
+@dataclass(frozen=True)
+class AboveThreshold(Mechanism, kind="threshold"):
+    """The first small number of a list (Dwork and Roth 2014, Algorithm 1): one pure release however long the list.
+
+    Laplace noise of twice the release's scale on the threshold and of four times on each number. Both are rounded
+    to a public grid before they meet the noise, which is on it too.
+    """
+
+    verb: ClassVar[str] = "first_below"
+    what: ClassVar[str] = "the first of many numbers to pass a test"
+    noise: ClassVar[str] = "Laplace"
+    in_secure_sums: ClassVar[bool] = False
+    one_curator: ClassVar[bool] = True
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Pure(sensitivity_factor(relation) / multiplier, relation)
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Numbers that fall towards the threshold 0; which passes first has a law by one integral.
+
+        The Laplace noise has scales 2 and 4.
+        """
+        values = 4.0 * np.linspace(1.5, 0.5, 6)  # in units of the release's scale
+        grid = np.linspace(-80.0, 80.0, 64_001)
+        alive = np.exp(-np.abs(grid) / 2.0)
+        alive /= alive.sum()
+        found = []
+        for value in values:
+            gap = (grid - value) / 4.0
+            tail = 0.5 * np.exp(-np.abs(gap))
+            passes = np.where(gap < 0.0, tail, 1.0 - tail)
+            found.append(float((alive * passes).sum()))
+            alive = alive * (1.0 - passes)
+        shares = np.array([*found, float(alive.sum())])
+        scaled = tuple((multiplier * bound * values).tolist())
+        return Probe(lambda first, number, rng: spread_choice(first, shares, rng), scaled)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _ThresholdSource(key, label)
+
+
+class _ThresholdSource(_StreamSource):
+    def first_below(
+        self, values: Iterable[tuple[float, float]], threshold: float, release: int, multiplier: float
+    ) -> int | None:
+        first = release << 32  # blocks of the stream: as many searches as there are releases
+        level = bound = scale = step = 0.0
+        for position, (value, its_bound) in enumerate(values):
+            if position == 0:
+                bound = its_bound
+                scale, step = l2_laplace_for(1.0 / multiplier, bound, 1)
+                level = round(threshold / step) * step
+                level += float(l2_laplace(1, 2.0 * scale, self._stream, first, step)[0])
+            if its_bound != bound:
+                raise BudgetError("one search compares numbers of one bound; scale the queries to it.")
+            # Whatever is not a number counts as far above: an error would tell which record caused it.
+            noisy = round(value / step) * step if math.isfinite(value) else math.inf
+            noisy += float(l2_laplace(1, 4.0 * scale, self._stream, first + position + 1, step)[0])
+            if noisy <= level:
+                return position
+        return None
+
+
+@dataclass(frozen=True)
+class GaussianPartitionSelection(Mechanism, kind="labels"):
+    """Which labels a table has: a Gaussian count per label, and only those above a threshold leave.
+
+    For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one
+    of them has occurs there once, and passes the threshold with probability at most ``failure``, independently of
+    the other counts; otherwise it might as well not be there. Hence a Gaussian release that may fail.
+    """
+
+    failure: float
+
+    verb: ClassVar[str] = "discover"
+    what: ClassVar[str] = "the labels whose noisy count passes a threshold"
+    in_secure_sums: ClassVar[bool] = False
+    one_curator: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.failure < 1.0:
+            raise ValueError(f"failure={self.failure!r}: must be a probability in (0, 1).")
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Composed((events.Gaussian(multiplier), events.FailureProbability(self.failure)))
+
+    def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
+        """σ and the grid's step of the counts.
+
+        Neighbours differ in two counts at most, so no other is rounded apart: dim is 2. The number of labels must
+        not enter: it would make the noise depend on the data.
+        """
+        return sigma_for(multiplier, bound, dim=2)
+
+    def threshold(self, multiplier: float, bound: float) -> float:
+        """The noisy count a label must pass: that of one record does with probability at most ``failure``."""
+        from scipy.special import ndtri
+
+        sigma, step = self.counts_noise(multiplier, bound)
+        return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
+
+    def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
+        """Labels that pass about two times of three: with less noise than claimed all of them would."""
+        from scipy.special import ndtr, ndtri
+
+        sigma = multiplier * bound
+        threshold = 1.0 - sigma * float(ndtri(self.failure))
+        count = math.ceil(threshold + 0.5 * sigma)
+        passes = float(ndtr((count - threshold) / sigma))
+        shares = np.array([1.0 - passes, passes])
+        return Probe(lambda found, number, rng: spread_choice(found, shares, rng), count=count)
+
+    @classmethod
+    def example(cls, releases: int) -> GaussianPartitionSelection:
+        return cls(1e-9)
+
+    def source(self, key: bytes, label: str, count: int) -> NoiseSource:
+        return _LabelSource(self, key, label)
+
+
+class _LabelSource(_StreamSource):
+    def __init__(self, mechanism: GaussianPartitionSelection, key: bytes, label: str) -> None:
+        super().__init__(key, label)
+        self._mechanism = mechanism
+
+    def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
+        total = np.array(counts, dtype=np.float64)
+        unit = self._stream.normal(release, len(total))
+        add_discretized_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
+        return np.asarray(total > self._mechanism.threshold(multiplier, bound))
+
+
+class StandardNormals:
+    """N(0, 1) numbers addressed by release and length, made many releases at a time; one serves one draw only.
+
+    One call into the stream costs more than a short vector.
+
+    Args:
+        key, label: of the stream they come from.
+        count: how many releases there can be, if that is known: a short run draws no more.
+    """
+
+    def __init__(self, key: bytes, label: str, count: int = _BLOCK_NUMBERS) -> None:
+        self._key, self._label, self._count = key, label, count
+        self._kept: dict[int, tuple[int, Floats]] = {}  # by length: first release, its and later rows
+
+    def row(self, release: int, dim: int) -> Floats:
+        """The numbers of ``release``; lengths do not share words of a stream."""
+        first, rows = self._kept.get(dim, (0, _NOTHING))
+        if not 0 <= release - first < len(rows):
+            size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
+            number = release // size
+            stream = NoiseStream(self._key, f"{self._label}/{dim}")
+            first, rows = self._kept[dim] = number * size, stream.normal(number, (size, dim))
+        units: Floats = rows[release - first]
+        return units
+
+    def pieces(self, release: int, dim: int) -> Iterator[tuple[slice, Floats]]:
+        """The same numbers, of a long vector a piece at a time in memory that the next one overwrites."""
+        if dim <= _BLOCK_NUMBERS:
+            return iter([(slice(0, dim), self.row(release, dim))])
+        return NoiseStream(self._key, f"{self._label}/{dim}").normal_pieces(release, dim)
+
+
+_NOTHING: Floats = np.empty((0, 0))

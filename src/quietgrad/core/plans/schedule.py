@@ -1,0 +1,396 @@
+"""Plans: a schedule, a budget and the noise that meets it, decided before any data is read.
+
+A curator opens a session for a plan and refuses whatever the plan does not hold.
+
+:func:`calibrate_plan` finds the noise with which the releases meet a budget. Nothing else in quietgrad calibrates a
+plan. It proves the plan's own events before it returns the plan, so no search can exceed the budget.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from quietgrad.charts import to_notebook_html
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import account, calibrate_event, delta_of, prove
+from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
+from quietgrad.core.errors import BudgetError, UnprovableError
+from quietgrad.core.plans.counting import PublicCount, only_gaussian
+from quietgrad.core.plans.explain import explain
+from quietgrad.core.plans.slots import Composition, Law, Schedule, Slot
+
+if TYPE_CHECKING:
+    from quietgrad.core.accounting.accounting import ProvedGuarantee
+    from quietgrad.methods.base import HasSchedule
+
+__all__ = ["Composition", "Law", "Plan", "Schedule", "Slot", "calibrate_plan", "check_records_public", "plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, a budget, and the noise that meets it: all public, made without data.
+
+    ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
+    slot whose relative noise is 1.
+    ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
+    ``records_public`` is how many records people have together, where that was declared public: it is
+    said wherever n is, and nothing follows from it.
+    ``counted`` says how ``n_public`` was counted, if it was a release: the first of the run, made before this
+    plan and paid for by itself. ``event`` is what the plan's own session releases and pays for, ``total`` is with
+    the count. ``condition`` is the clause under which the plan's ε holds, such as "if the loop's own code treats
+    records apart (not checked)"; ``None``: ε holds without one. It is reserved, stated and certified with ε.
+    """
+
+    algorithm: str
+    config: Mapping[str, Any]
+    schedule: Schedule
+    n_public: int
+    budget: Budget | None
+    noise_multiplier: float
+    unit: PrivacyUnit = PrivacyUnit.RECORD
+    records_public: int | None = None
+    condition: str | None = None
+    counted: PublicCount | None = None
+
+    def __post_init__(self) -> None:
+        check_condition(self.condition)
+        if self.counted is not None and (self.budget is None or self.counted.n != self.n_public):
+            raise ValueError("plan: was counted for another number of records, or without a budget.")
+        if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
+            raise ValueError(
+                f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
+                "the schedule for it, by schedule.under(relation)."
+            )
+
+    @property
+    def counts(self) -> str:
+        """The public numbers in words.
+
+        >>> people = PrivacyUnit.PERSON
+        >>> Plan("dp-gd", {}, Schedule(()), 40218, None, 0.0, unit=people, records_public=1203554).counts
+        '40 218 people, 1 203 554 records'
+        """
+        people = self.unit.in_words(f"{_spaced(self.n_public)} records")
+        return people if self.records_public is None else f"{people}, {_spaced(self.records_public)} records"
+
+    @property
+    def declared(self) -> str:
+        """What was declared public of the number of records of people, in words; empty if nothing."""
+        if self.records_public is None:
+            return ""
+        if self.counted is not None:
+            return f"{_spaced(self.records_public)} records in all, {DECLARED}"
+        return f"{self.counts}, both {DECLARED}"
+
+    @property
+    def digest(self) -> str:
+        """A digest of what decides samples and noise: the slots, how they compose, n and the noise multiplier."""
+        slots = [slot.to_json() for slot in self.schedule.slots]
+        decides = [slots, self.schedule.composition, self.n_public, self.noise_multiplier]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def variance_factor(self) -> float:
+        """Variance of the noise in a sum ÷ that of a trusted curator; above 1 only where parties add noise."""
+        return 1.0
+
+    @property
+    def is_private(self) -> bool:
+        """Whether the run adds noise at all; what it costs is :meth:`epsilon`."""
+        return self.budget is not None
+
+    @property
+    def event(self) -> events.Event:
+        """What the plan's session releases and pays for."""
+        return self.event_of(None)
+
+    @property
+    def total(self) -> events.Event:
+        """What the whole run releases: the count, if there was one, and then the plan's own releases."""
+        return self.with_count(self.event)
+
+    def with_count(self, event: events.Event) -> events.Event:
+        """``event`` after the count of the records, if that was a release."""
+        return event if self.counted is None else self.counted.before(event, self._relation)
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether a run that stops early costs the whole plan all the same.
+
+        Which releases are made follows from data, or how many is itself secret (a random round, a search), or the
+        plan was made for a count that came out, and ε is that of all plans that might have been.
+        """
+        random = any(slot.law is not None for slot in self.schedule.slots)
+        return self.schedule.adaptive or random or self.schedule.rounds is not None or self.counted is not None
+
+    @property
+    def event_rho(self) -> float:
+        """The total ρ of a plan with a zCDP filter."""
+        event = self.schedule.event(self.noise_multiplier, self._relation)
+        if not isinstance(event, events.ZCDP):
+            raise BudgetError("this plan has no zCDP filter.")
+        return event.rho
+
+    @property
+    def _relation(self) -> Relation:
+        if self.budget is None:
+            raise BudgetError("this plan has no budget (budget=None): its run is not private and has no ε.")
+        return self.budget.relation
+
+    def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
+        """What was released after ``counts`` releases of each slot."""
+        return self.schedule.event(self.noise_multiplier, self._relation, counts)
+
+    @cached_property
+    def proof(self) -> ProvedGuarantee:
+        """The best proof of the plan's ε at the budget's δ."""
+        event = self.total
+        assert self.budget is not None
+        return prove(event, delta=self.budget.delta, relation=self.budget.relation)
+
+    @cached_property
+    def generalization(self) -> float:
+        """The most that the mean of any loss in [0, 1] differs in expectation between new records and these.
+
+        Replacing one record changes the law of what is released by a total variation of at most δ(0), so the run is
+        uniformly stable at that level for every such loss (the error rate, say), and its generalisation gap is no
+        larger (Hardt et al. 2016, theorem 2.2). Records are draws of one population. Removing one and adding
+        another replaces one: under add-remove it is twice δ(0).
+
+        >>> from quietgrad import DPGD, Budget, plan
+        >>> round(plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5, "replace-one")).generalization, 3)
+        0.107
+        """
+        relation, proof = self._relation, self.proof
+        try:
+            apart = delta_of(self.total, epsilon=0.0, relation=relation)
+        except UnprovableError:  # then what ε and δ alone say of it
+            apart = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
+        return min(1.0, apart if relation is Relation.REPLACE_ONE else 2.0 * apart)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """The ε the plan costs at ``delta`` (default: the budget's)."""
+        if self.budget is None or delta is None or delta == self.budget.delta:
+            return float(self.proof.epsilon)
+        return account(self.total, delta=delta, relation=self.budget.relation)
+
+    def epsilon_after(self, counts: Mapping[str, int]) -> float:
+        """The ε of the first ``counts`` releases of each slot, at the budget's δ; never above the plan's."""
+        if not any(counts.values()):
+            return 0.0 if self.counted is None else self.epsilon()  # the count was made
+        if any(slot.law is not None for slot in self.schedule.slots):
+            return self.epsilon()  # δ is averaged over the rounds: a short run has no smaller ε of its own
+        released = self.with_count(self.event_of(counts))
+        return min(account(released, delta=self.proof.delta, relation=self._relation), self.epsilon())
+
+    @cached_property
+    def epsilon_curve(self) -> list[tuple[int, float]]:
+        """ε after some numbers of releases, for slots that are used in their order; the last point is the plan's ε.
+
+        >>> from quietgrad import DPGD, Budget, plan
+        >>> [count for count, _ in plan(DPGD(steps=8), n=100, budget=Budget(1.0, 1e-5)).epsilon_curve]
+        [1, 2, 3, 4, 5, 6, 8]
+        """
+        if self.budget is None:
+            return []
+        total, curve = self.schedule.releases, []
+        if self.schedule.composition == "sequential" and not any(slot.law for slot in self.schedule.slots):
+            # closer together at first, where ε grows fastest
+            marks = sorted({max(1, round(total * (k / 10) ** 2)) for k in range(1, 10)} - {total})
+            curve = [(mark, self.epsilon_after(self._first(mark))) for mark in marks]
+        return [*curve, (total, self.epsilon())]
+
+    def epsilon_by(self, releases: int) -> float:
+        """ε of the curve's next point at or after ``releases``: never less than what they cost."""
+        at = bisect_left(self.epsilon_curve, releases, key=lambda point: point[0])
+        return self.epsilon_curve[min(at, len(self.epsilon_curve) - 1)][1]
+
+    def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
+        """The curve of a run that states ``epsilon``; ``None`` for one that was charged again and is above it."""
+        whole = self.budget is None or epsilon is None or epsilon <= self.epsilon() * (1 + 1e-9)
+        return self.epsilon_curve if whole else None
+
+    def _first(self, releases: int) -> dict[str, int]:
+        """The first ``releases`` of the plan, slot by slot."""
+        counts: dict[str, int] = {}
+        for slot in self.schedule.slots:
+            counts[slot.name] = min(slot.count, releases)
+            releases -= counts[slot.name]
+        return counts
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON values: what a party pins and a ledger stores."""
+        return {
+            "algorithm": self.algorithm,
+            "config": dict(self.config),
+            "n_public": self.n_public,
+            "unit": str(self.unit),
+            **({} if self.condition is None else {"condition": self.condition}),
+            **({} if self.records_public is None else {"records_public": self.records_public}),
+            "budget": None if self.budget is None else self.budget.to_json(),
+            "noise_multiplier": self.noise_multiplier,
+            "paper_noise": None,  # a setting until 0.2: digests of plans that parties pinned cover the key
+            "composition": self.schedule.composition,
+            **({"adaptive": True} if self.schedule.adaptive else {}),
+            **({} if self.schedule.rounds is None else {"rounds": list(self.schedule.rounds)}),
+            "slots": [slot.to_json() for slot in self.schedule.slots],
+            "counted": None if self.counted is None else self.counted.to_json(),
+            "event": None if self.budget is None else self.event.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Json) -> Plan:
+        """Rebuild a plan from :meth:`to_json`; its event follows from its slots and must be the one written."""
+        rounds = data.get("rounds")
+        schedule = Schedule(
+            tuple(Slot.from_json(slot) for slot in data["slots"]),
+            data["composition"],
+            data.get("adaptive", False),
+            None if rounds is None else (float(rounds[0]), float(rounds[1])),
+        )
+        plan = cls(
+            algorithm=data["algorithm"],
+            config=data["config"],
+            schedule=schedule,
+            n_public=data["n_public"],
+            budget=None if data["budget"] is None else Budget.from_json(data["budget"]),
+            noise_multiplier=data["noise_multiplier"],
+            unit=PrivacyUnit.parse(data["unit"]),
+            records_public=data.get("records_public"),
+            condition=data.get("condition"),
+            counted=None
+            if data.get("counted") is None
+            else PublicCount.from_json(data["n_public"], data["counted"]),
+        )
+        if plan.budget is not None and plan.event.to_json() != data["event"]:
+            raise ValueError("event: does not follow from the slots")
+        return plan
+
+    def _repr_html_(self) -> str:
+        """The plan in a notebook: each kind of release, and what all of them cost."""
+        rows: list[tuple[str, object]] = [
+            (
+                f"{slot.count} × {slot.name}",
+                f"{slot.sampling.describe()}; noise σ = {slot.multiplier(self.noise_multiplier):.4g} C",
+            )
+            for slot in self.schedule.slots
+        ]
+        if self.budget is None:
+            rows.append(("privacy", "NOT PRIVATE: no noise is added"))
+        else:
+            rows.append(
+                ("cost", f"ε = {self.proof.epsilon:.4g} at δ = {self.budget.delta:g} ({self.budget.relation})")
+            )
+            rows.append(("proved by", self.proof.accountant))
+            if self.condition is not None:
+                rows.append(("condition", self.condition))
+        return to_notebook_html(f"{self.algorithm} on {self.counts}", rows)
+
+    def explain(self, bounds: Iterable[object] = ()) -> str:
+        """Return in words what will be released, what each release reveals, and which proof gives its cost.
+
+        ``bounds`` are printed below: what theorems say of the run (:mod:`quietgrad.methods.theorems`).
+        """
+        return "\n".join((explain(self), *(f"theorem: {bound}" for bound in bounds)))
+
+
+DECLARED = "declared public"
+"""What :attr:`Plan.declared` ends with."""
+
+
+def check_records_public(records: int | None, n: int, unit: PrivacyUnit) -> None:
+    """Raise ValueError unless ``records`` may be the public number of records of n people."""
+    if records is None:
+        return
+    if unit is PrivacyUnit.RECORD:
+        raise ValueError("records_public: is how many records people have together; without person= n says it.")
+    if isinstance(records, bool) or not isinstance(records, int) or records < n:
+        raise ValueError(
+            f"records_public={records!r}: must be a whole number, as many as there are people at least."
+        )
+
+
+def _spaced(count: int) -> str:
+    return f"{count:,}".replace(",", " ")
+
+
+_Plan = TypeVar("_Plan", bound=Plan)
+
+
+def calibrate_plan(make: Callable[[float], _Plan], budget: Budget) -> _Plan:
+    """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
+    made = make(calibrate_event(lambda z: make(z).total, budget=budget))
+    if not made.proof.within(budget):
+        raise BudgetError(f"{made.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}.")
+    return made
+
+
+def plan(
+    algorithm: HasSchedule,
+    *,
+    n: int | PublicCount,
+    budget: Budget | None,
+    noise_multiplier: float | None = None,
+    looks: tuple[Slot, ...] = (),
+    unit: str | PrivacyUnit = "record",
+    records_public: int | None = None,
+) -> Plan:
+    """Calibrate ``algorithm`` to ``budget`` for ``n`` records, without reading data.
+
+    Args:
+        n: the number of records, or of people if they are the ``unit``; a public constant, or what
+            a curator counted, whose cost is then part of the plan's.
+        budget: the guarantee, or ``None`` for a run without noise that is not private.
+        noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
+        looks: releases made before the algorithm starts, such as labels or ranges found privately; they share
+            the budget and the session.
+        unit: ``"person"`` if people have several records each (``person=`` of the run): the arithmetic is the same,
+            of people.
+        records_public: how many records these people have together, if that is public; it is only repeated.
+
+    >>> from quietgrad.methods.dp_sgd import DPGD
+    >>> p = plan(DPGD(steps=30), n=10000, budget=Budget(1.0, 1e-5))
+    >>> round(p.noise_multiplier, 1), round(p.epsilon(), 2)
+    (20.4, 1.0)
+    """
+    kind = PrivacyUnit.parse(unit)
+    size = n if isinstance(n, PublicCount) else PublicCount(n)
+    n, counted = size.n, size if size.counted else None
+    check_records_public(records_public, int(n), kind)
+    if budget is not None and not algorithm.private:
+        raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
+    schedule = algorithm.schedule(int(n))
+    if looks:
+        if schedule.composition != "sequential":
+            raise ValueError(
+                f"{algorithm.name}: cannot share its budget with other releases, such as range estimates. "
+                "Declare the bounds."
+            )
+        schedule = replace(schedule, slots=(*looks, *schedule.slots))
+
+    def made(z: float) -> Plan:
+        return Plan(
+            algorithm.name, algorithm.config(), schedule, int(n), budget, float(z), kind, records_public,
+            algorithm.condition, counted,
+        )  # fmt: skip
+
+    if counted is None and algorithm.whole_epochs:
+        for slot in schedule.slots:
+            if slot.law is None:
+                slot.sampling.check_whole(slot.count)
+    if budget is None:
+        return made(0.0)
+    schedule = schedule.under(budget.relation)
+    algorithm.check_budget(budget)
+    if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
+        raise ValueError(
+            f"{algorithm.name}: its releases are not Gaussian, but the records were counted by a Gaussian release."
+        )
+    return calibrate_plan(made, budget) if noise_multiplier is None else made(noise_multiplier)

@@ -1,0 +1,225 @@
+"""The central curator: one trusted holder of all records. It pays for a plan before it opens a session."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.account import COUNTED, EPOCH, Account, Charge
+from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
+from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.queries import RecordAdapter, StreamedRecords
+from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.transcript import Transcript
+from quietgrad.core.vectors import Vector
+from quietgrad.tables.privacy_units import UserLevelObjective
+from quietgrad.tables.scanned import UNCOUNTED
+
+if TYPE_CHECKING:
+    from quietgrad.core.ledger.ledger import Ledger
+    from quietgrad.methods.base import HasSchedule
+
+__all__ = ["CentralCurator", "CentralSession"]
+
+
+class CentralCurator:
+    """Holds one table; opens a session for a plan after its whole cost is in the ledger.
+
+    Args:
+        objective: the loss and its clipped sums.
+        data: what ``objective.prepare`` takes; refused if unusable, before anything is reserved.
+        ledger: path of a ledger file, a :class:`~quietgrad.core.ledger.ledger.Ledger`, or ``None`` (nothing
+            durable).
+        account: the people the records are about; all runs of one account compose. An
+            :class:`~quietgrad.core.ledger.account.Account` says where it is kept and its cap too.
+        cap: a budget the account as a whole may not exceed.
+        run: name of the run in the ledger; a random one if it is not given.
+        key: 32 secret bytes for samples and noise; ``None`` draws them from the operating system. A key is for one
+            curator: two that share one draw the same noise, and the difference of their releases has none.
+        seed: fixed randomness for tests: the run is then **not private** and says so.
+    """
+
+    session: ClassVar[type[CentralSession]] = CentralSession
+
+    def __init__(
+        self,
+        objective: RecordAdapter,
+        data: object,
+        *,
+        ledger: Ledger | str | Path | None = None,
+        account: Account | str = "default",
+        cap: Budget | None = None,
+        run: str | None = None,
+        key: bytes | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self.account = account if isinstance(account, Account) else Account(account, ledger, cap)
+        self.objective = objective
+        self.records = objective.prepare(data)
+        self.run = run or uuid.uuid4().hex
+        self.seeded, self._seed = seed is not None, seed
+        self._key = seed_key(seed) if seed is not None else (key or fresh_key())
+        self._opened = 0
+        self._process = os.getpid()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a curator cannot be copied or pickled: two would use the same noise. Make another.")
+
+    def initial(self) -> Vector:
+        """The starting point, which depends on no record."""
+        return self.objective.initial(self.records)
+
+    def count(self, budget: Budget | None, declared: int | None, algorithm: HasSchedule | None) -> PublicCount:
+        """How many records to plan ``algorithm`` for: the ``declared`` number, exact where public, else counted.
+
+        ``algorithm`` is ``None`` for what is no algorithm, and not of Gaussian releases alone. Counting is the
+        first release of a run, made before it has a plan, because the plan follows from it. So it has a line of its
+        own in the ledger, under the run's name.
+        """
+        if declared is not None:
+            return PublicCount(declared)
+        if budget is None or budget.relation is Relation.REPLACE_ONE:
+            return PublicCount(len(self.records))
+        gaussian = algorithm is not None and plans_gaussian(algorithm, budget.relation)
+        found = public_count(len(self.records), budget, self.settle(), gaussian, self.run, self.unit, self._seed)
+        return found if algorithm is None else found.at_least(algorithm)
+
+    def open(
+        self,
+        plan: Plan,
+        *,
+        transcript: Transcript | None = None,
+        used: Mapping[str, int] | None = None,
+        rho_left: float | None = None,
+        within: Charge | None = None,
+        note: str = "",
+        part: bool = False,
+    ) -> CentralSession:
+        """Reserve the cost of ``plan`` durably, then open its session.
+
+        Args:
+            transcript: of the run, if it may be interrupted. One that was found on the disk continues its run:
+                the entry it made in the ledger is opened again, for the identical plan only, and the ledger says
+                so. Without a ledger no private run is continued.
+            used, rho_left: how far the interrupted session had come by its last checkpoint.
+            within: an entry that pays for this plan already (a round of a private search).
+            note: what the ledger says of the run; the algorithm's name by default.
+            part: the data may be a part of a table that the account knows, such as a fold.
+        """
+        self._check(plan)
+        if plan.is_private and within is None:
+            self.settle()
+        run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex
+        if transcript is not None:
+            transcript.bind(plan.digest)
+
+        def charge(name: str, *, resumed: bool = True, part: bool = True) -> Charge:
+            """The entry that an interrupted run made under ``name``, or a new one."""
+            event = plan.event if plan.is_private else None
+            about: dict[str, Any] = {"run": name, "unit": self.unit, "condition": plan.condition}
+            found = self.account.reopen(event, plan.budget, **about) if resumed else None
+            said = (note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}")
+            contents = None if self.account.ledger is None else self.records.fingerprint_parts()
+            return found or self.account.reserve(
+                event, plan.budget, note=said, contents=contents, part=part, **about
+            )
+
+        resumed = transcript is not None and transcript.resumed and plan.is_private
+        if within is not None:
+            charges = {"": within.part(plan.event, plan.budget)}
+        elif transcript is not None and resumed:
+            # That the run goes on stands in the transcript and in the ledger before anything is released. The
+            # ledger knows its epochs, whatever a transcript may have forgotten; one that only the transcript knows
+            # is charged again.
+            transcript.reopen(self.account.openings(run))
+            self.account.resume(run)
+            charges = {"": charge(run, part=part)}
+            for nonce in dict.fromkeys((*self.account.epochs(run), *transcript.epochs)):
+                charges[nonce] = charge(f"{run}{EPOCH}{nonce}")
+        else:
+            charges = {"": charge(run, resumed=False, part=part)}
+        session = self.session(
+            plan,
+            self.objective,
+            self.records,
+            self._session_key() if transcript is None else transcript.key(0),
+            charges,
+            run=run,
+            transcript=transcript,
+            again=lambda nonce: charge(f"{run}{EPOCH}{nonce}"),
+            seeded=self.seeded,
+        )
+        session.advance(used or {}, rho_left)
+        return session
+
+    def settle(self) -> Account:
+        """The account that a private plan is charged to, by the name that its lines stand under."""
+        self.account = self.account.settled(self.records.fingerprint_parts, self.unit)
+        return self.account
+
+    def _session_key(self) -> bytes:
+        """The curator's key for the first session, a new one for each other: two sessions that drew the same noise
+        would let anyone subtract it."""
+        if os.getpid() != self._process and not self.seeded:  # forked: the parent may draw from the same key
+            self._key, self._opened, self._process = fresh_key(), 0, os.getpid()
+        self._opened += 1
+        if self._opened == 1:
+            return self._key
+        return SecureStream(self._key, f"session/{self._opened}").bytes(0, len(self._key))
+
+    @property
+    def unit(self) -> PrivacyUnit:
+        """The privacy unit of its records: what is held decides, not what a plan says."""
+        return PrivacyUnit.PERSON if isinstance(self.objective, UserLevelObjective) else PrivacyUnit.RECORD
+
+    def _check(self, plan: Plan) -> None:
+        if plan.unit is not self.unit:
+            raise DataError(
+                f"the plan counts a {plan.unit} as one and the data were given by {self.unit}: plan with "
+                f"unit={str(self.unit)!r}, n being their number."
+            )
+        exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
+        if exact and isinstance(self.records, StreamedRecords) and self.records.leaves_out:
+            raise DataError(f"X: {UNCOUNTED}")
+        if exact:
+            why = "under replace-one n is public and must be exact"
+        elif any(slot.sampling.counts_exactly for slot in plan.schedule.slots):
+            why = "fixed-size batches need the exact n"
+        else:
+            return
+        if len(self.records) != plan.n_public:
+            what = plan.unit.in_words("records")
+            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")
+
+
+def public_count(
+    records: int,
+    budget: Budget,
+    account: Account,
+    gaussian: bool,
+    run: str,
+    unit: PrivacyUnit,
+    seed: int | None = None,
+) -> PublicCount:
+    """The number of ``records`` with noise, Gaussian if the other releases are un-sampled Gaussian ones."""
+    found = PublicCount(1, count_noise(budget, gaussian=gaussian), gaussian)
+    assert found.multiplier is not None
+    event = found.event(budget.relation)
+    account.check(found.before(rest_like(budget, found), budget.relation), budget, unit)  # else it would be in vain
+    charge = account.reserve(event, budget, run=f"{run}{COUNTED}", note=COUNT, part=True, unit=unit)
+    total = np.array([float(records)])
+    key = fresh_key() if seed is None else seed_key(seed)
+    found.mechanism.source(key, COUNT, 1).add(total, 0, found.multiplier, 1.0)
+    charge.close(event, reason="counted", data_dependent=False)
+    # Below its own noise a count says nothing; a number that small would only make shares and steps absurd.
+    n = max(round(float(total[0])), math.ceil(found.multiplier), 2)
+    return PublicCount(n, found.multiplier, gaussian, run)

@@ -1,0 +1,400 @@
+"""Minimise an empirical risk on one table, and continue after an interruption.
+
+:func:`minimize` and :func:`resume` plan a run, open a session and step the algorithm until it is done. The history
+they keep is public. A progress bar on stderr shows the steps done and the ε spent.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import BudgetError, DataError, TooNoisyError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.plans.schedule import Plan, plan
+from quietgrad.core.session.base import Session
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.session import CentralSession
+from quietgrad.core.vectors import Vector, all_finite, copy, norm
+from quietgrad.methods import checkpoint as checkpoints
+from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.callbacks import Callback, Progress, report
+from quietgrad.methods.callbacks import begin as tell_first
+from quietgrad.methods.registry import current_config, entry
+from quietgrad.methods.result import Privacy, Result, privacy_statement
+from quietgrad.methods.runs import Run, begin, is_kept, open_run, over
+from quietgrad.tables.privacy_units import Combine, PersonRefused, UserLevelObjective, with_privacy_unit
+from quietgrad.tables.registry import facts_of, from_facts
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
+
+__all__ = ["Watched", "progress_bar"]
+
+
+_HISTORY = 500  # points kept of a run, however long
+
+
+def run(
+    algorithm: Algorithm,
+    session: Session,
+    x0: Vector,
+    *,
+    state: State | None = None,
+    callback: Callback | None = None,
+    kept: Run | None = None,
+    account: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Step ``algorithm`` through an open ``session`` until it is done, close, and state what was proved."""
+    started = time.perf_counter()
+    state = algorithm.init(x0) if state is None else state
+    history: list[dict[str, float]] = [] if kept is None else kept.history
+    every = int(history[1]["step"] - history[0]["step"]) if len(history) > 1 else 1
+    if kept is not None:
+        kept.save(state, session, now=True)
+    while not state.done:
+        state = algorithm.step(state, session)
+        if state.step % every == 0 or state.done:
+            record: dict[str, float] = {"step": state.step}
+            if state.estimate.value is not None:
+                record["estimate_norm"] = norm(state.estimate.value)
+            history.append({**record, **state.extra.get("trace", {})})
+            if len(history) > _HISTORY:  # a long run keeps every second point
+                every *= 2
+                history[:] = [record for record in history if record["step"] % every == 0 or state.done]
+        if callback is not None:
+            report(algorithm, session, state, callback)
+        if kept is not None:
+            kept.save(state, session)
+    if kept is not None:
+        kept.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
+    data_dependent = session.plan.whole_only or state.stopped_by not in ("steps", "budget")
+    spent = session.close(state.stopped_by, data_dependent=data_dependent)
+    privacy = privacy_statement(session, spent, account, notes)
+    result = result_of(session, algorithm.output(state), privacy, state.stopped_by)
+    told = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
+    return replace(
+        result,
+        algorithm=algorithm.name,
+        history=history,
+        seconds=time.perf_counter() - started + (0.0 if kept is None else kept.seconds),
+        details={**told, **result.details},
+    )
+
+
+def result_of(session: Session, params: Vector, privacy: Privacy, stopped_by: str) -> Result:
+    """The result of a session that was closed."""
+    plan = session.plan
+    return Result(
+        params=params,
+        privacy=privacy,
+        algorithm=plan.algorithm,
+        config=plan.config,
+        n_public=plan.n_public,
+        stopped_by=stopped_by,
+        versions=checkpoints.versions(),
+        details={
+            "run": session.run,
+            "composition": plan.schedule.composition,
+            "rounds": plan.schedule.rounds,
+            "slots": plan.to_json()["slots"],
+            **({} if plan.counted is None else {"counted": plan.counted.to_json()}),
+        },
+    )
+
+
+def settle_failed_run(session: CentralSession, error: Exception) -> bool:
+    """Settle the entry of a run that failed, where that is known to be right: whether it was settled.
+
+    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
+    stopped because of what was released: as after every such stop the whole plan stays charged (a zCDP filter,
+    whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
+    the entry stays open, and whole.
+    """
+    if not any(session.used.values()):
+        session.charge.cancel("refused before anything was released")
+        return True
+    if isinstance(error, TooNoisyError):
+        session.close("refused after looking", data_dependent=True)
+        return True
+    return False
+
+
+def minimize(
+    objective: Any,
+    data: object,
+    algorithm: Algorithm | Callable[[int], Algorithm],
+    *,
+    budget: Budget | None,
+    ledger: Ledger | str | Path | None = None,
+    account: str | Account = "default",
+    cap: Budget | None = None,
+    n_public: int | PublicCount | None = None,
+    records_public: int | None = None,
+    start: Vector | None = None,
+    seed: int | None = None,
+    folder: str | Path | None = None,
+    checkpoint_seconds: float = 10.0,
+    callback: Callback | None = None,
+    noise_multiplier: float | None = None,
+    planned: Plan | None = None,
+    person: object = None,
+    combine: Combine = "mean",
+    records_per_person: int | None = None,
+) -> Result:
+    """Minimise an empirical risk privately.
+
+    The whole cost of the run is written to the ledger before the first number is released. A run that fails before
+    that costs nothing.
+
+    Args:
+        objective: a loss of :mod:`quietgrad.objectives`.
+        data: what the objective takes, ``(X, y)`` for tables.
+        algorithm: a method, such as ``qg.DPSRM(steps=1500, batch_size=100)``, or a function that makes one from
+            the public number of records.
+        budget: (ε, δ) and the relation; ``None`` runs without noise and the result says **not private**.
+        ledger: the file that is charged; without it the project's own (:mod:`quietgrad.core.ledger.ledger`).
+        account: the group of people that the data are about; runs of one account compose.
+        cap: a budget that the account as a whole must not exceed.
+        n_public: the public number of records, if there is one. Under add-remove the true number is private:
+            without a declared one it is counted privately, with about 1 % of ε, and the run is planned for what
+            came out. Under replace-one it is public and that of the data.
+        records_public: with ``person``, how many records people have together, if that is public: it is then said
+            beside n wherever n is. Without it no number of records is ever shown.
+        folder: keep checkpoints here so that :func:`resume` can continue after an interruption; in the end the
+            result is saved here.
+        callback: gets a :class:`~quietgrad.methods.callbacks.Progress` at step 0, before anything is reserved, and
+            after every step; such as ``CSVLog("log.csv")``.
+        seed: fixed randomness for tests; the result is then not private.
+        planned: the plan, if it was made already from the same algorithm, budget and number of records.
+        person: one id per record, of the person it is about. The privacy unit is then a person with all their
+            records; n and batch sizes count people. Without it the unit is a record.
+        combine: a person counts with the ``"mean"`` of their records' gradients or with their ``"sum"``, either
+            clipped as a whole.
+        records_per_person: the most of a person's records that one release uses, chosen anew for each.
+
+    >>> import numpy as np
+    >>> from quietgrad import objectives
+    >>> from quietgrad.methods.dp_sgd import DPGD
+    >>> X = np.linspace(-1, 1, 400)[:, None]
+    >>> result = minimize(objectives.Logistic(), (X, (X[:, 0] > 0) * 1.0), DPGD(), budget=Budget(1.0, 1e-5))
+    >>> result.params.shape, result.privacy.is_private
+    ((1,), True)
+    """
+    objective, data = with_privacy_unit(objective, data, person, combine, records_per_person)
+    payer = Account.of(account, ledger, cap, seeded=seed is not None)
+    if folder is not None and is_kept(folder):
+        raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
+    secret = budget is not None and budget.relation is Relation.ADD_REMOVE
+    if noise_multiplier is not None and n_public is None and secret:
+        raise ValueError(
+            "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
+            "with it, or leave it out."
+        )
+    name = n_public.run if isinstance(n_public, PublicCount) else None
+    curator = CentralCurator(objective, data, account=payer, seed=seed, run=name)
+    nominal = algorithm(NOMINAL) if callable(algorithm) else algorithm
+    check_people(nominal, objective)
+    if budget is not None and nominal.private:
+        nominal.check_budget(budget)  # before records are counted
+    x0 = curator.initial()
+    if start is not None:
+        if tuple(start.shape) != tuple(x0.shape) or not all_finite(start):
+            raise DataError(f"start: must be {len(x0)} finite numbers, one per parameter.")
+        x0 = copy(start)
+    tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
+    size = n_public if isinstance(n_public, PublicCount) else curator.count(budget, n_public, nominal)
+    algorithm = algorithm(size.n) if callable(algorithm) else algorithm
+    the_plan = planned or plan(
+        algorithm, n=size, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit,
+        records_public=records_public,
+    )  # fmt: skip
+    counted = size if size.counted else None
+    if counted is not None and budget is not None and not the_plan.proof.within(budget):
+        raise BudgetError(
+            "n_public: was counted privately, so the run must stay within its budget, which this plan exceeds."
+        )
+    asked = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
+    if asked != (budget, size.n, counted, records_public):
+        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
+    notes = how_people_count(objective)
+    algorithm.check_run(objective, the_plan, x0)
+    kept = None
+    if folder is not None:
+        settings = {"objective": facts_of(objective), "people": counting(objective)}
+        kept = begin(
+            folder, the_plan, curator, kind=TABLE, state=algorithm.init(x0), settings=settings, notes=notes,
+            every=checkpoint_seconds,
+        )  # fmt: skip
+    session = None
+    try:
+        session = curator.open(the_plan) if kept is None else kept.open(curator)
+        result = run(algorithm, session, x0, callback=callback, kept=kept, account=str(payer), notes=notes)
+        if kept is not None:
+            kept.finish(result)
+        elif folder is not None:
+            result.save(folder)
+        return result
+    except Exception as error:
+        over_now = session is None or settle_failed_run(session, error)
+        if over_now and kept is not None:  # then there is nothing to resume either
+            kept.discard()
+        raise
+    finally:
+        if kept is not None:
+            kept.close()
+
+
+def resume(
+    objective: Any = None,
+    data: object = None,
+    algorithm: Algorithm | Callable[[int], Algorithm] | None = None,
+    *,
+    folder: str | Path,
+    ledger: Ledger | str | Path | None = None,
+    account: str | None = None,
+    cap: Budget | None = None,
+    checkpoint_seconds: float = 10.0,
+    callback: Callback | None = None,
+    person: object = None,
+    combine: Combine | None = None,
+    records_per_person: int | None = None,
+) -> Result:
+    """Continue an interrupted :func:`minimize` that was kept in ``folder``.
+
+    The folder says everything but the data (and ``person=``, which are data too): the loss if it is one of
+    quietgrad's for tables, the algorithm, the plan, the ledger, account and cap that pay. What is given beside it
+    must agree. ``ledger=`` says where the ledger is by now, if it was moved.
+
+    The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
+    with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
+    not (other data, an edited loss, other versions or threads), fresh noise is drawn and the plan is charged again,
+    and the result says so. Settings that differ publicly are refused.
+    """
+    if data is None:
+        raise ValueError("data: must be given, since a folder holds none: resume(folder=..., data=(X, y)).")
+    if (result := over(folder)) is not None:
+        return result
+    kept = open_run(folder, kind=TABLE, ledger=ledger, every=checkpoint_seconds)
+    try:
+        settings, the_plan = kept.header.settings, kept.plan
+        kept.agree_on_account(account, cap)
+        method: Algorithm
+        if algorithm is None:
+            try:
+                method = entry(the_plan.algorithm).make(the_plan.config)
+            except ValueError:
+                raise DataError(f"{kept.folder}: the method of this run is your own; give algorithm=.") from None
+        else:
+            method = algorithm(the_plan.n_public) if callable(algorithm) else algorithm
+        settled = current_config(the_plan.algorithm, the_plan.config)
+        kept.agree("algorithm", [method.name, method.config()], [the_plan.algorithm, settled])
+        if objective is None:
+            if settings["objective"] is None:
+                raise DataError(f"{kept.folder}: the loss of this run is your own: give it as objective=.")
+            objective = from_facts(settings["objective"])
+        if person is not None and settings["people"] is not None:  # what the folder says need not be said again
+            combine = combine or settings["people"]["combine"]
+            records_per_person = records_per_person or settings["people"]["records_per_person"]
+        objective, data = with_privacy_unit(objective, data, person, combine or "mean", records_per_person)
+        if counting(objective) != settings["people"]:
+            raise DataError(
+                f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
+            )
+        if settings["objective"] is not None:
+            kept.agree("objective", facts_of(objective), settings["objective"])
+        curator = CentralCurator(objective, data, account=kept.account, run=kept.name)
+        session = kept.open(curator)
+        result = run(
+            method, session, curator.initial(), state=kept.state, callback=callback, kept=kept,
+            account=kept.header.asked, notes=kept.header.notes,
+        )  # fmt: skip
+        return kept.finish(result)
+    finally:
+        kept.close()
+
+
+def counting(objective: object) -> dict[str, Any] | None:
+    """How people with several records count, as a folder keeps it; ``None`` by record."""
+    if not isinstance(objective, UserLevelObjective):
+        return None
+    return {"combine": objective.combine, "records_per_person": objective.records_per_person}
+
+
+TABLE = "table"  # the kind of these runs
+COUNTED = "a person counts with "
+
+
+def how_people_count(objective: object) -> tuple[str, ...]:
+    """What a statement says of people with several records."""
+    if not isinstance(objective, UserLevelObjective):
+        return ()
+    most = objective.records_per_person
+    of = "all their records" if most is None else f"at most {most} of their records, chosen anew for every release"
+    return (f"{COUNTED}the {objective.combine} of {of}, clipped as a whole",)
+
+
+def check_people(algorithm: Algorithm, objective: object) -> None:
+    """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
+    if not isinstance(objective, UserLevelObjective) or not algorithm.needs_means:
+        return
+    if objective.combine == "sum" or objective.records_per_person is not None:
+        raise PersonRefused(
+            f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
+            "combine and records_per_person, or use a method that clips."
+        )
+
+
+class Watched:
+    """The callback of a command: it keeps the plan that the run is on, and draws a bar if there is one to draw."""
+
+    def __init__(self, bar: Bar | None = None) -> None:
+        self.plan: Plan | None = None
+        self._bar = bar
+        self._task: TaskID | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.plan is not None:
+            self.plan = progress.plan
+        if self._bar is None or (progress.step % max(1, progress.planned // 200) and not progress.done):
+            return  # telling the bar costs more than a small step
+        if self._task is None:
+            title = "training" if self.plan is None else self.plan.algorithm
+            self._task = self._bar.add_task(title, total=progress.planned, spent="")
+        spent = "" if progress.epsilon is None else f"ε ≤ {progress.epsilon:.3g}"
+        self._bar.update(self._task, total=progress.planned, completed=progress.releases, spent=spent)
+
+    def curve_of(self, epsilon: float | None) -> list[tuple[int, float]] | None:
+        """ε against releases of a run that states ``epsilon``; ``None`` if it was charged again, or never begun."""
+        return None if self.plan is None else self.plan.curve_of(epsilon)
+
+
+@contextmanager
+def progress_bar(*, quiet: bool) -> Iterator[Watched]:
+    """The callback that draws a bar on stderr with releases and ε; quiet, or without a terminal, it draws none."""
+    if quiet or not sys.stderr.isatty():
+        yield Watched()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[spent]}"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=Console(stderr=True), refresh_per_second=10) as bar:
+        yield Watched(bar)

@@ -1,0 +1,174 @@
+"""What every oracle is: public settings, slots to plan for, and a small state carried from step to step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, from_json
+from quietgrad.core.plans.schedule import Law, Plan, Slot
+from quietgrad.core.sampling import Sampling
+from quietgrad.core.session.base import Session
+from quietgrad.core.session.queries import Asked, Objective
+from quietgrad.core.settings import check_fields, field_values
+from quietgrad.core.vectors import Vector
+
+Noise = Literal["independent", "correlated"] | Mechanism
+"""Independent Gaussian noise, noise that the next releases take back, or a mechanism that releases sums."""
+
+
+@dataclass(slots=True)
+class Estimate:
+    """An oracle's state: its current estimate, the point before, the drift since a full query, and its calls."""
+
+    value: Vector | None = None
+    previous: Vector | None = None
+    drift: float = 0.0
+    calls: int = 0
+
+
+class EstimateError(NamedTuple):
+    """What separates an estimate from the gradient: ``sampling`` in norm, ``noise`` in each coordinate.
+
+    ``sampling`` is σ of paper 003, a bound on √E‖·‖²; ``noise`` is r, the standard deviation of the Gaussian part.
+    """
+
+    sampling: float
+    noise: float
+
+    def size(self, dim: int) -> float:
+        """ψ = √(σ² + r²d)."""
+        return math.hypot(self.sampling, self.noise * math.sqrt(dim))
+
+
+class Oracle(Protocol):
+    """Turns releases into an estimate of ∇(1/n)Σfᵢ; regularisers are not its business. Inherit from it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def slots(self, n_public: int, steps: int) -> tuple[Slot, ...]:
+        """The releases that ``steps`` estimates may need."""
+        ...
+
+    def estimate(self, state: Estimate, params: Vector, session: Session) -> Estimate:
+        """The estimate at ``params``, by one release through the session."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """The oracle's public settings as JSON values; the law of a random round is the algorithm's."""
+        return {"name": type(self).__name__, **{k: v for k, v in config_of(self).items() if k != "law"}}
+
+    @property
+    def smoothness(self) -> float | None:
+        """The bound M on per-record smoothness that was given to it, if it takes one."""
+        return None
+
+    def error(self, session: Session) -> EstimateError | None:
+        """How far its estimates are from the gradient, if it can say so."""
+        return None
+
+    def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
+        """By slot, every query that may be asked, and what may vary in it; nothing if others cannot approve it."""
+        return iter(())
+
+
+def slot_of(
+    name: str, sampling: Sampling, steps: int, noise: Noise = "independent", law: Law | None = None
+) -> Slot:
+    """A slot of ``steps`` releases with the noise that is named.
+
+    >>> from quietgrad.core.sampling import CyclicCohorts
+    >>> slot_of("gradient", CyclicCohorts(16), 64, "correlated").mechanism.participations
+    4
+    """
+    sampling.check_count(steps)
+    mechanism: Mechanism = GaussianNoise()
+    if isinstance(noise, Mechanism) and noise.verb == mechanism.verb:
+        mechanism = noise
+    elif noise == "correlated":
+        mechanism = sampling.correlated_noise(steps)
+    elif noise != "independent":
+        raise ValueError(f"noise={noise!r}: must be 'independent', 'correlated' or a mechanism of sums.")
+    return Slot(name, sampling, steps, law=law, mechanism=mechanism)
+
+
+def read_noise(given: object) -> Mechanism:
+    """A mechanism from the JSON of one, as a plan's settings state it.
+
+    >>> from quietgrad.core.noise.correlated import BandedToeplitzNoise
+    >>> read_noise(BandedToeplitzNoise.made(8, 2).to_json()) == BandedToeplitzNoise.made(8, 2)
+    True
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism of sums.")
+    return from_json(given)
+
+
+@runtime_checkable
+class HasConfig(Protocol):
+    """A setting that is made of settings: an oracle, a learning rate, what is estimated of a table's ranges."""
+
+    def config(self) -> dict[str, Any]:
+        """Its settings as JSON values."""
+        ...
+
+
+def config_of(settings: Any) -> dict[str, Any]:
+    """The public settings of a frozen dataclass as JSON values."""
+
+    def plain(value: object) -> object:
+        if isinstance(value, HasConfig):
+            return value.config()
+        if isinstance(value, Mechanism):
+            made = value.to_json()
+            return {"kind": made} if isinstance(made, str) else made  # a bare kind would be read as a name of noise
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {name: plain(value) for name, value in field_values(settings).items()}
+
+
+def plan_preview(objective: Objective, plan: Plan) -> Any:
+    """What a session of ``plan`` will say about itself: enough to derive settings, nothing that could be
+    released.
+    """
+    return SimpleNamespace(
+        plan=plan,
+        objective=objective,
+        regularizer=objective.regularizer,
+        expected_batch=lambda slot: plan.schedule[slot].sampling.expected_batch(plan.n_public),
+    )
+
+
+def noise_multiplier(session: Session) -> float:
+    """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
+
+    Correlated noise is louder in a single release, which is what is asked here.
+    """
+    louder = max(slot.mechanism.loudness for slot in session.plan.schedule.slots)
+    return session.plan.noise_multiplier * math.sqrt(session.plan.variance_factor) * louder
+
+
+def constant_of(setting: str, name: str, given: float | None, session: Session) -> float:
+    """The value ``given`` for a setting, or else the objective's own constant ``name``."""
+    if given is not None:
+        return given
+    try:
+        value = getattr(session.objective.constants(), name)
+    except ValueError:  # none hold without a bound on the rows
+        value = None
+    if value is None:
+        raise ValueError(f"{setting}=None: the objective has no finite {name} constant; give {setting}.")
+    return float(value)
+
+
+def total_smoothness(oracle: Oracle, session: Session) -> float:
+    """β of the whole risk: from the M that the oracle was given and the regulariser, or as the objective states."""
+    if oracle.smoothness is not None:
+        return oracle.smoothness + session.regularizer.smoothness
+    return constant_of("smoothness", "smoothness", None, session)

@@ -1,0 +1,223 @@
+"""What the papers' theorems say of a run, as numbers: with the noise that is added, and no constant left open.
+
+A theorem's O(·) hides constants; the inequality that its proof ends with does not, and that is what is evaluated
+here, with the step, the clip and the noise of the plan. Where a printed proof is loose or wrong the line that
+replaces it is in the docstring. Everything is computed from public numbers, before any data is touched.
+
+>>> from quietgrad.methods.rrpsgd import RRPSGD
+>>> from quietgrad.objectives import Logistic
+>>> from quietgrad.core.plans.schedule import plan
+>>> from quietgrad.core.accounting.budget import Budget
+>>> stated, budget = Logistic(row_bound=1.0, rows="clip").constants(), Budget(1.0, 1e-5, "replace-one")
+>>> known = {"dim": 5, "initial_gap": 0.7}
+>>> made = RRPSGD.theory(stated, n=1000, budget=budget, batch_size=50, sampling="fixed-size", **known)
+>>> for found in bounds(made, stated, plan(made, n=1000, budget=budget), **known):
+...     print(found)
+004 theorem 5: the mean of ‖∇F‖² is at most 0.0132
+004 theorem 6: the mean over the random round of ‖∇F‖² is at most 0.453, with probability 0.95
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.queries import LossConstants
+from quietgrad.methods.base import HasSchedule
+from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
+from quietgrad.methods.rrpsgd import RRPSGD
+from quietgrad.methods.stagewise import StagewiseDPSGD
+from quietgrad.tables.queries.local_fit import stability
+
+
+class Bound(NamedTuple):
+    """``what`` is at most ``value``: in expectation, or with ``probability``; ``limit`` is what it is worth."""
+
+    theorem: str
+    what: str
+    value: float
+    probability: float | None = None
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        sure = "" if self.probability is None else f", with probability {self.probability:g}"
+        empty = self.limit is not None and self.value >= self.limit
+        said = f", which says nothing: it is never above {self.limit:g}" if empty else ""
+        return f"{self.theorem}: {self.what} is at most {self.value:.3g}{sure}{said}"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is public about a run besides its plan."""
+
+    constants: LossConstants
+    plan: Plan
+    dim: int
+    initial_gap: float | None
+    distance: float | None
+    growth: float | None
+    failure: float
+
+    @property
+    def convexity(self) -> float:
+        """μ: of the Polyak–Łojasiewicz inequality if it was given, else that of strong convexity."""
+        return self.constants.strong_convexity if self.growth is None else self.growth
+
+    def noise(self, clip: float) -> float:
+        """The standard deviation of a coordinate of the mean gradient (or of the model, whose mean is itself)."""
+        slot = self.plan.schedule.slots[-1]
+        scale = slot.multiplier(self.plan.noise_multiplier) * slot.mechanism.factor
+        return scale * clip / slot.sampling.expected_batch(self.plan.n_public)
+
+
+def bounds(
+    algorithm: HasSchedule,
+    constants: LossConstants,
+    plan: Plan,
+    *,
+    dim: int,
+    initial_gap: float | None = None,
+    distance: float | None = None,
+    growth: float | None = None,
+    failure: float = 0.05,
+) -> tuple[Bound, ...]:
+    """All that a theorem of the papers says of this run; nothing for a method, or a risk, that none is about.
+
+    Args:
+        initial_gap: F(θ⁰) − min F at most. distance: ‖θ⁰ − θ̂‖ and ‖θ*‖ at most. Both are public guesses.
+        growth: μ of the Polyak–Łojasiewicz inequality, if the risk obeys it without being strongly convex.
+        failure: γ of statements with probability 1 − γ.
+    """
+    if not 0.0 < failure < 1.0:
+        raise ValueError(f"failure={failure!r}: must be in (0, 1).")
+    known = Known(constants, plan, dim, initial_gap, distance, growth, failure)
+    said = next((say for kind, say in _THEOREMS.items() if isinstance(algorithm, kind)), None)
+    return () if said is None or constants.lipschitz is None or constants.smoothness is None else tuple(
+        said(algorithm, known)
+    )  # fmt: skip
+
+
+def _rounds(algorithm: RRPSGD, known: Known) -> Iterator[Bound]:
+    """Paper 004, theorems 5 and 6.
+
+    F(w_{t+1}) ≤ F(w_t) − (η−βη²/2)‖∇F‖² + …, summed over w₁ … w_T, which is what R chooses from (so that T+1 steps
+    count, from w₀). In expectation the rest is βη²σ²/2 a step. With probability, the four sums of the proof: two
+    martingales, one of them bounded by (η−βη²)·2L² (Azuma), one Gaussian given the past with deviation at most
+    (η+βη²)L·s, which needs no factor d; s²χ²; and 4L² a step. Batches must be of fixed size (δ_t is bounded by 2L
+    then) and ∇F by L, so there must be no regulariser.
+    """
+    constants, gap = known.constants, known.initial_gap
+    lipschitz, beta = constants.needed("lipschitz", "smoothness")
+    rates = {algorithm.rate()(k, algorithm.steps) for k in (0, algorithm.steps - 1)}
+    if gap is None or len(rates) != 1 or not (eta := rates.pop()) < 2.0 / beta or algorithm.clip < lipschitz:
+        return
+    steps, s = algorithm.steps, known.noise(algorithm.clip)
+    gain, every = steps * (eta - beta * eta * eta / 2.0), (steps + 1) * beta * eta * eta / 2.0
+    sampling = 4.0 * lipschitz**2 / algorithm.batch_size
+    mean = (gap + every * (sampling + known.dim * s * s)) / gain
+    yield Bound("004 theorem 5", "the mean of ‖∇F‖²", mean, limit=lipschitz**2)
+    whole = constants.smoothness == constants.record_smoothness and eta <= 1.0 / beta
+    if algorithm.sampling == "fixed-size" and whole:
+        tail = math.log(3.0 / known.failure)
+        root, many = math.sqrt(2.0 * (steps + 1) * tail), known.dim * (steps + 1)
+        wander = 2.0 * (eta - beta * eta * eta) * lipschitz**2 * root
+        wander += s * (eta + beta * eta * eta) * lipschitz * root
+        squares = beta * eta * eta / 2.0 * s * s * (many + 2.0 * math.sqrt(many * tail) + 2.0 * tail)
+        high = (gap + wander + squares + every * 4.0 * lipschitz**2) / gain
+        what = "the mean over the random round of ‖∇F‖²"
+        yield Bound("004 theorem 6", what, high, 1.0 - known.failure, limit=lipschitz**2)
+
+
+def _average(algorithm: WeightedAverage, known: Known) -> Iterator[Bound]:
+    """Paper 002, theorem 2 (strong convexity) and theorem 3 (Polyak–Łojasiewicz), inequality (11).
+
+    E F(θ_T) − F* ≤ (1−μ/β)ᵀ·gap + (d·s²/2μ)(1 − (1−μ/β)ᵀ) for η = 1/β, s the noise of the mean gradient.
+    """
+    lipschitz, beta = known.constants.needed("lipschitz", "smoothness")
+    mu, gap = known.convexity, known.initial_gap
+    fits = algorithm.method == "rounds" and algorithm.learning_rate == 1.0 / beta and algorithm.clip >= lipschitz
+    if gap is None or not fits or not 0.0 < mu <= beta:
+        return
+    left = (1.0 - mu / beta) ** algorithm.steps
+    value = left * gap + known.dim * known.noise(algorithm.clip) ** 2 / (2.0 * mu) * (1.0 - left)
+    number = 2 if known.growth is None else 3
+    yield Bound(f"002 theorem {number}", "the mean of F(θ_T) − min F", value, limit=gap)
+
+
+def _output(algorithm: OutputPerturbation, known: Known) -> Iterator[Bound]:
+    """Paper 004, section 3.1, with the tail of the noise: ‖z‖ ≤ s(√d + √(2 ln(1/γ))).
+
+    Strongly convex: ‖w_T − ŵ‖ ≤ (1−ημ)ᵀD and F(w) − F(ŵ) ≤ (β/2)‖w − ŵ‖². Convex: D²/(2ηT) + L‖z‖ for η ≤ 1/β.
+    New records, by inequality (18) of Shalev-Shwartz et al. (2009) with half of γ for each part:
+    √(2L²/μ · error) + 4L²/(γμn), L that of the regularised loss where w can be. Without the regulariser it is
+    (μ/2)D² more, which is the paper's route to convex risks.
+    """
+    lipschitz, beta = known.constants.needed("lipschitz", "smoothness")
+    mu, far = known.constants.strong_convexity, known.distance
+    if far is None or algorithm.mechanism != "gaussian" or algorithm.learning_rate is None:
+        return
+    eta, n = algorithm.learning_rate, known.plan.n_public
+    s = known.noise(stability(known.constants, n, algorithm.steps, eta) / 2.0) * n
+    sure = 1.0 - known.failure
+
+    def length(failure: float) -> float:
+        return s * (math.sqrt(known.dim) + math.sqrt(2.0 * math.log(1.0 / failure)))
+
+    if not mu:
+        if eta <= 1.0 / beta:
+            value = far * far / (2.0 * eta * algorithm.steps) + lipschitz * length(known.failure)
+            yield Bound("004 theorem 3", "F(w) − min F", value, sure, limit=lipschitz * far)
+        return
+
+    def error(failure: float) -> float:
+        return beta / 2.0 * ((1.0 - eta * mu) ** algorithm.steps * far + length(failure)) ** 2
+
+    yield Bound("004 theorem 2", "F(w) − min F", error(known.failure), sure, limit=beta / 2.0 * far**2)
+    half = known.failure / 2.0
+    steep = lipschitz + mu * (2.0 * far + length(half))
+    new = math.sqrt(2.0 * steep**2 / mu * error(half)) + 4.0 * steep**2 / (half * mu * n)
+    limit = lipschitz * far
+    yield Bound("004 excess risk, regularised", "the risk on new records above the least", new, sure, limit=limit)
+    what = "the risk without the regulariser on new records above the least"
+    yield Bound("004 excess risk, convex", what, new + mu / 2.0 * far**2, sure, limit=limit)
+
+
+def _stages(algorithm: StagewiseDPSGD, known: Known) -> Iterator[Bound]:
+    """Paper 001, theorems 3.3 and 3.4 as printed, for losses in [0, 1]; θ = 1.
+
+    1/(c₄μ) is η⁰(T⁰ − t + t/(2(1−ϱ))). The exponent of e grows with the steps of momentum, and the last term,
+    (Tᴷ+1)B/n, is above 1 after one pass over the data: for what people run the bound says nothing, and the one that
+    privacy itself implies (:attr:`~quietgrad.core.plans.schedule.Plan.generalization`) does.
+    """
+    lipschitz, beta = known.constants.needed("lipschitz", "smoothness")
+    mu, n = known.convexity, known.plan.n_public
+    if mu <= 0.0 or known.plan.budget is None:
+        return
+    t, rho = algorithm.early_momentum, algorithm.momentum
+    reach = algorithm.learning_rate * (algorithm.first_steps - t + t / (2.0 * (1.0 - rho)))
+    last, on = algorithm.length(algorithm.stages), t << algorithm.stages
+    grown = (1.0 - 1.0 / n) * beta * reach * math.log(last)
+    value = 2.0 * lipschitz**2 / ((n - 1) * beta) * _exp(grown) + (last + 1) * algorithm.batch_size / n
+    if on and rho:
+        late = math.log1p(1.0 / (2.0 * rho)) - 0.5 * math.log1p(1.0 / (rho * on))
+        value += 2.0 * lipschitz**2 * reach / n * _exp(grown + 2.0 * rho * (on - 1)) * late
+    yield Bound("001 theorem 3.3", "the mean risk on new records above that on these", value, limit=1.0)
+    budget = known.plan.budget
+    signal = known.dim * (lipschitz / (n * budget.epsilon)) ** 2 * math.log(1.0 / budget.delta) / mu
+    what = "the mean risk on new records above the least, up to the theorem's constant,"
+    yield Bound("001 theorem 3.4", what, max(signal, math.sqrt(1.0 / (mu * n))))
+
+
+def _exp(exponent: float) -> float:
+    return math.exp(exponent) if exponent < 700.0 else math.inf
+
+
+_THEOREMS: dict[type, Callable[[Any, Known], Iterator[Bound]]] = {
+    RRPSGD: _rounds,
+    WeightedAverage: _average,
+    OutputPerturbation: _output,
+    StagewiseDPSGD: _stages,
+}

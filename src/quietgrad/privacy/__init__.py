@@ -1,1 +1,0 @@
-"""Privacy: budgets, events, accountants, calibration, the ledger, noise and its random source."""

@@ -1,4 +1,0 @@
-"""Reports: one self-contained page with curves, a comparison of runs, and a privacy certificate.
-
-:func:`quietgrad.report.page.write_report` writes it.
-"""

@@ -1,0 +1,295 @@
+"""Reading noisy histograms: which bins hold records, and the interval they span. No data here, only releases."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quietgrad.tables.range_queries import HIGHEST, LOWEST, PIECES
+from quietgrad.tables.table import Floats
+
+_FALSE_ALARM = 1e-3  # chance that noise alone opens a window anywhere in one release
+_TARGET_ALARM = 1e-5  # the same for targets: a false range there is a useless model
+_GROW = 2.5  # deviations at which the neighbour of an occupied bin counts as occupied
+# Of a feature's non-zero values, so many may lie beyond its limit: a few far ones must not set the scale.
+_TAIL, _LEAST_TAIL = 0.05, 0.005
+_POOLED_TAIL = 0.1  # of all values, if all features share a limit: a few large features must not drown the rest
+_BEYOND = 2  # octaves that a limit for all stored values goes on with them: few are large, and those tell
+_CAUGHT = 0.9  # of the records a narrower interval must hold, as far as the noise lets one see
+_COARSE, _FINER = 8, 0.5  # bins among which a feature is seen whole; more of them must halve what those show
+_EVERYWHERE = 0.85  # of the records must have a value other than zero where a range leaves zero out
+_ONE_SIDED = 1.5  # deviations within which a sign counts as absent
+_EMPTY = 0.02  # of the targets may lie in an end of their interval that is left out
+_UNSEEN = 0.03  # of the records may hide in a bin that looks empty before the interval is widened
+
+
+@dataclass(frozen=True)
+class Windows:
+    """First and last occupied bin of each row of counts; ``found`` is false where noise hides everything."""
+
+    found: npt.NDArray[np.bool_]
+    first: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    def inside(self, bins: int) -> npt.NDArray[np.bool_]:
+        """Which of the bins lie in each window."""
+        places = np.arange(bins)
+        return np.asarray((places >= self.first[:, None]) & (places <= self.last[:, None]))
+
+
+def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Windows:
+    """Find the occupied bins of histograms (one per row) with noise of deviation ``sigma`` on every count.
+
+    A window opens where 1, 2 or 4 neighbouring bins stand out so far that noise alone would anywhere in the release
+    with probability at most ``alarm``. It takes in every other bin that stands out alone, and grows over neighbours
+    above 2.5 deviations.
+    """
+    from scipy.special import ndtri
+
+    rows, bins = counts.shape
+    sigma = max(sigma, 1e-9)
+    level = float(-ndtri(alarm / (3.0 * rows * bins)))
+    kept = counts > level * sigma
+    padded = np.concatenate([np.zeros((rows, 1)), np.cumsum(counts, axis=1)], axis=1)
+    for width in (2, 4):
+        if width > bins:
+            continue
+        sums = padded[:, width:] - padded[:, :-width]
+        best = sums.argmax(axis=1)
+        # Only where no narrower window opened: a wide one would take in its empty neighbours.
+        opens = (sums[np.arange(rows), best] > level * sigma * math.sqrt(width)) & ~kept.any(axis=1)
+        for shift in range(width):
+            kept[np.flatnonzero(opens), best[opens] + shift] = True
+    near = counts > _GROW * sigma
+    for _ in range(bins):
+        grown = kept.copy()
+        grown[:, 1:] |= kept[:, :-1] & near[:, 1:]
+        grown[:, :-1] |= kept[:, 1:] & near[:, :-1]
+        if (grown == kept).all():
+            break
+        kept = grown
+    found = np.asarray(kept.any(axis=1))
+    return Windows(found, kept.argmax(axis=1), bins - 1 - kept[:, ::-1].argmax(axis=1))
+
+
+@dataclass(frozen=True)
+class MagnitudeEstimate:
+    """What a histogram of magnitudes shows of each feature.
+
+    ``reach`` is an upper limit of |x|; ``seen`` whether it is the feature's own or one for all; ``offsets`` are
+    features of one sign that keep within three octaves, with the interval [low, high] to refine.
+    """
+
+    reach: Floats
+    seen: npt.NDArray[np.bool_]
+    offsets: npt.NDArray[np.int64]
+    low: Floats
+    high: Floats
+
+
+def read_magnitudes(
+    counts: Floats,
+    sigma: float,
+    *,
+    n: float | None = None,
+    whole: bool = False,
+    sparse: bool = False,
+    tight: bool = False,
+) -> MagnitudeEstimate:
+    """Upper limits from counts (features, sign, octave) of about ``n`` rows, with noise ``sigma``.
+
+    A feature in whose histogram nothing stands out takes the limit of a usual feature. One octave is added when a
+    tail of 3 % of the records could hide in the noise: cutting it costs more than a looser limit; with ``tight``
+    not where the feature itself is hidden. With ``whole`` no value that was seen may lie beyond its limit. One
+    limit for all values of ``sparse`` rows goes on with the values for two octaves: most words come once in a text,
+    and those that come more often tell the most.
+    """
+    both, noise = counts.sum(axis=1), sigma * math.sqrt(2.0)
+    mine = windows(both, noise)
+    everybody = both.sum(axis=0, keepdims=True)
+    shared = windows(everybody, noise * math.sqrt(len(both)))
+    mass = np.array([row[a : b + 1].sum() for row, a, b in zip(both, mine.first, mine.last, strict=True)])
+    mass = np.where(mine.found, mass, 0.0)
+    most = float(mass.max(initial=0.0)) or float(np.abs(everybody).sum())
+    tail = _POOLED_TAIL
+    if whole:
+        tail = 0.0
+    elif len(both) > 1:  # the less, the smaller the noise is beside the records
+        seen = 6.0 * (noise / most)
+        tail = min(max(seen, min(_LEAST_TAIL, 10.0 * seen)), _TAIL)
+    # A usual limit is the median of those found, else that of all features together.
+    if mine.found.any():
+        usual = int(np.median(_top(both, mine, tail)[mine.found]))
+    else:
+        usual = int(_top(everybody, shared, tail)[0]) if shared.found[0] else int(everybody.argmax())
+    # A feature that does not stand out takes the top of its best four octaves if those are 3.5 deviations up. A
+    # limit that is too small is the lesser evil: values beyond it are moved to it and keep their sign. One that is
+    # too large makes the feature vanish.
+    sums = np.lib.stride_tricks.sliding_window_view(both, 4, axis=1).sum(axis=2)
+    likely = np.where(sums.max(axis=1) > 3.5 * 2.0 * noise, sums.argmax(axis=1) + 3, usual)
+    top = np.where(mine.found, _top(both, mine, tail), likely)
+    if sparse and len(both) == 1:
+        for _ in range(_BEYOND):  # while the next octave is seen to hold values
+            following = np.minimum(top + 1, both.shape[1] - 1)
+            top = np.where(both[0, following] > _GROW * noise, following, top)
+    pad = 1 if whole or 2.5 * noise > _UNSEEN * most else 0
+    added = np.where(mine.found | (not tight), pad, int(whole))
+    narrow = mine.found & (mine.last - mine.first < 3)
+    if n is None:
+        narrow &= mass >= 0.6 * most
+    else:  # a row's k non-zero entries count 1/√k each: the mean √k is what all features hold, by n
+        held = mass + 2.0 * noise * np.sqrt(mine.last - mine.first + 1.0)
+        narrow &= held * max(float(everybody.sum()), most) >= _EVERYWHERE * n * n
+    by_sign = np.where(mine.inside(counts.shape[2])[:, None], counts, 0.0).sum(axis=2).T  # (sign, feature)
+    # As far as the noise lets one see: the empty side of a window of k octaves has a deviation of √k times σ.
+    spread = _ONE_SIDED * sigma * np.sqrt(mine.last - mine.first + 1.0)
+    lesser = by_sign.min(axis=0)
+    one_sided = lesser < np.maximum(0.05 * np.abs(by_sign).sum(axis=0), spread)
+    offsets = np.flatnonzero(narrow & one_sided)
+    sign = np.where(by_sign[0] >= by_sign[1], 1.0, -1.0)[offsets]
+    near, far = np.exp2(mine.first[offsets] + LOWEST - 1.0), np.exp2(mine.last[offsets] + LOWEST + float(pad))
+    low, high = np.where(sign > 0, near, -far), np.where(sign > 0, far, -near)
+    return MagnitudeEstimate(
+        np.exp2(np.minimum(top + LOWEST + added, HIGHEST + 1.0)), mine.found, offsets, low, high
+    )
+
+
+def middle_octave(counts: Floats) -> float:
+    """The median octave of pooled counts (1, sign, octave), negative counts taken as none."""
+    both = np.maximum(counts.sum(axis=(0, 1)), 0.0)
+    return float(np.searchsorted(np.cumsum(both), 0.5 * both.sum()) + LOWEST)
+
+
+def read_octaves(means: Floats, sigma: float, centre: float) -> Floats:
+    """Upper limits from noisy mean octaves above ``centre``, shrunk towards it as far as they are noise."""
+    signal = max(0.0, 1.0 - len(means) * sigma * sigma / max(float(means @ means), 1e-300))
+    # The largest value is one or two octaves above the mean octave; an error in it is worse below than above.
+    above = centre + signal * means + 1.0 + min(signal * sigma, 2.0)
+    return np.exp2(np.clip(above, LOWEST, HIGHEST + 1.0))
+
+
+def _top(counts: Floats, window: Windows, tail: float) -> npt.NDArray[np.int64]:
+    """The octave up to which all but a small part of the counts in the window lie."""
+    inside = window.inside(counts.shape[1])
+    sums = np.cumsum(np.where(inside, np.maximum(counts, 0.0), 0.0), axis=1)
+    return np.asarray((sums < (1.0 - tail) * sums[:, -1:]).sum(axis=1))
+
+
+def read_pieces(counts: Floats, sigma: float, low: Floats, high: Floats) -> tuple[Floats, Floats]:
+    """Narrower intervals from counts in equal bins of [low, high]; the whole one where records would be cut off."""
+    total = counts.sum(axis=1)
+    new_low, new_high = low.copy(), high.copy()
+    for merged in (8, 4, 2, 1):  # the finest bins whose window misses little
+        pieces = counts.shape[1] // merged
+        noise = sigma * math.sqrt(merged)
+        coarse = counts.reshape(len(counts), pieces, merged).sum(axis=2)
+        inner = windows(coarse, noise)
+        inside = inner.inside(pieces)
+        caught = np.where(inside, coarse, 0.0).sum(axis=1) + 1.5 * noise * np.sqrt(inside.sum(axis=1))
+        use = inner.found & (caught >= _CAUGHT * total)
+        pad = np.where(2.5 * noise > _UNSEEN * total, 1, 0)
+        width = (high - low) / pieces
+        nearer = low + np.maximum(inner.first - pad, 0) * width
+        closer = low + np.minimum(inner.last + pad + 1, pieces) * width
+        # What is spread over many bins leaves only its core above the noise of each: those must narrow it a lot.
+        use &= (pieces <= _COARSE) | (closer - nearer <= _FINER * (new_high - new_low))
+        new_low, new_high = np.where(use, nearer, new_low), np.where(use, closer, new_high)
+    return new_low, new_high
+
+
+def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float) -> tuple[float, float]:
+    """[low, high] without its empty ends, from counts of ``mass`` values in equal bins of it.
+
+    A few targets beyond the interval cost more than an interval that is too wide: an end goes only while it seems
+    to hold at most two in a hundred, and fewer where the noise is small; by eighths, or bin by bin where the noise
+    is far less than that.
+    """
+    most = min(_EMPTY, 12.0 * sigma / mass) * mass
+    step = 1 if 3.0 * sigma * math.sqrt(PIECES) < _EMPTY * mass else PIECES // 8
+
+    def empty(line: Floats) -> int:
+        gone = 0
+        for size in range(step, PIECES, step):
+            if line[:size].sum() > most:
+                break
+            gone = size
+        return gone
+
+    below, above = empty(counts), empty(counts[::-1])
+    if below + above >= PIECES:  # noise alone
+        return low, high
+    width = (high - low) / PIECES
+    return low + below * width, high - above * width
+
+
+def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
+    """The length that 99 % of rows do not exceed, from counts below ``edges``; the last if nothing stands out."""
+    window = windows(counts[None], sigma)
+    if not window.found[0]:
+        return float(edges[-1])
+    inside = np.maximum(counts[window.first[0] : window.last[0] + 1], 0.0)
+    reached = int(np.searchsorted(np.cumsum(inside), 0.99 * inside.sum())) + int(window.first[0])
+    return float(edges[min(reached, len(edges) - 1)])
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a histogram of magnitudes shows of targets that are counts.
+
+    ``most`` is a limit of them, ``mean`` about their mean, and 99.5 % differ from it by at most ``spread`` means.
+    """
+
+    most: float
+    mean: float
+    spread: float
+
+
+def read_counts(counts: Floats, sigma: float) -> Counts | None:
+    """Limit, mean and spread of counts, from their magnitudes; ``None`` if nothing stands out of the noise."""
+    octaves = HIGHEST - LOWEST + 1
+    line = np.concatenate([[counts[-1] + counts[octaves:-1].clip(min=0.0).sum()], counts[:octaves]])
+    found = windows(line[None, :], sigma, _TARGET_ALARM)
+    if not found.found[0]:
+        return None
+    last = int(found.last[0])
+    tops = np.exp2(np.arange(octaves) + LOWEST)
+    middles = np.where(tops <= 1.0, tops, 0.5 * (0.5 * tops + 1.0 + tops))  # of the whole numbers in an octave
+    values = np.concatenate([[0.0], middles])
+    mass = np.where((np.arange(len(line)) <= last) & (line > _GROW * sigma), line, 0.0)
+    mean = max(float(values @ mass / mass.sum()), sigma / float(mass.sum()), 1e-9)
+    away = np.abs(values / mean - 1.0)
+    order = np.argsort(away)
+    within = int(np.searchsorted(np.cumsum(mass[order]), 0.995 * mass.sum()))
+    pad = 2.0 if 2.5 * sigma > _UNSEEN * float(mass.sum()) else 1.0
+    most = pad * (float(tops[last - 1]) if last else 1.0)
+    return Counts(most, mean, float(away[order[min(within, len(order) - 1)]]))
+
+
+def read_target(counts: Floats, sigma: float, *, whole: bool = False) -> tuple[float, float] | None:
+    """The interval [low, high] that holds the targets, from their magnitudes; ``None`` if nothing stands out.
+
+    It is widened by an octave where a tail could hide in the noise, and with ``whole`` always.
+    """
+    octaves = HIGHEST - LOWEST + 1
+    # From the most negative to the most positive, zero in the middle: one line of bins.
+    line = np.concatenate([counts[octaves:-1][::-1], counts[-1:], counts[:octaves]])[None]
+    found = windows(line, sigma, _TARGET_ALARM)
+    if not found.found[0]:
+        return None
+    edges = np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=float))
+    uppers: Any = np.concatenate([-edges[::-1] / 2.0, [0.0], edges])
+    lowers: Any = np.concatenate([-edges[::-1], [0.0], edges / 2.0])
+    low, high = float(lowers[found.first[0]]), float(uppers[found.last[0]])
+    reach = max(-low, high, float(edges[3]))
+    top = int(math.log2(reach)) - LOWEST
+    # A tail of the other sign, too thin in each octave, may stand out of four of them together.
+    tails = [float(counts[start + top - 3 : start + top + 1].sum()) for start in (0, octaves)]
+    high = max(high, reach / 2.0) if tails[0] > _GROW * 2.0 * sigma else high
+    low = min(low, -reach / 2.0) if tails[1] > _GROW * 2.0 * sigma else low
+    if whole or 2.5 * sigma > _UNSEEN * float(line.clip(min=0.0).sum()):
+        low, high = (2.0 * low if low < 0.0 else low / 2.0), (2.0 * high if high > 0.0 else high / 2.0)
+    return (low, high) if low < high else (low - 1.0, high + 1.0)

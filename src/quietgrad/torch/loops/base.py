@@ -1,0 +1,341 @@
+"""What all private loops share: the plan, the session, the samples handed out, and the gradient released.
+
+A loop draws one sample after the other, each counted when it is handed out. It releases the noisy sum of clipped
+contributions of one sample, which becomes the parameters' gradient. What the loop does with that is free.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quietgrad import methods
+from quietgrad.core.accounting.accounting import account
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.accounting.events import Event, composed
+from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.ledger.account import Account
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.counting import PublicCount
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.base import SessionCost
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import Query, check_clip
+from quietgrad.core.session.session import PendingRelease
+from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
+from quietgrad.methods.result import Privacy, privacy_statement
+from quietgrad.methods.runs import Run
+from quietgrad.torch.loops.distributed import (
+    SharedCurator,
+    any_of_us,
+    broadcast_from_leader,
+    broadcast_loop_key,
+    is_distributed,
+    is_leader,
+)
+from quietgrad.torch.networks.engine import PerExampleEngine
+
+CONDITION = (
+    "if the loop's own code treats records apart: what the model gets in row k and its term of the loss come from "
+    "record k alone, and nothing read from private batches decides what is trained or published (not checked)"
+)
+_TAKEN = "n was taken from the data set's length, which is thereby declared public; n_public= declares another"
+_NO_LIMIT = 1e9  # ε of a loop without a limit: Loop.privacy states what it costs so far
+_OPEN_END = 10**9  # steps of such a loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopTerms:
+    """What is settled before a loop begins: its samples, its length, its noise or its budget, and who pays.
+
+    It has a budget, or a noise multiplier. Without ``epochs`` and ``steps`` it has no end.
+    """
+
+    batch_size: int
+    epsilon: float | None
+    delta: float
+    relation: str | Relation
+    noise_multiplier: float | None
+    epochs: int | None
+    steps: int | None = None
+    sampling: LoopSampling
+    drop_last: bool = False
+    unit: PrivacyUnit
+    n_public: int | None
+    ledger: Ledger | str | Path | None
+    account: str
+    cap: Budget | None
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("a private loop needs a budget, or a noise_multiplier; give one of them.")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError("epochs and steps: give one of them.")
+        for name, value in (("epochs", self.epochs), ("steps", self.steps)):
+            if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
+                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
+        if self.noise_multiplier is None and not self.has_end:
+            raise ValueError("a loop whose noise follows from its budget needs epochs= or steps= beforehand.")
+
+    @property
+    def budget(self) -> Budget:
+        limit = _NO_LIMIT if self.epsilon is None else self.epsilon
+        return Budget(limit, self.delta, Relation.parse(self.relation))
+
+    @property
+    def n_is_declared(self) -> bool:
+        """Whether n was not taken from the data."""
+        return self.n_public is not None or self.noise_multiplier is None
+
+    @property
+    def has_end(self) -> bool:
+        return self.epochs is not None or self.steps is not None
+
+    def epoch_length(self, n: int) -> int:
+        """Samples of an epoch: as many as a loader would make batches, with ``drop_last`` without the short one."""
+        # Where every record is in one batch of an epoch, none is dropped.
+        dropped = self.drop_last and self.sampling != "random-allocation"
+        return n // self.batch_size if dropped else math.ceil(n / self.batch_size)
+
+    def releases(self, n: int, clip: float) -> LoopReleases:
+        steps = self.steps or (_OPEN_END if self.epochs is None else self.epochs * self.epoch_length(n))
+        return LoopReleases(((steps, self.batch_size, 1.0),), clip, self.sampling)
+
+    def holder(self, reading: Any, data: Any, kept: Run | None = None) -> CentralCurator:
+        """The holder of the data; of several processes one pays, and all draw the same samples.
+
+        A ledger reserves beforehand what a loop may spend, so one without an end is counted in this process alone.
+        """
+        if self.seed is not None:
+            warnings.warn(f"seed={self.seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+        if kept is not None:
+            payer = kept.account
+        elif self.has_end:
+            payer = Account.of(self.account, self.ledger, self.cap, seeded=self.seed is not None)
+        elif self.ledger is not None or self.cap is not None:
+            raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
+        else:
+            payer = Account(self.account, note="kept in no ledger: the loop has no planned end")
+        payer = payer if is_leader() else Account(payer.name)
+        name, key = None if kept is None else kept.name, broadcast_loop_key()
+        kind = SharedCurator if is_distributed() else CentralCurator
+        return kind(reading, data, account=payer, run=name, seed=self.seed, key=key)
+
+    def plan(self, curator: CentralCurator, clip: float) -> Plan:
+        """The plan of what the loop may release, with its cost.
+
+        n is the declared number, else counted privately with about 1 % of ε, and at least the size of a sample. A
+        noise multiplier has no ε to take that from: its cost is stated for the length of the data set.
+        """
+        budget = self.budget
+        if self.n_public is not None or self.noise_multiplier is not None:
+            count = PublicCount(len(curator.records) if self.n_public is None else self.n_public)
+        else:
+            found: PublicCount = broadcast_from_leader(lambda: curator.count(budget, None, None))
+            count = replace(found, n=max(found.n, self.batch_size))
+        if not 1 <= self.batch_size <= count.n:
+            records = self.unit.in_words("records")
+            raise DataError(
+                f"batch_size={self.batch_size}: must be between 1 and the {count.n} {records} of the data set."
+            )
+        method: Any = self.releases(count.n, clip)
+        return methods.plan(method, n=count, budget=budget, noise_multiplier=self.noise_multiplier, unit=self.unit)
+
+
+def finite_clip(clip: object) -> float:
+    """``max_grad_norm`` as a finite number > 0, in the range in which arithmetic keeps a clip."""
+    value = float(clip) if isinstance(clip, Real) else 0.0
+    if not 0.0 < value < math.inf:
+        raise ValueError(f"max_grad_norm={clip!r}: must be a finite number > 0, for all parameters together.")
+    check_clip("max_grad_norm", value)
+    return value
+
+
+class Loop:
+    """A plan's open session and how far the loop has come."""
+
+    def __init__(
+        self, plan: Plan, terms: LoopTerms, curator: CentralCurator, engine: PerExampleEngine, clip: float, *,
+        n_is_declared: bool, kept: Run | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.engine, self.clip = plan, engine, clip
+        self.epoch_length = terms.epoch_length(plan.n_public)  # in samples
+        self.account = curator.account.asked or curator.account.name
+        self.is_private = not curator.seeded
+        self.n_is_declared = n_is_declared
+        self.paused = False  # whether it goes on elsewhere
+        self.total = plan.schedule.releases  # samples it may have
+        self.mean = True  # whether the gradient is divided by the public size of a sample
+        self._slot = plan.schedule.slots[0].name
+        self._session: CentralSession = curator.open(plan) if kept is None else kept.open(curator)
+        self.expected_batch = float(self._session.expected_batch(self._slot))  # public; sums are divided by it
+        self.handed_out = sum(self._session.used.values())  # samples that the loop has had
+        self._spent: SessionCost | None = None
+        self._released: dict[nn.Parameter, tuple[Tensor, int]] = {}
+
+    # --- what is guaranteed -------------------------------------------------------------------------------------
+
+    @property
+    def condition(self) -> str | None:
+        """The clause under which ε holds; ``None``: it holds without one."""
+        return self.plan.condition
+
+    def rest_on_code(self) -> None:
+        """From now on ε rests on the loop's own code: the ledger notes it before anything more is released."""
+        if self.condition is None:
+            config = {**self.plan.config, "condition": CONDITION}
+            self._session.charge.set_condition(CONDITION)
+            self.plan = self._session.plan = replace(self.plan, condition=CONDITION, config=config)
+
+    @property
+    def _times(self) -> int:
+        """How often the plan was charged: a kept loop that went on with other sums costs it again."""
+        return int(self._session.epochs)
+
+    @property
+    def used(self) -> int:
+        """How many samples count: those handed out, stepped on or not, because one that is skipped may say so.
+
+        All that were planned count if the loop ended early or is paused. Of a loop that goes on, what an earlier
+        process released counts too.
+        """
+        whole = self._times > 1 or self.paused or (self._spent is not None and self._spent.data_dependent)
+        return self.plan.schedule.releases if whole else max(self.handed_out, sum(self._session.made.values()))
+
+    @property
+    def event(self) -> Event | None:
+        """What they are accounted as; ``None`` before the first. A plan that rests on a private count is whole."""
+        if self._times > 1:
+            return composed([self.plan.total, *[self.plan.event] * (self._times - 1)])
+        if self.plan.whole_only:
+            return self.plan.total
+        return self.plan.event_of({self._slot: self.used}) if self.used else None
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if it was seeded."""
+        assert self.plan.budget is not None
+        return epsilon_of([self], self.plan.budget.delta if delta is None else delta)
+
+    @property
+    def privacy(self) -> Privacy:
+        """What is proved of the samples so far; of a loop that was closed, of what it was charged."""
+        plan, counts = self.plan, {self._slot: self.used}
+        nothing = self.event is None
+        # Before the first sample one stands in, for which nothing is stated below.
+        event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)
+        if self._times > 1:
+            event = composed([plan.event] * self._times)
+        notes = () if self.n_is_declared else (_TAKEN,)
+        if self._spent is None and self.handed_out < plan.schedule.releases < _OPEN_END:
+            early = "a loop that ends early because of what it saw costs the whole plan"
+            notes = (*notes, f"{self.handed_out} of {plan.schedule.releases} planned steps so far; {early}")
+        spent = self._spent or SessionCost(event, counts, "", False)
+        said = privacy_statement(self._session, spent, self.account, notes)
+        return replace(said, epsilon=0.0, events=None) if nothing else said
+
+    def close(self, *, data_dependent: bool = True) -> Privacy:
+        """End the loop before its plan does, and say what it costs.
+
+        The whole plan is charged, unless nothing that was seen, released numbers included, had a part in when it
+        ends (``data_dependent=False``): then it costs the samples it has had.
+        """
+        if self._spent is None:
+            self._spent = self._session.close("closed by the loop", data_dependent=data_dependent)
+            self.total = self.handed_out
+        return self.privacy
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def draw(self) -> PendingRelease:
+        """The next sample, which counts from here on."""
+        if self.handed_out >= self.total:
+            raise ExhaustedError(self.refusal())
+        drawn: PendingRelease = self._session.draw(self._slot)
+        self.handed_out += 1
+        return drawn
+
+    def refusal(self) -> str:
+        spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
+        if not self.total:
+            return f"no step of the plan is left: {spent}. Use the model as it is, or plan a longer loop."
+        return (
+            f"the {self.total} steps that were planned are made, and {spent}. Stop here, or plan a longer loop "
+            "from the start."
+        )
+
+    # --- the gradient -------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.engine.module.named_parameters())
+
+    def release(self, drawn: PendingRelease, query: Query) -> Tensor:
+        """Release the noisy sum of a sample and add it to the parameters' gradients; returns what was added."""
+        self._refuse_other_parameters()
+        if is_distributed() and any_of_us(self.condition is not None, self.engine.device):
+            self.rest_on_code()
+        total = torch.as_tensor(self._session.release_drawn(drawn, query))
+        if self.handed_out == self.plan.schedule.releases and self._spent is None:
+            self._spent = self._session.close("steps")
+        if self.mean:
+            total = total / self.expected_batch  # public: the size of the sample itself is private
+        total = total.to(self.engine.device, self.engine.dtype)
+        params = self.parameters()
+        for name, value in self.engine.unflatten(total).items():
+            gradient = value.clone()
+            param = params[name]
+            for hook in list((param._backward_hooks or {}).values()):  # register_hook: of what is released
+                changed = hook(gradient)
+                gradient = gradient if changed is None else changed
+            if param.grad is not None:
+                gradient = gradient + param.grad
+            param.grad = gradient
+            self._released[param] = (gradient, gradient._version)
+            for after in list((param._post_accumulate_grad_hooks or {}).values()):
+                after(param)
+        return total
+
+    def has_other_gradients(self) -> bool:
+        """Whether a parameter has a gradient that is not what was released."""
+        for param in self.parameters().values():
+            if param.grad is not None and bool(param.grad.any()):  # zeros are those of set_to_none=False
+                known = self._released.get(param)
+                if known is None or known[0] is not param.grad or known[1] != param.grad._version:
+                    return True
+        return False
+
+    def _refuse_other_parameters(self) -> None:
+        """The engine trains the parameters it was made for, and no others would get a gradient."""
+        now = [name for name, param in self.parameters().items() if param.requires_grad]
+        if now != list(self.engine.names):
+            changed = sorted(set(now) ^ set(self.engine.names))[0]
+            raise BudgetError(
+                f"parameter {changed!r} was frozen, unfrozen, added or removed after the loop was made, which was "
+                "planned for the others: change the module first, then make the loop."
+            )
+
+
+def epsilon_of(loops: Iterable[Loop], delta: float) -> float:
+    """ε of loops together, as if all were on the same people; infinite if one was seeded.
+
+    >>> epsilon_of([], 1e-5)
+    0.0
+    """
+    known = list(loops)
+    if not all(loop.is_private for loop in known):
+        return math.inf
+    relations = {loop.plan.budget.relation for loop in known if loop.plan.budget is not None}
+    if len(relations) > 1 or len({loop.plan.unit for loop in known}) > 1:
+        raise ValueError(
+            "get_epsilon: loops of different relations or privacy units do not add up. Use an engine for each."
+        )
+    events = [event for event in (loop.event for loop in known) if event is not None]
+    return account(composed(events), delta=delta, relation=relations.pop()) if events else 0.0

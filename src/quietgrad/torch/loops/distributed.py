@@ -1,0 +1,226 @@
+"""Several processes inside one institution: one sample, shared out by secret words; one noise.
+
+Every process holds the same data and model and runs the same program (``torchrun`` with the gloo or nccl backend).
+Each sums the clipped contributions of its share of a sample, and the leader alone adds the noise and holds the
+ledger. Each privacy unit goes to one process with all its records, so the bound on a unit is that of one process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import Batch, Query, RecordAdapter
+from quietgrad.core.session.session import PendingRelease
+from quietgrad.tables.privacy_units import public_loss
+from quietgrad.torch.networks.randomness import RecordSeeds
+from quietgrad.torch.networks.records import bytes_of
+
+_LEADER = 0
+
+Made = TypeVar("Made")
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def process_count() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def is_leader() -> bool:
+    """Whether this process adds noise and holds the ledger."""
+    return not is_distributed() or dist.get_rank() == _LEADER
+
+
+def broadcast_loop_key() -> bytes | None:
+    """A key of samples that all processes share; alone a curator makes its own."""
+    return _told(fresh_key()) if is_distributed() else None
+
+
+def broadcast_from_leader(make: Callable[[], Made]) -> Made:
+    """What the leading process makes, on all of them."""
+    return _told(make() if is_leader() else None) if is_distributed() else make()
+
+
+def any_of_us(here: bool, device: torch.device) -> bool:
+    """Whether something is so on any process."""
+    said = torch.tensor(float(here), device=device)
+    dist.all_reduce(said)
+    return bool(said > 0.0)
+
+
+def share_of(batch: Batch, rank: int, world: int) -> Batch:
+    """The part of a batch that process ``rank`` of ``world`` sums: whole people, where records are people's.
+
+    By secret words, as passes are: cut by position, every later record would change places when one leaves.
+    """
+    everyone = np.arange(len(batch.records)) if batch.indices is None else batch.indices
+    return batch._replace(indices=everyone[RecordSeeds.of(batch.key, everyone).share(rank, world)])
+
+
+def _told(message: object) -> Any:
+    box: list[Any] = [message]
+    dist.broadcast_object_list(box, _LEADER)
+    return box[0]
+
+
+def _all_or_none(make: Callable[[], Made], why: str) -> Made:
+    """What ``make`` makes, if it does so on every process; else all raise."""
+    failed: BaseException | None = None
+    try:
+        made = make()
+    except BaseException as error:
+        failed = error
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, failed is None)
+    if failed is not None:
+        raise failed
+    if not all(answers):
+        raise QuietgradError(f"{why}, and said why there; nothing was released.")
+    return made
+
+
+def _digest(key: bytes, parts: Iterable[bytes | memoryview]) -> str:
+    mac = hmac.new(key, digestmod="sha256")
+    for part in parts:
+        mac.update(part)
+    return mac.hexdigest()
+
+
+def _digests(objective: RecordAdapter, examples: Any, key: bytes, settings: str = "") -> dict[str, str]:
+    module = public_loss(objective).module
+    modes = "".join("t" if layer.training else "e" for layer in module.modules())
+    said = f"{objective!r} {len(examples)} {modes} {settings}"
+    start = (part for value in (*module.parameters(), *module.buffers()) for part in bytes_of(value))
+    return {
+        "the records, their order, whose they are, frozen parameters or buffers": _digest(key, examples.contents()),
+        "the parameters or buffers that training begins with": _digest(key, start),
+        "model, loss or settings": _digest(key, [said.encode()]),
+    }
+
+
+class DifferentiallyPrivateDistributedDataParallel(nn.Module):
+    """Opacus's wrapper by name: every process begins with the leader's parameters; ``make_private`` does the rest.
+
+    torch's own ``DistributedDataParallel`` may be used as well: what it would add up are gradients that were not
+    clipped, so its sums are replaced by those of the private loop.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        if is_distributed():
+            for value in (*module.parameters(), *module.buffers()):
+                dist.broadcast(value.detach(), _LEADER)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
+        module = module.module
+    return module
+
+
+class SharedSession(CentralSession):
+    """The session of a loop on several processes: each reads and sums its share, the leader releases.
+
+    Followers draw the same samples from the same key and add no noise.
+    """
+
+    def _batch(self, drawn: PendingRelease) -> Batch:
+        return share_of(super()._batch(drawn), dist.get_rank(), dist.get_world_size())
+
+    def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Tensor:
+        """The noisy sum over all shares; noise is added once, and every process gets the same numbers."""
+        zero = torch.as_tensor(self._zero)
+        dim = query.dim(self._records)
+        # Behind the sum: whether a share failed, and of which sample it is.
+        share = torch.zeros(dim + 3, dtype=torch.float64, device=zero.device)
+        sums, place = share[:-3], float(drawn.number)
+        failed: BaseException | None = None
+        try:
+            with np.errstate(all="ignore"):
+                query.sum_into(self._reading, self.batch(drawn), sums)
+        except BaseException as error:
+            failed = error
+            sums.zero_()
+        sums.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        share[-3:] = torch.tensor([float(failed is not None), place, place**2])
+        dist.all_reduce(share)
+        world = dist.get_world_size()
+        if share[-2:].tolist() != [world * place, world * place**2]:
+            raise BudgetError(
+                "the processes step on different samples: a record could be in two shares and count twice. Nothing "
+                "was released; every process must take every batch and step on it, also if its own share is empty."
+            )
+        if float(share[-3]) > 0.0:
+            raise failed or QuietgradError(
+                "another process failed in its share of this step; nothing was released."
+            )
+        answer = torch.zeros(dim + 1, dtype=torch.float64, device=zero.device)
+        if is_leader():
+            try:
+                answer[:-1] = torch.as_tensor(super().release_drawn(drawn, Summed(sums, query.bound)))
+            except BaseException as error:
+                failed = error
+                answer.zero_()[-1] = 1.0
+        else:
+            self.forget(drawn)
+        dist.broadcast(answer, _LEADER)
+        if float(answer[-1]) > 0.0:
+            raise failed or QuietgradError("the leading process could not release this step.")
+        return answer[:-1].to(zero.dtype)
+
+
+class SharedCurator(CentralCurator):
+    """Holds the records of a loop on several processes, which must agree on all that a sum depends on."""
+
+    session: ClassVar[type[CentralSession]] = SharedSession
+
+    def open(self, plan: Plan, **options: Any) -> CentralSession:
+        """The session, on every process or on none.
+
+        A record that lies elsewhere on another process would be in two shares and contribute twice.
+        """
+        key = _told(fresh_key())
+
+        def digests() -> dict[str, str]:
+            found = _digests(self.objective, self.records, key, json.dumps(plan.to_json()))
+            return {**found, "seed": _digest(key, [self._key])}
+
+        mine = _all_or_none(digests, "another process cannot read its data")
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, mine)
+        for what in mine:
+            if len({answer[what] for answer in answers}) > 1:
+                raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
+        return _all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")
+
+
+class Summed:
+    """A query whose sum was formed beforehand."""
+
+    def __init__(self, total: Tensor, bound: float) -> None:
+        self._total, self.bound = total, bound
+
+    def dim(self, records: object) -> int:
+        return len(self._total)
+
+    def sum_into(self, objective: object, batch: Batch, out: Any) -> None:
+        out = torch.as_tensor(out)  # of an array: its own memory
+        out += self._total.to(out.device)

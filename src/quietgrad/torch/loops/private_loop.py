@@ -1,0 +1,339 @@
+"""``PrivateLoop``: samples and private gradients for a training loop that the user writes.
+
+The loop hands out samples that cannot be read, and writes private gradients into the parameters. With a folder it
+is a run that can be interrupted and continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import DEFAULT
+from quietgrad.core.session.queries import GradientQuery
+from quietgrad.core.session.session import PendingRelease
+from quietgrad.methods import runs
+from quietgrad.methods.callbacks import Callback, Progress, begin, together
+from quietgrad.methods.custom_loop import LoopSampling
+from quietgrad.methods.minimizing import counting, result_of
+from quietgrad.methods.result import Privacy
+from quietgrad.methods.runs import Run, is_kept, open_run, over
+from quietgrad.tables.privacy_units import Combine, with_privacy_unit
+from quietgrad.torch.loops.base import Loop, LoopTerms, finite_clip
+from quietgrad.torch.loops.distributed import is_distributed, unwrapped
+from quietgrad.torch.loops.wrappers import check_optimizer
+from quietgrad.torch.networks.module import ModuleObjective
+from quietgrad.torch.networks.records import Collate, Multiple, Padding
+from quietgrad.torch.networks.usable import LossFunction
+
+LOOP = "loop"  # the kind of these runs
+Parameters = Mapping[str, nn.Parameter]
+
+
+def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run | None:
+    """The loop that was interrupted and is kept in ``folder``; ``None`` if a new one begins."""
+    if folder is None:
+        return None
+    if is_distributed():
+        raise ValueError("folder: a loop of several processes is not kept. Leave folder out, or use one process.")
+    if not terms.has_end:
+        raise ValueError("folder: a loop that is kept needs its length beforehand; give epochs or steps.")
+    if over(folder) is not None:
+        raise DataError(
+            f"{folder}: the loop that was kept here is over: quietgrad.load reads its result. For a new loop make "
+            "the same call again."
+        )
+    if not is_kept(folder):
+        return None
+    if terms.seed is not None:
+        raise ValueError("seed: the loop that is kept in this folder is private; leave seed out.")
+    return open_run(folder, kind=LOOP, ledger=terms.ledger, every=every)
+
+
+def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, clip: float) -> None:
+    """Raise ``DataError`` unless what the call says is what the folder says."""
+    plan = kept.plan
+    kept.agree_on_account(None if terms.account == DEFAULT else terms.account, terms.cap)
+    for what in ("parameters", "optimizer", "people"):
+        kept.agree(what, settings[what] or "none", kept.header.settings[what] or "none")
+    said = terms.releases(plan.n_public, clip).config()
+    for what in sorted({*said, *plan.config}):
+        kept.agree(what, [said.get(what)], [plan.config.get(what)])
+    assert plan.budget is not None
+    kept.agree("budget", terms.budget.to_json(), plan.budget.to_json())
+    kept.agree("noise_multiplier", terms.noise_multiplier, plan.noise_multiplier)
+    kept.agree("n_public", terms.n_public, plan.n_public)
+
+
+def _state(params: Parameters, optimizer: Optimizer | None) -> dict[str, Any]:
+    """Where a loop stands between two samples: parameters, gradients that wait for a step, optimizer."""
+    return {
+        "params": {name: param.detach() for name, param in params.items()},
+        "grads": {name: param.grad for name, param in params.items() if param.grad is not None},
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+    }
+
+
+class PrivateBatch:
+    """A sample of a :class:`PrivateLoop`: who is in it and what they hold is read by the loop alone."""
+
+    __slots__ = ("_drawn", "_loop")
+
+    def __init__(self, loop: PrivateLoop, drawn: PendingRelease) -> None:
+        self._loop: PrivateLoop = loop
+        self._drawn: PendingRelease | None = drawn
+
+    def __repr__(self) -> str:
+        return "PrivateBatch()"
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        raise BudgetError(
+            "len(batch): the size of a sample is secret, and would tell who is in it. Use loop.expected_batch, "
+            "which is public."
+        )
+
+
+class PrivateLoop(Loop):
+    """A private training loop: it draws samples and computes private gradients.
+
+    Args:
+        model: any torch module; what it does with a record is that record's own, because it is called for one.
+        loss: loss(output, target) for records (x, target), ``loss(model, *record)`` or ``loss(model, **record)``:
+            written as for a batch, called with batches of one; returns one number.
+        data: a map-style data set, a ``TensorDataset``, or tensors.
+        optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
+        batch_size: the expected size of a sample; of people with ``person``.
+        max_grad_norm: C, the L2 bound on what one record, or person, adds.
+        budget: the guarantee; the noise follows from it and from ``epochs`` or ``steps``.
+        noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
+            is about.
+        epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
+        sampling: ``"poisson"``; ``"random-allocation"``: every record is in one secret sample of each epoch, drawn
+            independently; ``"turns"``: likewise, accounted without amplification.
+        person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
+        n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
+        folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
+            state of ``optimizer`` that were saved last; :attr:`handed_out` says how many samples it has had. In the
+            end the result is saved here. For one process.
+        checkpoint_seconds: between saves to ``folder``, which are made between two samples.
+        callbacks: called with a :class:`~quietgrad.methods.callbacks.Progress` after each :meth:`step`; a stop by
+            one of them costs the whole plan.
+        micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
+
+    >>> import torch
+    >>> x, model = torch.randn(300, 2), nn.Linear(2, 2)
+    >>> data, optimizer = (x, (x[:, 0] > 0).long()), torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> loop = PrivateLoop(model, nn.CrossEntropyLoss(), data, optimizer=optimizer, batch_size=30, epochs=1,
+    ...                    max_grad_norm=1.0, budget=Budget(2.0, 1e-5), n_public=300)
+    >>> for batch in loop:
+    ...     loop.step(batch)
+    >>> str(loop.privacy)
+    '(1.99..., 1e-05)-DP, add-remove, proved by pld-poisson'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        data: object,
+        *,
+        batch_size: int,
+        max_grad_norm: float,
+        optimizer: Optimizer | None = None,
+        budget: Budget | None = None,
+        noise_multiplier: float | None = None,
+        delta: float = 1e-5,
+        relation: str | Relation = Relation.ADD_REMOVE,
+        epochs: int | None = None,
+        steps: int | None = None,
+        sampling: LoopSampling = "poisson",
+        person: object = None,
+        combine: Combine = "mean",
+        records_per_person: int | None = None,
+        views: int = 1,
+        collate_fn: Collate | None = None,
+        pad: int | Multiple | Padding | None = None,
+        n_public: int | None = None,
+        micro_batch: int | None = None,
+        memory_budget: float = 512e6,
+        ledger: Ledger | str | Path | None = None,
+        account: str = "default",
+        cap: Budget | None = None,
+        seed: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        folder: str | Path | None = None,
+        checkpoint_seconds: float = 10.0,
+    ) -> None:
+        module, clip = unwrapped(model), finite_clip(max_grad_norm)
+        objective = ModuleObjective(
+            module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
+            views=views,
+        )  # fmt: skip
+        engine = objective.engine
+        if optimizer is not None:
+            check_optimizer(optimizer, module.parameters())
+        terms = LoopTerms(
+            batch_size=batch_size, epsilon=None if budget is None else budget.epsilon,
+            delta=delta if budget is None else budget.delta, noise_multiplier=noise_multiplier,
+            relation=relation if budget is None else budget.relation, epochs=epochs, steps=steps,
+            sampling=sampling, n_public=n_public, ledger=ledger, account=account,
+            cap=cap, seed=seed,
+            unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
+        )  # fmt: skip
+        asked = with_privacy_unit(objective, data, person, combine, records_per_person)
+        self.objective, self.optimizer = objective, optimizer
+        self._tell = together(callbacks) if callbacks else None
+        self._folder = None if folder is None else Path(folder)
+        self._trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        said = {
+            "parameters": {name: list(param.shape) for name, param in self._trained.items()},
+            "optimizer": None if optimizer is None else type(optimizer).__name__,
+            "people": counting(asked[0]),
+            "n_is_declared": terms.n_is_declared,
+        }
+        kept = _kept_run(folder, terms, checkpoint_seconds)
+        try:
+            curator = terms.holder(*asked, kept)
+            # Before anything is reserved, a count of the records included; the length of epochs follows from that.
+            begin(self._tell, steps or 0, engine.flatten(dict(module.named_parameters())), private=seed is None)
+            if kept is not None:
+                _agree(kept, said, terms, clip)
+                said = {**kept.header.settings}
+            plan = terms.plan(curator, clip) if kept is None else kept.plan
+            if kept is None and folder is not None:
+                kept = runs.begin(
+                    folder, plan, curator, kind=LOOP, state=_state(self._trained, optimizer), settings=said,
+                    every=checkpoint_seconds,
+                )  # fmt: skip
+            super().__init__(
+                plan, terms, curator, engine, clip, kept=kept, n_is_declared=bool(said["n_is_declared"])
+            )  # fmt: skip
+            if kept is not None and kept.resumed:
+                state = kept.state
+                with torch.no_grad():
+                    for name, param in self._trained.items():
+                        param.copy_(state["params"][name])
+                        grad = state["grads"].get(name)
+                        param.grad = None if grad is None else grad.to(param)
+                if optimizer is not None:
+                    optimizer.load_state_dict(state["optimizer"])
+        except Exception:
+            if kept is not None:
+                (kept.close if kept.resumed else kept.discard)()
+            raise
+        self._kept = kept
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[PrivateBatch]:
+        """All samples that are left."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
+        return self._until(self.total)
+
+    def epochs(self) -> Iterator[Iterator[PrivateBatch]]:
+        """The samples that are left, one epoch after the other."""
+        if self.handed_out >= self.total:
+            raise BudgetError(self.refusal())
+        return self._epochs()
+
+    def _epochs(self) -> Iterator[Iterator[PrivateBatch]]:
+        while self.handed_out < self.total:
+            yield self._until((self.handed_out // self.epoch_length + 1) * self.epoch_length)
+
+    def _until(self, end: int) -> Iterator[PrivateBatch]:
+        while self.handed_out < min(end, self.total):
+            if self._kept is not None and self._kept.due:
+                self.save()
+            yield PrivateBatch(self, self.draw())
+        if self.handed_out >= self.total:  # and what the loop did with the last one is done
+            self._finish()
+
+    def save(self) -> None:
+        """Save where the loop stands between two samples, if it is kept in a folder."""
+        if self._kept is not None and self._folder is not None:
+            self._kept.save(_state(self._trained, self.optimizer), self._session, now=True)
+
+    def pause(self) -> None:
+        """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
+        if self._kept is None:
+            raise ValueError("loop.pause: the loop is not kept; make it with folder=, and without a seed.")
+        self.save()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Let go of the loop's folder, if it is kept: the same call goes on from what was saved last."""
+        if self._kept is not None and self._folder is not None:
+            self._kept.close()
+            self._folder, self.total, self.paused = None, self.handed_out, True
+
+    def refusal(self) -> str:
+        return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
+
+    def close(self, *, data_dependent: bool = True) -> Privacy:
+        """As any loop's; one that is kept saves its result."""
+        if self.paused:  # another process may have gone on, and only that one knows what it released
+            raise BudgetError(self.refusal())
+        if self.handed_out < self.plan.schedule.releases:
+            super().close(data_dependent=data_dependent)
+        self._finish()
+        return self.privacy
+
+    def _finish(self) -> None:
+        """Save the result of a loop with a folder, once."""
+        if self._folder is None:
+            return
+        if self._spent is None:
+            self._spent = self._session.close("steps")
+        params = self.engine.flatten(self.parameters())
+        params = params.float() if params.dtype == torch.bfloat16 else params  # which numpy does not know
+        result = result_of(self._session, params, self.privacy, self._spent.reason)
+        if self._kept is None:  # seeded, or paid by no ledger
+            result.save(self._folder)
+        else:
+            self._kept.finish(result)
+        self._folder = None
+
+    def backward(self, batch: PrivateBatch) -> Tensor:
+        """Add the private gradient of a sample to the parameters' ``grad``; returns it as one vector.
+
+        The model is run as it is: in training or evaluation mode, at the parameters that it has.
+        """
+        if not isinstance(batch, PrivateBatch) or batch._loop is not self:
+            raise TypeError("loop.backward(batch): give it a batch that this loop handed out.")
+        if batch._drawn is None:
+            raise BudgetError(
+                "this batch was stepped on already: each sample serves one step. Take the next one of the loop."
+            )
+        drawn, batch._drawn = batch._drawn, None
+        return self.release(drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip))
+
+    def step(self, batch: PrivateBatch) -> None:
+        """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""
+        if self.optimizer is None:
+            raise ValueError("loop.step: the loop was made without an optimizer; give optimizer=, or use backward.")
+        gradient = self.backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self._tell is None:
+            return
+        done = self.handed_out >= self.total
+        progress = Progress(
+            self.handed_out, self.handed_out, self.plan.schedule.releases, self.engine.flatten(self.parameters()),
+            gradient, done=done, spent=lambda: self.epsilon() if self.is_private else None, plan=self.plan,
+        )  # fmt: skip
+        self._tell(progress)
+        if progress.stopped and not done:
+            self.close()

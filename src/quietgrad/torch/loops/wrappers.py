@@ -1,0 +1,312 @@
+"""Model, optimizer and loader of a custom training loop under Opacus' verbs.
+
+The model runs record by record while the loop trains on a sample. The optimizer is the user's own object, whose
+steps use released gradients. The loader hands out secret samples, as handles.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, SparseAdam
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.methods.result import Privacy
+from quietgrad.torch.loops.distributed import process_count
+from quietgrad.torch.loops.private_batch import plain
+from quietgrad.torch.loops.recorded_loop import CustomLoop, pieces_of
+from quietgrad.torch.networks.trees import ModuleState, mapped
+
+_CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
+_OWN = ("_module", "_loop")
+
+
+class PrivateModule(nn.Module):
+    """The user's module under another class: the same layers, parameters, buffers, names and attributes.
+
+    In training mode, with a sample of the private loader in hand, a call is recorded for the step. In any other
+    call the parameters are constants: gradients go to the inputs, and none without noise to a parameter. A
+    copy, a pickle and a state are the plain module's.
+    """
+
+    _module: nn.Module
+    _loop: CustomLoop
+
+    def __init__(self, module: nn.Module, loop: CustomLoop) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)
+        object.__setattr__(self, "_loop", loop)
+        for store in ("_modules", "_parameters", "_buffers", "training", "_non_persistent_buffers_set"):
+            self.__dict__[store] = module.__dict__[store]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's output; recorded for the next step when training."""
+        # Asked here and not in a function of its own: a compiler that cannot take this one runs it as it is.
+        if torch.compiler.is_compiling() or callable(_CALLBACK()):
+            raise ValueError(
+                "torch.compile: a compiled model would fuse the operations at which records' gradients are taken. "
+                "Train with the private model as it is."
+            )
+        if not torch.is_grad_enabled():
+            return self._module(*plain(args), **plain(kwargs))
+        if self.training and self._loop.sample is not None:
+            return self._loop.call(args, kwargs)
+        constants = {name: param.detach() for name, param in self._module.named_parameters()}
+        with ModuleState(self._module).holding(constants):
+            return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in _OWN:
+                raise
+            return getattr(self._module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__:
+            super().__setattr__(name, value)
+        setattr(self._module, name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state into the module, whatever made it: what it cost is in the account of who was trained on."""
+        if kwargs.get("assign") or (len(args) > 2 and args[2]):
+            raise ValueError(
+                "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
+                "the private loop would know: nothing would train. Load without assign."
+            )
+        return self._module.load_state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and what came back to the records in hand."""
+        self._loop.clear()
+        self._module.zero_grad(set_to_none)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self._module, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self._module.__reduce_ex__(protocol)
+
+
+def _not_trained_on(value: Tensor) -> Tensor:
+    """An output from which no gradient goes back to a parameter; it may to an input, of which it is made."""
+    if not value.is_floating_point() or value.requires_grad:
+        return value
+    leaf = value.detach().requires_grad_()
+    leaf.register_hook(_refuse_backward)  # type: ignore[no-untyped-call]
+    return leaf.view_as(leaf)
+
+
+def _refuse_backward(_: Tensor) -> None:
+    raise BudgetError(
+        "backward() from an output of the private model that no step can use: it was called in evaluation mode, or "
+        "without a fresh batch of the private loader. Each step needs one fresh batch; call model.train() before "
+        "it, and wrap evaluations in torch.no_grad()."
+    )
+
+
+class PrivateOptimizer(Optimizer):
+    """What a private loop adds to an optimizer: it stays of its own class, and schedulers work on it."""
+
+    _loop: CustomLoop
+    _opt_called: bool
+
+    def step(self, closure: object = None, **options: Any) -> Any:
+        """Release the noisy clipped sum of the sample, make it the gradient, and step."""
+        if closure is not None or options:
+            raise TypeError(
+                "optimizer.step(closure): a step may use its sample once; call step() without a closure."
+            )
+        loop, self._opt_called = self._loop, True
+        check_optimizer(self, loop.parameters().values())  # parameters may have joined since
+        if not loop.write_gradients():  # a piece of the sample: the step comes with the last one
+            return None
+        result = super().step()
+        loop.has_stepped()
+        return result
+
+    # Learning-rate schedulers wrap a step to see that it was called, and warn of one that they did not wrap; one
+    # wrapped before the loop was made private would be the public step.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and what came back to the records in hand; a sample's earlier pieces are kept."""
+        self._loop.clear()
+        super().zero_grad(set_to_none)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Noise ÷ C. It cannot be set: noise that is chosen on the way may follow what was seen."""
+        return self._loop.plan.noise_multiplier
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, which cannot be set either."""
+        return self._loop.clip
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public size of a sample, which sums are divided by."""
+        return self._loop.expected_batch
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
+        )
+
+
+def made_private(optimizer: Optimizer, loop: CustomLoop) -> Optimizer:
+    """The optimizer, the same object, from now on of ``loop``."""
+    known = type(optimizer)
+    if not isinstance(optimizer, PrivateOptimizer):
+        for name in ("step", "zero_grad"):  # a scheduler's or a profiler's wrapper around the public step
+            optimizer.__dict__.pop(name, None)
+        private: Any = type(f"Private{known.__name__}", (PrivateOptimizer, known), {})
+        optimizer.__class__ = private
+    assert isinstance(optimizer, PrivateOptimizer)
+    optimizer._loop = loop
+    return optimizer
+
+
+def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError unless all that ``optimizer`` steps are among the parameters of the private module."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer: must be a torch optimizer of the module's parameters, not {type(optimizer).__name__}, "
+            "e.g. torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
+    own = {id(param) for param in params}
+    for number, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names", range(len(group["params"])))
+        for name, param in zip(names, group["params"], strict=True):
+            if id(param) not in own:
+                raise ValueError(
+                    f"the optimizer holds parameters of another module: {name!r} of its group {number}, of shape "
+                    f"{tuple(param.shape)}. Their gradients would not be private, and nothing was stepped. Make "
+                    "one module of all that is trained and give it to make_private."
+                )
+
+
+class PrivateLoader:
+    """Secret samples of a loader's data set, an epoch being as many as the loader had batches.
+
+    Records are read here, one by one: ``collate_fn`` is called with one record, and workers are not used. Every
+    sample is handed out once: a new iterator goes on where the last one stopped, and ends it.
+    """
+
+    def __init__(self, loader: DataLoader[object], loop: CustomLoop) -> None:
+        self.loop = loop
+        self.original = loader
+        self.dataset: Any = loader.dataset
+        self._iterators = 0
+
+    @property
+    def privacy(self) -> Privacy:
+        return self.loop.privacy
+
+    @property
+    def batch_size(self) -> float:
+        """The public size of a sample, as declared; the size of a sample itself is private."""
+        return self.loop.expected_batch
+
+    def __len__(self) -> int:
+        return self.loop.epoch_length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.pieces(None)
+
+    def pieces(self, most: int | None) -> Iterator[Any]:
+        """An epoch's samples, whole or in pieces of whole people with at most ``most`` records."""
+        self._iterators += 1
+        mine, loop = self._iterators, self.loop
+        for _ in range(len(self)):
+            for batch in loop.batches(most):
+                yield batch
+                if self._iterators != mine:
+                    raise BudgetError(
+                        "this iterator ended when a newer one was made on the same private loader: a sample is "
+                        "handed out once. Use one iterator at a time."
+                    )
+
+
+class BatchMemoryManager:
+    """Cuts each sample of a private loader into pieces of at most ``max_physical_batch_size`` records.
+
+    The loop steps on every piece. A piece's clipped sum is kept; the step comes with the last piece of a sample,
+    which stays one release. Into how many pieces a sample is cut is public: one that is much larger than expected
+    has larger pieces. People without ``records_per_person`` are cut by how many records they have, and ε is
+    conditional.
+    """
+
+    def __init__(self, *, data_loader: object, max_physical_batch_size: int, optimizer: Optimizer) -> None:
+        if not isinstance(data_loader, PrivateLoader) or not isinstance(optimizer, PrivateOptimizer):
+            raise TypeError("BatchMemoryManager: give it the loader and the optimizer that make_private returned.")
+        if data_loader.loop is not optimizer._loop:
+            raise ValueError("BatchMemoryManager: loader and optimizer are of different private loops.")
+        if max_physical_batch_size < 1:
+            raise ValueError(f"max_physical_batch_size={max_physical_batch_size}: must be ≥ 1.")
+        self._loader, self._most = data_loader, int(max_physical_batch_size)
+
+    def __enter__(self) -> BatchMemoryManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._loader.loop.partial = False
+
+    @property
+    def dataset(self) -> Any:
+        return self._loader.dataset
+
+    def __len__(self) -> int:
+        """Pieces of an epoch; of people whose numbers of records are not bounded, if all had one."""
+        return len(self._loader) * pieces_of(self._most, self._loader.batch_size / process_count())
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._loader.pieces(self._most)
+        finally:
+            self._loader.loop.partial = False
+
+
+def checked_loader(loader: DataLoader[object] | PrivateLoader) -> DataLoader[object]:
+    """The loader, or the one that an earlier loop's was made of, if all it wants is to go through its data set."""
+    loader = loader.original if isinstance(loader, PrivateLoader) else loader
+    dataset, sampler = loader.dataset, loader.sampler
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        raise DataError(
+            f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
+            "drawn from it. Use a map-style data set."
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise DataError(
+            f"batches of {type(loader.batch_sampler).__name__} have no law that can be accounted for. Give the "
+            "loader a batch_size instead."
+        )
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    )
+    if not plain:
+        raise DataError(
+            f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
+            "your back. Give the loader shuffle=True or nothing; its batches become secret samples."
+        )
+    known: DataLoader[object] = loader
+    return known

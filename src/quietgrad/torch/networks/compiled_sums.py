@@ -1,0 +1,151 @@
+"""Compiled loops over per-example vectors: each number is read once and widened to float64 on the way.
+
+torch would write the wider copy out first. On accelerators, and for vectors that do not lie row after row, it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import njit
+from torch import Tensor
+
+from quietgrad.torch.networks.trees import applied
+
+Array = npt.NDArray[Any]
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+_EXACT: Decorator = njit(cache=True, nogil=True, error_model="numpy")  # in this order alone
+# Sums in any order, as their bounds allow; numbers that are not finite stay so.
+_SUM: Decorator = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
+_STRIP = 2048  # numbers of the sum that stay in the first cache
+
+
+def takes(rows: Tensor) -> bool:
+    """Whether the compiled passes can read these rows."""
+    return (
+        rows.device.type == "cpu" and rows.is_contiguous() and rows.dtype in (torch.float32, torch.float64)
+        and not rows.requires_grad
+    )  # fmt: skip
+
+
+def row_squares(rows: Tensor) -> Tensor:
+    """Σ_j r_ij² in float64."""
+    squares = torch.empty(len(rows), dtype=torch.float64)
+    _row_squares(rows.numpy(), squares.numpy())
+    return squares
+
+
+def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Tensor, places: Array) -> None:
+    """out[m, places[k]] = Σ_l g_ml x_m,l+shifts[k], l < length: one channel's gradient of a filter, shift by shift.
+
+    >>> out, x = torch.zeros(1, 3), torch.tensor([[1.0, 3.0, 5.0]])
+    >>> correlate(torch.tensor([[1.0, 2.0]]), x, 2, np.array([0, 1]), out, np.array([0, 2]))
+    >>> out
+    tensor([[ 7.,  0., 13.]])
+    """
+    _correlate(grads.numpy(), inputs.numpy(), length, shifts, out.numpy(), places)
+
+
+def max_pool(images: Tensor, stride: tuple[int, int]) -> Tensor:
+    """The maximum of each 2×2 window of (n, channels, height, width), as torch takes it, in a third of its time.
+
+    >>> max_pool(torch.arange(16.0).view(1, 1, 4, 4), (2, 2)).flatten()
+    tensor([ 5.,  7., 13., 15.])
+    """
+    pooled: Tensor = applied(_MaxPool, images, stride)
+    return pooled
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, stride: tuple[int, int]) -> Tensor:
+        sides = ((size - 2) // step + 1 for size, step in zip(images.shape[2:], stride, strict=True))
+        pooled = images.new_empty((*images.shape[:2], *sides))
+        ctx.shape, ctx.places = images.shape, torch.empty(pooled.shape, dtype=torch.int32)
+        _max_pool(*(t.detach().flatten(0, 1).numpy() for t in (images, pooled, ctx.places)), *stride)
+        return pooled
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = grads[0].new_zeros(ctx.shape)
+        _to_places(*(t.reshape(len(back) * back.shape[1], -1).numpy() for t in (grads[0], ctx.places, back)))
+        return back, None
+
+
+@_EXACT
+def _max_pool(images: Array, pooled: Array, places: Array, down: int, right: int) -> None:
+    wide = images.shape[2]
+    for m in range(len(images)):
+        for i in range(pooled.shape[1]):
+            upper, lower = images[m, i * down], images[m, i * down + 1]
+            for j in range(pooled.shape[2]):
+                at = j * right
+                # Without branches, which would go wrong half the time. What is not a number stays so.
+                best, place = upper[at], 0
+                value = upper[at + 1]
+                larger = (value > best) | (value != value)
+                best, place = (value if larger else best), (1 if larger else place)
+                value = lower[at]
+                larger = (value > best) | (value != value)
+                best, place = (value if larger else best), (wide if larger else place)
+                value = lower[at + 1]
+                larger = (value > best) | (value != value)
+                best, place = (value if larger else best), (wide + 1 if larger else place)
+                pooled[m, i, j] = best
+                places[m, i, j] = i * down * wide + at + place
+
+
+@_EXACT
+def _to_places(grads: Array, places: Array, back: Array) -> None:
+    for m in range(len(grads)):
+        for j in range(grads.shape[1]):
+            back[m, places[m, j]] += grads[m, j]
+
+
+@_SUM
+def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Array, places: Array) -> None:
+    zero = grads.dtype.type(0)
+    for m in range(grads.shape[0]):
+        g = grads[m][:length]
+        for k in range(len(shifts)):
+            x = inputs[m][shifts[k] : shifts[k] + length]  # a slice: the compiler then knows it lies without gaps
+            total = zero
+            for j in range(len(g)):
+                total += g[j] * x[j]
+            out[m, places[k]] = total
+
+
+@_SUM
+def _row_squares(rows: Array, squares: Array) -> None:
+    for i in range(rows.shape[0]):
+        total = 0.0
+        for j in range(rows.shape[1]):
+            value = np.float64(rows[i, j])
+            total += value * value
+        squares[i] = total
+
+
+@_SUM
+def add_rows(rows: Array, weights: Array, out: Array) -> None:
+    """out_j += Σ_i w_i r_ij, all in float64."""
+    count, width = rows.shape
+    for start in range(0, width, _STRIP):
+        stop = min(start + _STRIP, width)
+        i = 0
+        while i + 4 <= count:
+            a, b, c, d = weights[i], weights[i + 1], weights[i + 2], weights[i + 3]
+            for j in range(start, stop):
+                left = a * np.float64(rows[i, j]) + b * np.float64(rows[i + 1, j])
+                right = c * np.float64(rows[i + 2, j]) + d * np.float64(rows[i + 3, j])
+                out[j] += left + right
+            i += 4
+        while i < count:
+            a = weights[i]
+            for j in range(start, stop):
+                out[j] += a * np.float64(rows[i, j])
+            i += 1

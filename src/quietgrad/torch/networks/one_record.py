@@ -1,0 +1,334 @@
+"""One record's program, run for many records at once: every function of the user sees one record.
+
+A *program* is called with what ``collate([record])`` gives, a batch of one; it returns a loss or a model's outputs.
+torch's ``vmap`` runs it for all records of a pass. Nothing else is in its reach, so what comes of record i is a
+function of that record, the parameters and the record's own random numbers; that is the whole proof of the
+sensitivity (docs/torch-proof.md). Records that answer a question of the program apart are run apart. What cannot be
+run together (an operation without a rule, a side effect) is run one record at a time: the same function, slower.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch._functorch.autograd_function as autograd_function
+import torch.utils.checkpoint as checkpointing
+from torch import Tensor, nn
+from torch.func import vmap
+
+import quietgrad.torch.networks.operations  # noqa: F401  # fills the table of operations
+from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.torch.networks.randomness import (
+    OwnGenerators,
+    PerRecordRNG,
+    RecordSeeds,
+    UnplannedDraw,
+    preserved,
+)
+from quietgrad.torch.networks.taps import (
+    DivergentRecords,
+    EachItsOwn,
+    NotTogether,
+    Taps,
+    TapSite,
+    Vectors,
+    functorch,
+)
+from quietgrad.torch.networks.trees import (
+    Called,
+    ModuleState,
+    PyTree,
+    mapped,
+    refilled,
+    replaced,
+    tensors_of,
+)
+from quietgrad.torch.networks.vectors import Rows
+
+Program = Callable[[Any], Any]
+Made = TypeVar("Made")
+
+
+@dataclass(eq=False)
+class Pass:
+    """What became of some records: their outputs, (n, …), and the sites where parameters met them.
+
+    ``rows`` are positions among the records that were asked for.
+    """
+
+    rows: Rows
+    outputs: PyTree
+    sites: list[TapSite]
+    alone: bool = False
+
+
+def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[Rows, Made]]:
+    """Rows of each pass and what came of it; ``run`` may say which of its rows, fewer each time, to begin with."""
+    while len(left):
+        rows = left
+        made = run(rows)
+        while isinstance(made, np.ndarray):
+            rows = rows[made]
+            made = run(rows)
+        # Before it is handed out: the receiver may number its rows otherwise.
+        left = np.setdiff1d(left, rows)
+        yield rows, made
+
+
+class RecordProgram:
+    """Runs programs of one record on a module with given parameters.
+
+    What was found out about the program (that it draws random numbers, writes into tensors it made, cannot be run
+    together) is kept: it is asked once.
+    """
+
+    def __init__(
+        self, module: nn.Module | None = None, slices: Mapping[str, slice] | None = None, beside: object = None
+    ) -> None:
+        self.module = nn.Identity() if module is None else module
+        self.slices = slices or {}
+        self.places = ModuleState(self.module, beside)
+        self.draws = False  # by operations that only the dispatcher sees
+        self.factories = False
+        self.alone: str | None = None  # why each record is run by itself
+        if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
+            self.alone = "a layer has a backward hook, which may change gradients"
+        self.synthetic = False  # whether records are synthetic, so that errors may be shown as they are
+
+    def passes(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds
+    ) -> Iterator[Pass]:
+        """All records of a stacked structure, (n, …) each, in as few passes as there are answers."""
+
+        def run(rows: Rows) -> Pass | Rows | None:
+            return self.together(program, params, record, keys, rows)
+
+        for rows, found in in_passes(np.arange(len(keys.indices)), run):
+            if found is None:
+                yield from (self.by_itself(program, params, record, keys, int(row)) for row in rows)
+            else:
+                yield found
+
+    def together(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
+        arrived: Callable[[TapSite], None] | None = None,
+    ) -> Pass | Rows | None:  # fmt: skip
+        """A pass of all records at ``rows``; which of these to begin again with; ``None``: each is run alone.
+
+        ``arrived`` is called with every site whose gradient has come.
+        """
+        while self.alone is None:
+            known = self.draws, self.factories
+            try:
+                return self._vmapped(program, params, record, keys, rows, arrived)
+            except QuietgradError:
+                raise
+            except EachItsOwn:
+                return None  # these records, and maybe no others
+            except DivergentRecords as apart:
+                most: Rows = apart.most.numpy()
+                return most
+            except (NotTogether, UnplannedDraw) as reason:
+                self.alone = str(reason)
+            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
+                if (self.draws, self.factories) != known:
+                    continue
+                if not self.factories:
+                    self.factories = True  # most often a record was written into a tensor that was made for none
+                    continue
+                text = str(error).split("\n")[0]
+                self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
+        return None
+
+    def _vmapped(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
+        arrived: Callable[[TapSite], None] | None,
+    ) -> Pass:  # fmt: skip
+        device = _device(params, record)
+        whole = len(rows) == len(keys.indices)
+        mine = keys if whole else keys.rows(rows)
+        tensors = tensors_of(record)
+        if not whole:
+            where = torch.from_numpy(rows).to(device)
+            tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
+        taps = Taps(params, self.slices, len(rows), self.factories)
+        taps.draws = PerRecordRNG(mine.draws, True, device)
+        kept: list[Any] = [None]
+
+        def one(*own: Tensor) -> list[Tensor]:
+            taps.level = functorch.current_level()
+            with taps:
+                outputs = program(refilled(record, iter(own)))
+            kept[0] = outputs  # for its structure
+            return [taps.copy(t) if taps.is_shared(t) else t for t in tensors_of(outputs)]
+
+        with self._context(params, mine, taps.draws if self.draws else None), torch.enable_grad():
+            before = torch.default_generator.get_state()
+            outputs = vmap(one, randomness="different")(*tensors) if tensors else []
+            drew = not torch.equal(before, torch.default_generator.get_state())
+        if drew and not self.draws:
+            self.draws = True
+            return self._vmapped(program, params, record, keys, rows, arrived)
+        sites = taps.done()
+        for site in sites:
+            site.arrived = arrived
+        return Pass(rows, refilled(kept[0], iter(outputs)), sites)
+
+    def by_itself(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, row: int
+    ) -> Pass:
+        """A pass of one record, by plain autograd: each parameter is one site."""
+        device = _device(params, record)
+        mine = keys.rows(np.array([row]))
+        sites: list[TapSite] = []
+        own: dict[str, Tensor] = {}
+        for name, param in params.items():
+            slot = self.slices[name]
+            site = TapSite("alone", (name,), vectors=partial(_vector, slot), covers=[slot], copied=param.numel())
+            leaf = param.detach().clone().requires_grad_()
+            # Called by backward() alone, not by a gradient that the program itself takes.
+            leaf.register_post_accumulate_grad_hook(partial(_tell, site))  # type: ignore[no-untyped-call]
+            own[name] = leaf
+            sites.append(site)
+        part = mapped(record, lambda tensor: tensor[row])
+        draws = PerRecordRNG(mine.draws, False, device) if self.draws else None
+        before = torch.default_generator.get_state()
+        with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
+            try:
+                outputs = program(part)
+            except QuietgradError:
+                raise
+            except Exception as error:
+                # Without a word of what a record holds.
+                raise DataError(
+                    f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with "
+                    "what collate_fn makes of one record: try them on one yourself. Other records are not in reach "
+                    "there (a contrastive loss, a batch statistic)."
+                ) from (error if self.synthetic else None)
+            outputs = mapped(outputs, lambda tensor: tensor[None])
+            drew = not torch.equal(before, torch.default_generator.get_state())
+        if drew and not self.draws:
+            self.draws = True
+            return self.by_itself(program, params, record, keys, row)
+        return Pass(np.array([row]), outputs, sites, alone=True)
+
+    @contextmanager
+    def _context(
+        self, params: Mapping[str, Tensor], keys: RecordSeeds, draws: PerRecordRNG | None
+    ) -> Iterator[None]:
+        """The module with these parameters and copies of its buffers; generators of the release; full precision."""
+        with ExitStack() as stack:
+            stack.enter_context(preserved())
+            # What a program draws in Python or numpy is the same for all records: of the release, and of no record.
+            word = keys.shared
+            random.seed(word)
+            np.random.seed([word % 2**32, word >> 32])  # noqa: NPY002
+            stack.enter_context(self.places.attributes_kept())
+            stack.enter_context(self.places.holding(params, _copied))
+            stack.enter_context(full_precision())
+            stack.enter_context(_torch_as_needed())
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "There is a performance drop")  # without a rule: slower, and right
+            warnings.filterwarnings("ignore", "Using padding='same'")
+            stack.enter_context(draws if draws is not None else nullcontext())
+            yield
+
+
+def _vector(slot: slice, site: TapSite, grad: Tensor) -> Vectors:
+    return [(slot, grad)]
+
+
+def _tell(site: TapSite, leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
+    leaf.grad = None
+
+
+def _copied(buffer: Tensor) -> Tensor:
+    """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
+    return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.clone()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Without the autocast that the caller may be in: its roundings depend on how many rows there are."""
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def _run_once(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+class _NotCheckpointed:
+    @staticmethod
+    def apply(function: Called, preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _refuse_own_rule(function: type[torch.autograd.Function]) -> bool:
+    if _has_own_rule(function):
+        raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
+    return False
+
+
+_has_own_rule = autograd_function.has_overridden_vmap_rule
+
+
+@contextmanager
+def _torch_as_needed() -> Iterator[None]:
+    """Two things of torch's, while a program runs.
+
+    Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. And an
+    ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one.
+    """
+    once = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _run_once}
+    own = {"has_overridden_vmap_rule": _refuse_own_rule}
+    with replaced(checkpointing, once), replaced(autograd_function, own):
+        yield
+
+
+def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:
+    return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
+
+
+def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = None, beside: object = None) -> Any:
+    """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
+
+    What it keeps in the module or object ``beside`` is forgotten.
+
+    >>> each_record(lambda record: record[0].sum() * record[1], (torch.ones(2, 1, 3), torch.tensor([[1.0], [2.0]])))
+    tensor([[3.],
+            [6.]])
+    """
+    count = len(tensors_of(record)[0])
+    keys = keys or RecordSeeds.of(None, np.arange(count))
+    parts = list(RecordProgram(beside=beside).passes(function, {}, record, keys))
+    return stacked(parts, count)
+
+
+def stacked(parts: Sequence[Pass], count: int) -> Any:
+    """The outputs of passes that together have every record, in the order of the records."""
+    if len(parts) == 1:
+        return parts[0].outputs
+    columns = [tensors_of(part.outputs) for part in parts]
+    order = torch.from_numpy(np.argsort(np.concatenate([part.rows for part in parts]), kind="stable"))
+    try:
+        joined = [torch.cat(column)[order.to(column[0].device)] for column in zip(*columns, strict=True)]
+    except (RuntimeError, ValueError):
+        raise DataError(
+            "records of one shape gave outputs of different shapes: what a model returns for a record must have a "
+            "shape that follows from the record's own."
+        ) from None
+    return refilled(parts[0].outputs, iter(joined))
