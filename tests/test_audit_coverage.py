@@ -39,9 +39,14 @@ def calls(tree: ast.Module) -> set[str]:
 
 def test_every_module_that_plans_a_release_is_attacked() -> None:
     known = {module for target in ATTACKS.values() for module in target.modules}
-    known |= {"oracles.gradient_estimators", "oracles.base"}  # DP-SRM's own, and what all oracles share
+    known |= {
+        "methods.oracles.gradient_estimators",
+        "methods.oracles.base",
+    }  # DP-SRM's own, and what all oracles share
     planning = {
-        name for name, tree in modules() if "Slot" in calls(tree) and not name.startswith(("audit.", "plans."))
+        name
+        for name, tree in modules()
+        if "Slot" in calls(tree) and not name.startswith(("assurance.audit.", "core.plans."))
     }
     assert not planning - known, f"these plan releases that nothing attacks: {sorted(planning - known)}"
 
@@ -53,10 +58,10 @@ def test_every_oracle_is_attacked() -> None:
 
 def test_every_private_method_is_registered() -> None:
     """Whatever has a schedule and steps can be handed to minimize()."""
-    homes = {f"algorithms.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values()}
+    homes = {f"methods.{entry.home.partition('.')[0]}" for entry in ALGORITHMS.values()}
     homes |= {module for target in ATTACKS.values() for module in target.modules}
     # The common loop, and one that runs a registered method for fewer steps.
-    homes |= {"algorithms.base", "torch.loops"}
+    homes |= {"methods.base", "torch.loops.base"}
     for name, tree in modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
@@ -85,12 +90,12 @@ def test_every_loss_and_network_is_probed() -> None:
 
 
 def test_every_query_of_tables_is_asked_of_hostile_neighbours() -> None:
-    """Whatever sums or counts records in objectives.tables and .queries keeps its bound by brute force."""
+    """Whatever sums or counts records in ``tables`` keeps its bound by brute force."""
 
     existing = {
         node.name
         for name, tree in modules()
-        if name.startswith(("objectives.tables.", "objectives.queries."))
+        if name.startswith("tables.")
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         if {"sum_into", "count"} & {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
@@ -123,13 +128,13 @@ def test_releases_pass_their_attacks(name: str) -> None:
 
 # Where numbers that could be noise are drawn, and what they are there.
 DRAWN = {
-    "privacy.noise": "noise",
-    "privacy.mechanisms": "noise",
-    "privacy.device_stream": "noise on an accelerator",
-    "objectives.networks.randomness": "a record's own dropout and augmentation",
-    "objectives.landscapes": "synthetic records",
+    "core.noise.grid": "noise",
+    "core.noise.mechanisms": "noise",
+    "core.noise.device": "noise on an accelerator",
+    "torch.networks.randomness": "a record's own dropout and augmentation",
+    "tables.landscapes": "synthetic records",
     "features.scattering": "public pictures",
-    "training.stationarity": "a starting vector, the same for all data",
+    "methods.stationarity": "a starting vector, the same for all data",
     "federation.planning": "made-up answers of a rehearsal",
     "estimators.scoring": "error bars of what was released",
     "estimators.describing": "error bars of what was released",
@@ -142,12 +147,16 @@ LAWS = {
 
 def test_only_mechanisms_draw_noise() -> None:
     """A second place that adds noise is a release outside the door: no charge, no cap, no ledger."""
-    drawing = {name: calls(tree) & LAWS for name, tree in modules() if not name.startswith(("audit.", "secure."))}
+    drawing = {
+        name: calls(tree) & LAWS
+        for name, tree in modules()
+        if not name.startswith(("assurance.audit.", "federation.secure."))
+    }
     assert {name for name, found in drawing.items() if found} <= set(DRAWN)
 
 
 def test_streams_outside_the_mechanisms_have_no_noise() -> None:
-    """By construction: what others hold has uniform words only, and ``privacy.noise`` is imported by mechanisms."""
+    """By construction: what others hold has uniform words only, and ``core.noise.grid`` is imported by mechanisms."""
     from quietgrad.core.noise.grid import NoiseStream
     from quietgrad.core.noise.rng import SecureStream
 
@@ -159,4 +168,4 @@ def test_streams_outside_the_mechanisms_have_no_noise() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("quietgrad.core.noise.grid")
     }
-    assert importing <= {"privacy.mechanisms", "privacy.correlated", "audit.noise_checks"}
+    assert importing <= {"core.noise.mechanisms", "core.noise.correlated", "assurance.audit.noise_checks"}

@@ -22,7 +22,7 @@ def kinds(base: type[QuietgradError] = QuietgradError) -> Iterator[type[Quietgra
 
 
 def test_the_page_lists_every_code_with_its_class() -> None:
-    for module in ("secure.identity", "privacy.keys", "objectives.tables.scanned"):
+    for module in ("federation.secure.identity", "core.ledger.keys", "tables.scanned"):
         import_module(f"quietgrad.{module}")
     own = {kind.code: kind.__name__ for kind in kinds() if "code" in vars(kind)}
     listed = dict(re.findall(r"^\| `(QG-[A-Z]+)` \| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))

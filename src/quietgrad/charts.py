@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-from quietgrad.core.sanitize import sanitize
+from quietgrad.core.sanitize import html_facts, sanitize
 
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
@@ -180,14 +180,9 @@ def to_notebook_html(title: str, rows: Sequence[tuple[str, object]], charts: Seq
     >>> to_notebook_html("Budget", [("ε", "1 < 2")]).count("<tr>")
     1
     """
-    cells = "".join(
-        f'<tr><th style="text-align:left">{escape(sanitize(name))}</th>'
-        f'<td style="text-align:left">{escape(sanitize(value))}</td></tr>'
-        for name, value in rows
-    )
     drawings = "".join(f'<div style="max-width:{_WIDTH}px">{chart.svg()}</div>' for chart in charts if chart.svg())
     style = f"<style>{STYLE}</style>" if drawings else ""
-    return f"<div><strong>{escape(sanitize(title))}</strong><table>{cells}</table>{style}{drawings}</div>"
+    return f"<div>{html_facts(title, rows)}{style}{drawings}</div>"
 
 
 def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:

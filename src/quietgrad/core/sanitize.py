@@ -9,8 +9,9 @@ through here, and so does the text of every error that quietgrad raises.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from html import escape
 
 MOST = 4000  # characters: more is not read, and a message of megabytes hides the others
 
@@ -61,3 +62,17 @@ def _spelt(character: str) -> str:
     code = ord(character)
     known = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
     return known or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
+
+
+def html_facts(title: str, rows: Sequence[tuple[str, object]]) -> str:
+    """A titled table of names and values as HTML, every text sanitised and escaped.
+
+    >>> html_facts("Budget", [("ε", "1 < 2")]).count("<tr>")
+    1
+    """
+    cells = "".join(
+        f'<tr><th style="text-align:left">{escape(sanitize(name))}</th>'
+        f'<td style="text-align:left">{escape(sanitize(value))}</td></tr>'
+        for name, value in rows
+    )
+    return f"<strong>{escape(sanitize(title))}</strong><table>{cells}</table>"

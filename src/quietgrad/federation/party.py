@@ -27,7 +27,7 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.mechanisms import NoiseSource
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
-from quietgrad.core.session.queries import Batch, Objective, Query
+from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
 from quietgrad.core.vectors import zeros_like
 from quietgrad.federation import wire
 from quietgrad.federation.journal import Approval, Journal, LastReply
@@ -38,7 +38,7 @@ from quietgrad.federation.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.federation.secure.masking import MaskingParty
 from quietgrad.federation.secure.servers import Computation, NoiseServer, SharingParty, SumServer
 from quietgrad.federation.wire import Array, Bytes, Message, WireError, refusal
-from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective, public_loss
+from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.tables.queries.local_fit import LocalFit, local_fit
 
 

@@ -12,15 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.accounting.events import round_law
+from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import Asked, Objective
-from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector, copy, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
-from quietgrad.methods.oracles.base import Estimate, Oracle, config_of
+from quietgrad.methods.oracles.base import Estimate, Oracle
 
 Output = Literal["last", "average", "ema", "random"]
 
@@ -46,35 +45,6 @@ class State:
     stopped_by: str = "steps"
     extra: dict[str, Any] = field(default_factory=dict)
     memo: dict[str, Any] = field(default_factory=dict)
-
-
-class HasSchedule(Protocol):
-    """What a plan is made of: public settings, each in the range of its type, and the releases they lead to."""
-
-    name: ClassVar[str]
-    private: ClassVar[bool] = True
-    whole_epochs: ClassVar[bool] = True
-    """Whether a plan of random allocation that ends within an epoch, which is paid for whole, is refused."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-    @property
-    def condition(self) -> str | None:
-        """The clause under which the ε of its releases holds; ``None`` where the library enforces all of it."""
-        return None
-
-    def schedule(self, n_public: int) -> Schedule:
-        """The releases of a run on ``n_public`` records, known before any data."""
-        ...
-
-    def config(self) -> dict[str, Any]:
-        """The public settings as JSON values."""
-        return config_of(self)
-
-    def check_budget(self, budget: Budget) -> None:
-        """Raise if there is no proof for such a budget; before any noise is calibrated."""
-        return
 
 
 @runtime_checkable

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import CyclicCohorts, FullBatch, Poisson, RandomAllocation, Sampling
-from quietgrad.methods.base import HasSchedule
 
 LoopSampling = Literal["poisson", "random-allocation", "turns"]
 

@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import DataError, TooNoisyError
+from quietgrad.core.plans.method import config_of
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
 from quietgrad.core.settings import Within, check_fields
 from quietgrad.methods.base import Algorithm, State
-from quietgrad.methods.oracles.base import config_of
 from quietgrad.tables.histogram_decoding import (
     middle_octave,
     read_counts,

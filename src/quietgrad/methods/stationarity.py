@@ -189,10 +189,6 @@ class HasNegativeCurvature(Protocol):
 def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Vector], Vector]:
     if isinstance(objective, HasHessianProduct):
         return partial(objective.hessian_product, records, params)
-    if type(objective).__module__ == "quietgrad.torch.networks.module":  # torch is not imported to know
-        from quietgrad.torch.networks import module as module_curvature
-
-        return partial(module_curvature.hessian_product, objective, records, params)
     from quietgrad.tables import full_batch
 
     if full_batch.covers(objective):

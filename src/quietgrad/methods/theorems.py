@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.queries import LossConstants
-from quietgrad.methods.base import HasSchedule
 from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.methods.rrpsgd import RRPSGD
 from quietgrad.methods.stagewise import StagewiseDPSGD

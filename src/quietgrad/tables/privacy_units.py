@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runti
 
 import numpy as np
 
+from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import (
     BaseObjective,
@@ -29,7 +30,6 @@ from quietgrad.core.session.queries import (
     ClippingRule,
     Indices,
     LossConstants,
-    RecordAdapter,
     Records,
     Regularizer,
     StreamedRecords,
@@ -347,6 +347,8 @@ class UserLevelObjective(BaseObjective):
     (2, array([-0.8]))
     """
 
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.PERSON
+
     loss: Any
     combine: Combine = "mean"
     records_per_person: int | None = None
@@ -485,8 +487,3 @@ def with_privacy_unit(
             )
         return objective, data
     return UserLevelObjective(objective, combine, records_per_person), RecordsWithIds(data, person)
-
-
-def public_loss(objective: RecordAdapter) -> Any:
-    """The public loss behind what a curator asks: algorithms read its shape and constants."""
-    return objective.loss if isinstance(objective, UserLevelObjective) else objective

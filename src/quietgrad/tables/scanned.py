@@ -99,12 +99,6 @@ class PartReader(Protocol):
 Work = Callable[[PartReader, Task], Value]
 
 
-UNCOUNTED = (
-    "rows with a gap are left out (`drop_incomplete`), so a record's content decides how many there are, and under "
-    "replace-one that number is public. Use add-remove with a declared n, or give each column a `fill`."
-)
-
-
 @runtime_checkable
 class ScanSource(Protocol):
     """Where parts come from; :class:`quietgrad.data.scanning.Scan` is one."""

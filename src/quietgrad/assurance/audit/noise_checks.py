@@ -31,7 +31,7 @@ from scipy.special import betainc, chdtrc, gammainc, gammaincc, ndtr
 from quietgrad.assurance.audit.replicas import CuratorFactory, as_numbers, central
 from quietgrad.assurance.audit.report import AuditFinding, judged
 from quietgrad.core.accounting.accounting import noise_multiplier_for_rho
-from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.noise.grid import sigma_for
 from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, Probe, kinds
 from quietgrad.core.noise.rng import fresh_key, seed_key
@@ -203,6 +203,7 @@ class EmptyObjective:
     """An objective for queries that ask nothing of it."""
 
     regularizer = NoRegularizer()
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
     silent_batches: ClassVar[bool] = False
 
     def prepare(self, data: AnonymousRecords) -> AnonymousRecords:

@@ -27,7 +27,7 @@ from quietgrad.assurance.audit.confidence_bounds import (
 from quietgrad.assurance.audit.replicas import CuratorFactory, RecordingSession, as_numbers, central
 from quietgrad.assurance.audit.report import AuditFinding, AuditReport, judged
 from quietgrad.assurance.audit.running import PrivacyClaim
-from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.noise.rng import fresh_key, seed_key
 from quietgrad.core.session.base import Session
@@ -69,6 +69,7 @@ class RecordsWithCanaries:
 class _Planted:
     """The objective's records with canaries behind them, and room for the canaries in every sum."""
 
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
     silent_batches: ClassVar[bool] = False
 
     def __init__(

@@ -42,11 +42,11 @@ from quietgrad.core.ledger.chain import ChainEntry, anchor, check_anchor
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.state import LedgerState, compose_events, is_part
 from quietgrad.core.plans.counting import COUNT, PublicCount
+from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import DECLARED, Schedule, Slot
 from quietgrad.federation.plan import of_several_parties
 from quietgrad.federation.planning import ADVERSARIES
 from quietgrad.methods.additive_gd import AdditiveGD
-from quietgrad.methods.base import HasSchedule
 from quietgrad.methods.custom_loop import LoopReleases
 from quietgrad.methods.registry import entry
 from quietgrad.methods.result import ADVERSARY, REFUTED, SEEDED, Privacy, event_size, unpaid

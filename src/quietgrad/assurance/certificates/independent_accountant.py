@@ -4,8 +4,8 @@ Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sam
 accountant takes zCDP releases and private search. Both accountants share the walk over compositions
 (:mod:`quietgrad.core.accounting.composition`) and no formula. Rényi curves of sampled Gaussians are not used here,
 because ours come from dp-accounting: they would be no second proof. Events that dp-accounting has no rule for
-get none, except epochs of random allocation. Their losses are computed here in another way than ours, by one power of one
-transform on an even grid, and dp-accounting composes them.
+get none, except epochs of random allocation. Their losses are computed here in another way than ours, by one power
+of one transform on an even grid, and dp-accounting composes them.
 """
 
 from __future__ import annotations

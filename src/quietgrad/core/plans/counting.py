@@ -36,7 +36,7 @@ from quietgrad.core.accounting.events import Composed, Event, Gaussian, MaxOverP
 from quietgrad.core.noise.mechanisms import GaussianNoise, L2LaplaceNoise
 
 if TYPE_CHECKING:
-    from quietgrad.methods.base import HasSchedule
+    from quietgrad.core.plans.method import HasSchedule
 
 COUNT = "count"
 """The name of the release."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quietgrad.charts import to_notebook_html
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account, calibrate_event, delta_of, prove
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
@@ -25,10 +24,11 @@ from quietgrad.core.errors import BudgetError, UnprovableError
 from quietgrad.core.plans.counting import PublicCount, only_gaussian
 from quietgrad.core.plans.explain import explain
 from quietgrad.core.plans.slots import Composition, Law, Schedule, Slot
+from quietgrad.core.sanitize import html_facts
 
 if TYPE_CHECKING:
     from quietgrad.core.accounting.accounting import ProvedGuarantee
-    from quietgrad.methods.base import HasSchedule
+    from quietgrad.core.plans.method import HasSchedule
 
 __all__ = ["Composition", "Law", "Plan", "Schedule", "Slot", "calibrate_plan", "check_records_public", "plan"]
 
@@ -291,7 +291,7 @@ class Plan:
             rows.append(("proved by", self.proof.accountant))
             if self.condition is not None:
                 rows.append(("condition", self.condition))
-        return to_notebook_html(f"{self.algorithm} on {self.counts}", rows)
+        return f"<div>{html_facts(f'{self.algorithm} on {self.counts}', rows)}</div>"
 
     def explain(self, bounds: Iterable[object] = ()) -> str:
         """Return in words what will be released, what each release reveals, and which proof gives its cost.

@@ -17,16 +17,14 @@ from quietgrad.core.ledger.account import COUNTED, EPOCH, Account, Charge
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
 from quietgrad.core.plans.schedule import Plan
-from quietgrad.core.session.queries import RecordAdapter, StreamedRecords
+from quietgrad.core.session.queries import UNCOUNTED, RecordAdapter, StreamedRecords
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import Vector
-from quietgrad.tables.privacy_units import UserLevelObjective
-from quietgrad.tables.scanned import UNCOUNTED
 
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
-    from quietgrad.methods.base import HasSchedule
+    from quietgrad.core.plans.method import HasSchedule
 
 __all__ = ["CentralCurator", "CentralSession"]
 
@@ -179,7 +177,7 @@ class CentralCurator:
     @property
     def unit(self) -> PrivacyUnit:
         """The privacy unit of its records: what is held decides, not what a plan says."""
-        return PrivacyUnit.PERSON if isinstance(self.objective, UserLevelObjective) else PrivacyUnit.RECORD
+        return self.objective.unit
 
     def _check(self, plan: Plan) -> None:
         if plan.unit is not self.unit:

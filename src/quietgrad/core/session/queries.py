@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.vectors import Vector, zeros_like
 
 Indices = npt.NDArray[np.int64]
@@ -71,6 +72,12 @@ class StreamedRecords(ABC, Sized):
         out = np.zeros(1)
         self.add(LossQuery(params, bound).sum_into, batch, out)
         return float(out[0])
+
+
+UNCOUNTED = (
+    "rows with a gap are left out (`drop_incomplete`), so a record's content decides how many there are, and under "
+    "replace-one that number is public. Use add-remove with a declared n, or give each column a `fill`."
+)
 
 
 class Batch(NamedTuple):
@@ -295,6 +302,9 @@ class NoRegularizer:
 class RecordAdapter(Protocol):
     """How a curator reads data: all it needs to know to hold records that queries are asked about."""
 
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
+    """The privacy unit: what ``len(records)`` counts and a contribution is bounded for."""
+
     @property
     def regularizer(self) -> Regularizer:
         """The public term r."""
@@ -312,6 +322,11 @@ class RecordAdapter(Protocol):
     def initial(self, records: Any) -> Vector:
         """The starting point, which depends on no record."""
         ...
+
+
+def public_loss(adapter: Any) -> Any:
+    """The public loss behind what a curator asks: algorithms read its shape and constants."""
+    return adapter.loss if adapter.unit is PrivacyUnit.PERSON else adapter
 
 
 class Objective(RecordAdapter, Protocol):
@@ -352,6 +367,8 @@ class Objective(RecordAdapter, Protocol):
 
 class BaseObjective:
     """What an objective says of itself unless it knows better."""
+
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
 
     @property
     def silent_batches(self) -> bool:
@@ -421,6 +438,23 @@ class Query(Protocol):
 
     def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
         """out += Σ over the batch of each record's contribution."""
+        ...
+
+
+class LabelQuery(Protocol):
+    """A query that finds labels: how often each occurs, and which of those that passed are released."""
+
+    @property
+    def bound(self) -> float:
+        """The most that one unit adds to all counts together, in L2."""
+        ...
+
+    def count(self, batch: Batch) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
+        """The labels and their exact counts: secret."""
+        ...
+
+    def kept(self, labels: npt.NDArray[Any], passed: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+        """The labels to release, of those whose noisy count passed."""
         ...
 
 

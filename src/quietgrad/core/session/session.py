@@ -25,11 +25,18 @@ from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling import Sampler, Sampling
 from quietgrad.core.session.base import SessionCost, offsets_above_minimum
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter, Records, Regularizer, StreamedRecords
+from quietgrad.core.session.queries import (
+    Batch,
+    LabelQuery,
+    Query,
+    RecordAdapter,
+    Records,
+    Regularizer,
+    StreamedRecords,
+    public_loss,
+)
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.core.vectors import Vector, wide_zeros, zeros_like
-from quietgrad.tables.privacy_units import UserLevelObjective, public_loss
-from quietgrad.tables.queries.counts import LabelCounts
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -317,7 +324,7 @@ class CentralSession:
                 return found
 
     @_serialized
-    def discover(self, slot: str, query: LabelCounts) -> npt.NDArray[Any]:
+    def discover(self, slot: str, query: LabelQuery) -> npt.NDArray[Any]:
         begun = self._begin(slot, "discover")
         multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
         while True:
@@ -330,7 +337,7 @@ class CentralSession:
 
     def reread(self, objective: RecordAdapter, data: object) -> None:
         """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
-        if isinstance(objective, UserLevelObjective) != isinstance(self._reading, UserLevelObjective):
+        if objective.unit is not self._reading.unit:
             raise DataError(
                 "the privacy unit cannot change within a run. Continue by record or by person, as begun."
             )

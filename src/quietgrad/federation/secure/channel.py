@@ -239,8 +239,8 @@ class NoiseShare:
     A correlated share is a real Gaussian one, made by the recursion of
     :class:`~quietgrad.core.noise.correlated.BufferedToeplitzRecurrence` and rounded to the grid. It belongs to the
     run and not to the keys of one set-up: round t is row t, also if rounds in between were missed or lost. A role
-    that restarts with a new key begins an independent share, which protects as well (``docs/correlated.md``, absences);
-    one round must never be answered under two keys. With a seed, for tests, the noise hides nothing.
+    that restarts with a new key begins an independent share, which protects as well (``docs/correlated.md``,
+    absences); one round must never be answered under two keys. With a seed, for tests, the noise hides nothing.
     """
 
     def __init__(self, terms: SecureSumConfig, role: int, seed: int | None, key: bytes | None = None) -> None:

@@ -6,14 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, from_json
+from quietgrad.core.plans.method import config_of
 from quietgrad.core.plans.schedule import Law, Plan, Slot
 from quietgrad.core.sampling import Sampling
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import Asked, Objective
-from quietgrad.core.settings import check_fields, field_values
+from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector
 
 Noise = Literal["independent", "correlated"] | Mechanism
@@ -106,31 +107,6 @@ def read_noise(given: object) -> Mechanism:
     if not isinstance(given, Mapping):
         raise ValueError(f"noise={given!r}: must be 'independent', 'correlated' or a mechanism of sums.")
     return from_json(given)
-
-
-@runtime_checkable
-class HasConfig(Protocol):
-    """A setting that is made of settings: an oracle, a learning rate, what is estimated of a table's ranges."""
-
-    def config(self) -> dict[str, Any]:
-        """Its settings as JSON values."""
-        ...
-
-
-def config_of(settings: Any) -> dict[str, Any]:
-    """The public settings of a frozen dataclass as JSON values."""
-
-    def plain(value: object) -> object:
-        if isinstance(value, HasConfig):
-            return value.config()
-        if isinstance(value, Mechanism):
-            made = value.to_json()
-            return {"kind": made} if isinstance(made, str) else made  # a bare kind would be read as a name of noise
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(value)
-        return list(value) if isinstance(value, tuple) else value
-
-    return {name: plain(value) for name, value in field_values(settings).items()}
 
 
 def plan_preview(objective: Objective, plan: Plan) -> Any:

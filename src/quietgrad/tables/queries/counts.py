@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.accounting.budget import PrivacyUnit, Relation
 from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import Batch, NoRegularizer, Regularizer, StreamedRecords
 from quietgrad.tables.privacy_units import UserLevelRecords, rows_of
@@ -32,6 +32,7 @@ class _NothingToFit:
 
     regularizer: Regularizer = field(default_factory=NoRegularizer)
     silent_batches: ClassVar[bool] = False
+    unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
 
     def initial(self, records: object) -> Floats:
         """Nothing to start from."""

@@ -21,9 +21,8 @@ from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.queries import Batch, Query, RecordAdapter
+from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
 from quietgrad.core.session.session import PendingRelease
-from quietgrad.tables.privacy_units import public_loss
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import bytes_of
 

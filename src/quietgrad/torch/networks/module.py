@@ -171,6 +171,10 @@ class ModuleObjective(BaseObjective):
         total += self.regularizer.gradient(params)
         return total
 
+    def hessian_product(self, records: Examples, params: Tensor, vector: Tensor) -> Tensor:
+        """∇²F(θ)·v in evaluation mode, with the regulariser: not private."""
+        return _hessian_product(self, records, params, vector)
+
     def passes(self, batch: ReleaseBatch) -> Iterator[tuple[Indices, RecordSeeds]]:
         """Positions in the batch of the records of each pass, and their seeds."""
         seeds = RecordSeeds.of(batch.key, batch_rows(batch))
@@ -223,14 +227,14 @@ class CompensatedSum:
             self._out += self._high
 
 
-def hessian_product(objective: ModuleObjective, records: Examples, params: Tensor, vector: Tensor) -> Tensor:
+def _hessian_product(objective: ModuleObjective, records: Examples, params: Tensor, vector: Tensor) -> Tensor:
     """∇²F(θ)·v in evaluation mode, with the regulariser: v·∇ of the gradient, record by record.
 
     >>> from torch import nn
     >>> module = nn.Linear(2, 1, bias=False)
     >>> loss = ModuleObjective(module, lambda out, y: 0.5 * (out[:, 0] - y) ** 2)
     >>> records = loss.prepare((torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.zeros(2)))
-    >>> hessian_product(loss, records, torch.zeros(2), torch.ones(2))
+    >>> loss.hessian_product(records, torch.zeros(2), torch.ones(2))
     tensor([0.5000, 2.0000])
     """
     engine = objective.engine
