@@ -156,7 +156,7 @@ def test_only_mechanisms_draw_noise() -> None:
 
 
 def test_streams_outside_the_mechanisms_have_no_noise() -> None:
-    """By construction: what others hold has uniform words only, and ``core.noise.grid`` is imported by mechanisms."""
+    """By construction: others hold uniform words only, and ``core.noise.grid`` is imported by mechanisms."""
     from quietgrad.core.noise.grid import NoiseStream
     from quietgrad.core.noise.rng import SecureStream
 

@@ -94,6 +94,26 @@ def test_a_report_shows_no_score_of_another_model(tmp_path: Path, capsys: pytest
     assert "<h3>on training people" not in (out / "report.html").read_text().lower()
 
 
+@pytest.mark.parametrize("model", ["linear", "additive"])
+def test_people_who_were_trained_on_pay_from_the_account_of_their_run(model: str, tmp_path: Path) -> None:
+    """The payer is read from the run's entry in its ledger, whichever model the run is of."""
+    data, out, ledger = table(tmp_path / "t.csv", 400), tmp_path / "run", tmp_path / "ledger.jsonl"
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({**SCHEMA, "drop_incomplete": False}))
+    run("ledger", "cap", ledger, "patients", "--epsilon", 1.2, "--delta", 1e-5)
+    run(
+        "train", data, "--schema", schema, "--model", model, "--epsilon", 1, "--n-public", 400, "--ledger", ledger,
+        "--account", "patients", "--out", out,
+    )  # fmt: skip
+    run("evaluate", out, data, "--epsilon", 5, "--training-people", code=1)
+    assert qg.Ledger(ledger).verify().accounts == ("patients",)
+    run("ledger", "cap", ledger, "patients", "--epsilon", 9, "--delta", 1e-5)
+    run("evaluate", out, data, "--epsilon", 5, "--training-people")
+    assert qg.Ledger(ledger).verify().accounts == ("patients",)
+    ledger.rename(tmp_path / "moved.jsonl")
+    run("evaluate", out, data, "--epsilon", 5, "--training-people", code=1)
+
+
 def test_a_verdict_tells_what_the_run_notes_of_itself(tmp_path: Path) -> None:
     from quietgrad.assurance.certificates import check, issue
 

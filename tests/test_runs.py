@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import shutil
 import time
 import warnings
@@ -222,12 +223,53 @@ def test_runs_on_one_table_add_up_and_others_do_not(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("error")  # yet a ledger that nobody asked for never makes a fit fail
         fit(0, account="patients")
-        ids = np.arange(60) // 2
-        fit(0, account="patients", person=ids)
-        fit(0, person=ids)
     assert told
-    assert accounts()["patients"] == accounts()["patients, by person"] == 1
-    assert sum(name.startswith("people of table ") for name in accounts()) == 1
+    assert accounts()["patients"] == 1
+
+
+@pytest.mark.parametrize("account", ["patients", "default"])
+@pytest.mark.parametrize("by_person_first", [False, True])
+def test_an_account_has_one_privacy_unit_and_no_name_is_derived(account: str, by_person_first: bool) -> None:
+    """A cap that ran by person holds by record too: the other unit is refused, not charged under another name."""
+    ids = np.arange(60) // 2
+    first, second = (ids, None) if by_person_first else (None, ids)
+    fit(2, account=account, person=first)
+    names = set(accounts())
+    with pytest.raises(BudgetError, match="do not add up"):
+        fit(2, account=account, person=second)
+    assert set(accounts()) == names
+    fit(2, account="others", person=second)
+
+
+def test_a_cap_on_default_bounds_all_runs_that_name_no_account() -> None:
+    project_ledger().set_cap("default", qg.Budget(1.2, 1e-5))
+    fit(0)
+    with pytest.raises(BudgetError, match="all runs of 'default' together"):
+        fit(0)
+    with pytest.raises(BudgetError, match="all runs of 'default' together"):
+        fit(1)  # an edited copy of a table is not told from another table
+    fit(1, account="other people")
+    assert project_ledger().spent("default", delta=1e-5, relation="add-remove").epsilon == pytest.approx(1.0, 0.05)
+
+
+def test_a_working_folder_that_was_removed_may_belong_to_a_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(LedgerError, match="cannot be used"):
+        fit(0)
+    fit(0, ledger=tmp_path / "ledger.jsonl")
+
+
+def test_lines_of_a_ledger_tell_no_durations() -> None:
+    fit(0)
+    lines = project_ledger().entries()
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\dZ", line.time) for line in lines)
+    reserved = {line.body["id"]: line.time for line in lines if line.kind == "reserve"}
+    assert all(line.time == reserved[line.body["id"]] for line in lines if line.kind in ("close", "cancel"))
 
 
 def test_a_cap_holds_in_the_projects_ledger(tmp_path: Path) -> None:

@@ -122,9 +122,8 @@ def _existing(file: Path) -> Ledger:
 
 def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> Row:
     """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
-    held = book.of(name)
     cap = book.cap(name)
-    guarantee = cap or held[-1].reservation  # an account exists by a cap or by a reservation
+    guarantee = cap or book.of(name)[-1].reservation  # an account exists by a cap or by a reservation
     row: Row = {"account": name, "delta": delta or guarantee.delta, "relation": str(guarantee.relation)}
     try:
         proof = ledger.spent(name, delta=row["delta"], relation=guarantee.relation)
@@ -142,7 +141,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
             "counts": None if each.counts is None else each.counts.to_json(),
             "counts_in_words": "nothing" if each.counts is None else in_words(each.counts),
         }
-        for each in held
+        for each in book.lines(name)
     ]  # fmt: skip
     return row
 
@@ -164,7 +163,7 @@ def _print_tables(rows: list[Row]) -> None:
     show_table(("account", "spent ε", "δ", "relation", "per", "cap ε", "proved by"), accounts, "Accounts")
     if runs:
         cells = [
-            (name, run["run"], run["time"][:19].replace("T", " "), run["state"],
+            (name, run["run"], run["time"][:16].replace("T", " "), run["state"],
              sanitize(run["counts_in_words"], most=_COUNTS))  # --json has all of it
             for name, run in runs
         ]  # fmt: skip

@@ -22,11 +22,12 @@ from quietgrad.cli.scanned_data import open_scan
 from quietgrad.cli.scoring import TRAINING_PEOPLE, Details, save_score, score_values, were_trained_on
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, write_atomically
+from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset, Labels
-from quietgrad.methods.result import ledger_of, load
+from quietgrad.methods.result import ledger_of, load, payer_of
 
 Columns: TypeAlias = dict[str, list[object]]
 app = typer.Typer(add_completion=False)
@@ -252,17 +253,20 @@ def evaluate(
                 "Give held-out records; or pass --training-people, which charges the run's account and says so. "
                 "No privacy budget was spent."
             )
-    account = str(model.account) if training_people else spec.account or "held-out"
-    # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
-    named = ledger_of(folder) if spec.ledger is None else Path(spec.ledger)
-    there = spec.ledger is not None or named.exists()
-    book = named if there and named.resolve() != project_path().resolve() else None
+    if training_people:
+        payer = payer_of(folder)
+    else:
+        # Where people who were trained on are known; of a project's ledger it is asked for by naming none.
+        named = ledger_of(folder) if spec.ledger is None else Path(spec.ledger)
+        there = spec.ledger is not None or named.exists()
+        book = named if there and named.resolve() != project_path().resolve() else None
+        payer = Account.of(spec.account or "held-out", book, None)
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     assert spec.epsilon is not None
     with usage():
         score = estimators.private_score(
-            model, X, labels, epsilon=spec.epsilon, delta=spec.delta, relation=spec.relation, ledger=book,
-            account=account, person=ids,
+            model, X, labels, epsilon=spec.epsilon, delta=spec.delta, relation=spec.relation, account=payer,
+            person=ids,
         )  # fmt: skip
     if training_people:
         score = replace(score, notes=(TRAINING_PEOPLE, *score.notes))
@@ -274,6 +278,8 @@ def evaluate(
         return
     values = score_values(score).items()
     rows = [(name.replace("_", " "), f"{value:.4f} ± {error:.4f}") for name, (value, error) in values]
-    rows += [("privacy", str(score.privacy)), ("account", account), ("ledger", str(book or project_path()))]
+    paid_from = payer.open()
+    rows += [("privacy", str(score.privacy)), ("account", str(payer))]
+    rows += [("ledger", "none" if paid_from is None else str(paid_from.path))]
     rows += [("note", note) for note in score.notes]
     show_rows(f"{folder} on {'TRAINING' if training_people else 'held-out'} people ({data})", rows)

@@ -257,7 +257,7 @@ class Approval:
         contents: Callable[[], Iterable[bytes | memoryview]],
     ) -> None:
         self._plan, self._place, self._contents = plan, place, contents
-        self._account = account if plan.budget is None else account.settled(contents, plan.unit)
+        self._account = account if plan.budget is None else account.settled(contents)
         self.journal = journal
         self._charges: list[Charge] = []  # one, and one more for each time the journal was not as it was left
 

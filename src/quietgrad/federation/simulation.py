@@ -123,7 +123,7 @@ def simulate(
             for party in parties:
                 yield from loss.prepare(party.held).fingerprint_parts()
 
-        payer = payer.settled(contents, plan.unit)
+        payer = payer.settled(contents)
     notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
     with contextlib.ExitStack() as until_the_end:

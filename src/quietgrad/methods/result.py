@@ -25,7 +25,7 @@ from quietgrad.core.accounting.budget import PrivacyUnit, Relation, check_condit
 from quietgrad.core.accounting.events import Composed, Event, MaxOverParties, composed, from_json
 from quietgrad.core.errors import DataError, LedgerError, UnprovableError, boundary
 from quietgrad.core.files import check_regular, read_bytes, read_json, write_atomically
-from quietgrad.core.ledger.account import run_of
+from quietgrad.core.ledger.account import Account, run_of
 from quietgrad.core.ledger.ledger import Ledger, project_ledger, project_path
 from quietgrad.core.ledger.state import ReservationState, same
 from quietgrad.core.plans.counting import COUNT
@@ -440,6 +440,23 @@ def ledger_of(folder: Path, given: Path | None = None) -> Path:
     except (OSError, ValueError, KeyError, TypeError, LedgerError):
         pass
     return folder / "no ledger"
+
+
+def payer_of(folder: Path) -> Account:
+    """The account that paid for the saved run in ``folder``, in the ledger that holds the run's entry.
+
+    Raises:
+        LedgerError: no ledger with an entry of the run is found. Nothing is charged to another one in its place.
+    """
+    run, path = str(load(folder).details.get("run")), ledger_of(folder)
+    entry = Ledger(path).find(run) if path.exists() else None
+    if entry is None:
+        raise LedgerError(
+            f"{folder}: the ledger that paid for this run is not found, so its people cannot be charged again. "
+            "Bring the ledger back to where the run was charged. No privacy budget was spent."
+        )
+    name = entry.reservation.account
+    return Account(name, Ledger(path), by_default=True, asked=name)  # the user named neither
 
 
 def event_size(value: object) -> int:

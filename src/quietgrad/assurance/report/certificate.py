@@ -243,6 +243,6 @@ def _account(result: Result, file: Path | None) -> AccountTotal | None:
     # Runs under different relations have no common ε; the page says so.
     with contextlib.suppress(UnprovableError):
         epsilon = ledger.spent(name, delta=privacy.delta, relation=privacy.relation or "add-remove").epsilon
-    last = f"{held[-1].time[:19].replace('T', ' ')} UTC" if held else None
+    last = f"{held[-1].time[:16].replace('T', ' ')} UTC" if held else None
     limit = None if cap is None else cap.epsilon
     return AccountTotal(file.name, privacy.account, book.runs(name), epsilon, limit, whole, last)

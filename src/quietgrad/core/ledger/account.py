@@ -81,11 +81,11 @@ class Account:
             return name
         return cls(name, ledger, cap, by_default=ledger is None and not seeded)
 
-    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]], unit: PrivacyUnit) -> Account:
-        """The account with its ledger open and the name that lines stand under.
+    def settled(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> Account:
+        """The account with its ledger open and the name that lines stand under: the one given, always.
 
-        In a project's ledger that is the name of the table, if no other is given. The keyed
-        fingerprint distinguishes tables, so that the costs of unrelated ones do not add up.
+        Where none is given, a project's ledger has one account for each table. The keyed fingerprint distinguishes
+        tables, so that the costs of unrelated ones do not add up.
         """
         if self.asked:
             return self
@@ -97,11 +97,8 @@ class Account:
                 table = fingerprint(iter(lambda: file.read(2**20), b""))
         if not self.by_default:
             return replace(self, table=table)
-        name, table = self.name, table or fingerprint(contents())
-        if any(known is not unit for known in ledger.book().units(name)):
-            name = f"{name}, by {unit}"  # entries about records and about people do not add up
-        if canonical_account_name(self.name) in NAMELESS:
-            name = unnamed("table" if unit is PrivacyUnit.RECORD else "people of table", table)
+        table = table or fingerprint(contents())
+        name = unnamed(table) if canonical_account_name(self.name) in NAMELESS else self.name
         return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
 
     def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:

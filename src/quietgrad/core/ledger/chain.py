@@ -240,11 +240,15 @@ class Writer:
             kept = base64.b64encode(reading.torn).decode("ascii")
             self.append("quarantine", {"reason": "an append that never finished", "bytes": kept})
 
-    def append(self, kind: str, body: Json) -> ChainEntry:
-        """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace."""
+    def append(self, kind: str, body: Json, *, time: str | None = None) -> ChainEntry:
+        """Add one entry; it and the head are on the disk when this returns, or ``LedgerError`` and no trace.
+
+        Lines are shown to others, so their time is coarse: the minute. ``time`` is that of an earlier line, for one
+        whose own would tell how long something took.
+        """
         previous = self.entries[-1].hash if self.entries else _BEFORE_FIRST
-        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-        entry = ChainEntry(len(self.entries) + 1, now, kind, dict(body), previous)
+        minute = datetime.now(UTC).isoformat(timespec="minutes").replace("+00:00", "Z")
+        entry = ChainEntry(len(self.entries) + 1, time or minute, kind, dict(body), previous)
         entry = replace(entry, hash=entry.digest())
         size = os.fstat(self._fd).st_size
         try:

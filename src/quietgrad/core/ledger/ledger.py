@@ -13,6 +13,7 @@ ledger is in the state folder (``$QUIETGRAD_STATE``, else ``~/.local/state/quiet
 from __future__ import annotations
 
 import os
+import stat
 import threading
 import warnings
 from collections.abc import Sequence
@@ -181,15 +182,18 @@ class Ledger:
                 )
             left = None if counts == reserved else counts.to_json()
             outcome = {"reason": reason, "data_dependent": data_dependent, "gives_back_all_but": left}
-            writer.append("close", {"id": reservation_id, **outcome})
+            # How long a run took may depend on the data (a search's number of rounds is secret): the line that
+            # closes it has the time of the one that reserved it.
+            writer.append("close", {"id": reservation_id, **outcome}, time=held.time)
         return counts
 
     def cancel(self, reservation_id: str, *, reason: str) -> None:
         """Give a whole reservation back: right only if nothing at all was released under it."""
         with self._chain.writing() as writer:
-            if self._held(writer.entries, reservation_id).state == "closed":
+            held = self._held(writer.entries, reservation_id)
+            if held.state == "closed":
                 raise LedgerError(f"{self.path}: reservation {reservation_id!r} is already closed, so it counts.")
-            writer.append("cancel", {"id": reservation_id, "reason": reason})
+            writer.append("cancel", {"id": reservation_id, "reason": reason}, time=held.time)
 
     def set_condition(self, reservation_id: str, condition: str) -> Reservation:
         """Say from now on that a reservation's ε holds under ``condition``; a reservation has one at most.
@@ -253,6 +257,11 @@ class Ledger:
         some of their bounds are about two records, not one.
         """
         book, asked = self.book(), Relation.parse(relation)
+        if len(book.units(account)) > 1:
+            raise UnprovableError(
+                f"account {account!r}: some of its runs are about a record each, others about a person each; their "
+                "costs do not add up."
+            )
         _check_relation(book.relations(account), asked)
         return _prove(book.counted(account), check_delta(delta), asked)
 
@@ -349,10 +358,15 @@ def _check_charge(
             f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
             f"not add up. Run it by {other} too, or name another account; nothing was reserved."
         )
-    counted, planned = book.counted(account), book.relations(account) | {relation}
-    for bound in dict.fromkeys([*book.caps_of(account), cap]):
-        if bound is None:
-            continue
+    given = [] if cap is None else [(account, cap)]
+    for capped, bound in dict.fromkeys([*book.bounds(account), *given]):
+        counted, planned = book.counted(capped), book.relations(capped) | {relation}
+        whose = f"account {account!r}" + ("" if capped == account else f", as all runs of {capped!r} together")
+        if {unit, *book.units(capped)} != {unit}:
+            raise BudgetError(
+                f"{whose}: it has a cap, and some runs under it are about a record each, others about a person "
+                "each. These do not add up. Name an account for each; nothing was reserved."
+            )
         try:
             _check_relation(planned, bound.relation)
             together = _prove([*counted, event], bound.delta, bound.relation).epsilon
@@ -362,13 +376,13 @@ def _check_charge(
             asked = _prove([event], bound.delta, bound.relation).epsilon
         except UnprovableError as error:
             raise BudgetError(
-                f"account {account!r}: its cap is stated under {bound.relation}, and its releases have no proof "
+                f"{whose}: its cap is stated under {bound.relation}, and its releases have no proof "
                 f"under that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
                 "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
                 f"{bound.relation}: relation={str(bound.relation)!r}."
             ) from None
         raise BudgetError(
-            f"account {account!r}: this run would exceed the cap. "
+            f"{whose}: this run would exceed the cap. "
             f"Cap: ε={bound.epsilon:.4g} (δ={bound.delta:g}, {bound.relation}). Spent: ε={already:.4g}. "
             f"This run: ε={asked:.4g}. Together: ε={together:.4g}. Nothing was charged or released. "
             "Lower epsilon, or raise the cap with `quietgrad ledger cap`."
@@ -380,10 +394,18 @@ _lock = threading.Lock()
 
 
 def project_path() -> Path:
-    """Where the project's ledger is, or will be."""
+    """Where the project's ledger is, or will be; ``OSError`` if that cannot be told.
+
+    A working folder that was removed, or one around it that may not be looked at, may belong to a project: then
+    the user's own ledger is not known to be the one that pays.
+    """
     here = Path.cwd()
     for folder in (here, *here.parents):
-        if (folder / "quietgrad.toml").is_file():
+        try:
+            mode = os.stat(folder / "quietgrad.toml").st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if stat.S_ISREG(mode):
             return folder / "ledger.jsonl"
     return state_folder() / "ledger.jsonl"
 
@@ -402,11 +424,13 @@ def project_ledger() -> Ledger:
 def project_ledger_exists() -> bool:
     """Whether the project has a ledger: its file, a link to it, or the head that a lost file left.
 
-    A place that may not be looked at counts as one with a ledger.
+    A place that may not be looked at, or cannot be told, counts as one with a ledger.
     """
     try:
         path = project_path()
-    except (OSError, RuntimeError):  # neither a working folder nor a home
+    except OSError:
+        return True
+    except RuntimeError:  # no home: there is no state folder that could hold one
         return False
     for file in (path, Path(f"{os.path.realpath(path)}.head")):
         try:

@@ -67,9 +67,12 @@ def check_account_name(name: object) -> str:
     return shown
 
 
-def unnamed(what: str, mark: str) -> str:
-    """The account of a table, a stream or a federation in a project's ledger, if the caller names none."""
-    return f"{what} {mark[:16]}"
+def unnamed(mark: str) -> str:
+    """The account of a table in a project's ledger if the caller names none.
+
+    It is the table alone, not the privacy unit or the front end: one table has one account.
+    """
+    return f"table {mark[:16]}"
 
 
 def same(name: str, other: str | None) -> bool:
@@ -80,8 +83,9 @@ def same(name: str, other: str | None) -> bool:
     """
     if other is None:
         return False
-    return canonical_account_name(name) == canonical_account_name(other) or (
-        canonical_account_name(other) in NAMELESS and _UNNAMED.fullmatch(name) is not None
+    shown = canonical_account_name(name)
+    return shown == canonical_account_name(other) or (
+        canonical_account_name(other) in NAMELESS and _UNNAMED.fullmatch(shown) is not None
     )
 
 
@@ -211,9 +215,22 @@ class LedgerState:
         return held
 
     def of(self, account: str) -> list[ReservationState]:
-        """The reservations of one account, oldest first."""
+        """The reservations that count for one account, oldest first.
+
+        ``"default"`` is the account of all runs that name none, so the tables of such runs count for it: a cap on
+        it bounds all of them together.
+        """
+        return [held for held in self.held.values() if same(held.reservation.account, account)]
+
+    def lines(self, account: str) -> list[ReservationState]:
+        """The reservations that stand under the name of one account, oldest first."""
         who = canonical_account_name(account)
         return [held for held in self.held.values() if canonical_account_name(held.reservation.account) == who]
+
+    def bounds(self, account: str) -> list[tuple[str, Budget]]:
+        """The caps that a new entry of ``account`` must keep, each with the account whose total it bounds."""
+        names = [account, *(name for name in NAMELESS if _UNNAMED.fullmatch(canonical_account_name(account)))]
+        return [(name, cap) for name in names for cap in self.caps_of(name)]
 
     def accounts(self) -> tuple[str, ...]:
         """All accounts with a reservation or a cap, in the order in which they appeared, as first spelled."""

@@ -161,7 +161,7 @@ class CentralCurator:
 
     def settle(self) -> Account:
         """The account that a private plan is charged to, by the name that its lines stand under."""
-        self.account = self.account.settled(self.records.fingerprint_parts, self.unit)
+        self.account = self.account.settled(self.records.fingerprint_parts)
         return self.account
 
     def _session_key(self) -> bytes:
