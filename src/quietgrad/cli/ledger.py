@@ -28,6 +28,10 @@ app = typer.Typer(
 File = Annotated[Path, Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
 Row: TypeAlias = dict[str, Any]  # of an account, as it is printed
 _COUNTS = 60  # characters of what a run counts as
+COUNTED_TOTAL = (
+    "some runs were planned from a private count of their records. The total is that of the counts that came out; "
+    "other counts would have led to other noise. Each run's own ε at its own δ holds for every count."
+)
 
 
 @app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
@@ -132,6 +136,7 @@ def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | No
         row |= {"epsilon": None, "accountant": None, "problem": str(error)}
     row["unit"] = " and ".join(book.units(name)) or None
     row["conditions"] = list(book.conditions(name))
+    row["notes"] = [COUNTED_TOTAL] if book.counted_runs(name) else []
     row["cap"] = cap.to_json() if cap else None
     row["reservations"] = [
         {
@@ -174,6 +179,8 @@ def _print_tables(rows: list[Row]) -> None:
     for row in rows:
         for condition in row["conditions"]:
             say(sanitize(f"{row['account']}: ε holds {condition}."))
+        for note in row["notes"]:
+            say(sanitize(f"{row['account']}: {note}"))
         if row["problem"]:
             say(sanitize(f"{row['account']}: {row['problem']}"))
 

@@ -273,6 +273,10 @@ class LedgerState:
         """The privacy units of what counts for one account."""
         return tuple(dict.fromkeys(one.unit for one in self.charged(account)))
 
+    def counted_runs(self, account: str) -> int:
+        """How many runs of one account were planned from a private count of their records."""
+        return len({one.run for one in self.charged(account) if one.run.endswith(COUNTED)})
+
     def conditions(self, account: str) -> tuple[str, ...]:
         """The conditions that the ε of one account rests on."""
         return tuple(dict.fromkeys(one.condition for one in self.charged(account) if one.condition is not None))
