@@ -15,6 +15,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.accounting import accounting
+from quietgrad.core.accounting.accounting import account as price_of
 from quietgrad.core.accounting.accounting import calibrate_event, gdp_mu, prove
 from quietgrad.core.accounting.events import (
     Composed,
@@ -31,6 +32,7 @@ from quietgrad.core.ledger.account import Charge
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.rng import SecureStream, seed_key
 from quietgrad.core.plans import schedule
+from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling import Poisson
 from quietgrad.core.sampling.samplers import SubsetSampler
 from quietgrad.core.session.curator import CentralCurator
@@ -57,9 +59,8 @@ def sizes_do_not_tell_members() -> bool:
     pairs = []
     for block in range(4000):
         sampler = Poisson(0.01).sampler(2000, SecureStream(seed_key(block), "batches"))
-        batches = [sampler.batch(i) for i in range(3)]
-        drawn = np.concatenate(batches)
-        pairs.append((drawn[1], len(batches[1])))
+        batches = [np.asarray(sampler.batch(i)) for i in range(3)]
+        pairs.append((np.concatenate(batches)[1], len(batches[1])))
     return abs(float(np.corrcoef(np.array(pairs).T)[0, 1])) < 0.12
 
 
@@ -114,7 +115,8 @@ def trusts_what_it_remembers(points: tuple[float, ...]) -> Callable[[Patch], Non
     """The mutant: a known answer is returned without a proof, if the question is the same at ``points``."""
 
     def mutate(patch: Patch) -> None:
-        search, known = accounting.calibrate_event, {}
+        search = accounting.calibrate_event
+        known: dict[object, float] = {}
 
         def remembering(make_event: Callable[[float], Event], *, budget: qg.Budget) -> float:
             question = (*map(make_event, points), budget)
@@ -131,7 +133,7 @@ def trusts_what_it_remembers(points: tuple[float, ...]) -> Callable[[Patch], Non
 def plans_are_proved_again() -> bool:
     """Whether a plan whose noise is too small for its budget is refused, however the noise was found."""
     with Patch.context() as patch:
-        patch.setattr(schedule, "calibrate_event", lambda make, budget: 5.0)
+        patch.setitem(vars(schedule), "calibrate_event", lambda make, budget: 5.0)
         try:
             qg.plan(qg.DPGD(steps=30), n=1000, budget=BUDGET)
         except BudgetError:
@@ -141,7 +143,7 @@ def plans_are_proved_again() -> bool:
 
 def believes_the_calibration(patch: Patch) -> None:
     def calibrate_plan(make: Any, budget: qg.Budget) -> Any:
-        return make(schedule.calibrate_event(lambda z: make(z).total, budget=budget))
+        return make(vars(schedule)["calibrate_event"](lambda z: make(z).total, budget=budget))
 
     patch.setattr(schedule, "calibrate_plan", calibrate_plan)
 
@@ -153,7 +155,9 @@ def rounds_cost_what_the_search_pays() -> bool:
     """Whether every round's own plan is within the release that the search is priced by."""
     rng = np.random.default_rng(0)
     X = rng.uniform(-1, 1, (2000, 2))
-    opened, rounds, whole = CentralCurator.open, [], []
+    opened = CentralCurator.open
+    rounds: list[Plan] = []
+    whole: list[Plan] = []
 
     def listening(self: CentralCurator, plan: Any, **how: Any) -> Any:
         (whole if how.get("within") is None else rounds).append(plan)
@@ -171,8 +175,7 @@ def rounds_cost_what_the_search_pays() -> bool:
 
 
 def rounds_of_half_as_much_again(patch: Patch) -> None:
-    price = searching.price_of
-    patch.setattr(searching, "price_of", lambda *event, **how: 1.5 * price(*event, **how))
+    patch.setattr(searching, "price_of", lambda *event, **how: 1.5 * price_of(*event, **how))
     patch.setattr(Charge, "part", lambda self, event, budget: Charge(event))
 
 
