@@ -37,12 +37,13 @@ from quietgrad.core.ledger import chain
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session import checkpoint
 from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.data import load, scan
 from quietgrad.federation.plan_file import read_plan
 from quietgrad.federation.provisioning import asker, provision, request
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.methods import checkpoint, result
+from quietgrad.methods import result
 from quietgrad.objectives import Squared
 from tests.talk import toml_plan
 

@@ -26,10 +26,10 @@ from quietgrad.core.accounting.events import composed
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.kept import Run
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import plan_key
 from quietgrad.methods import run
-from quietgrad.methods.runs import Run
 from quietgrad.objectives import Logistic
 
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -279,7 +279,7 @@ class LoopRun(NetworkRun):
         return loop.engine.flatten(loop.parameters()).numpy()
 
     def begin(self, data: int, step: Callable[[int], None]) -> Any:
-        from quietgrad.methods.runs import over
+        from quietgrad.methods.result import over
 
         if (result := over(self.folder)) is not None:  # killed while it cleared away
             return result

@@ -36,10 +36,11 @@ from quietgrad.core.errors import DataError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
+from quietgrad.core.session.statement import ADVERSARY, privacy_statement
 from quietgrad.federation import Party, simulate
 from quietgrad.methods.custom_loop import LoopReleases
 from quietgrad.methods.registry import ALGORITHMS
-from quietgrad.methods.result import ADVERSARY, Result, privacy_statement
+from quietgrad.methods.result import Result
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 

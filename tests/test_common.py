@@ -13,8 +13,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.accounting import events
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.session import checkpoint as checkpoints
 from quietgrad.core.session.curator import CentralCurator
-from quietgrad.methods import checkpoint as checkpoints
 from tests.common import ROWS, Row, labels, objective, problem
 
 table = pytest.mark.parametrize("row", ROWS, ids=labels(ROWS))

@@ -22,13 +22,13 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import SealedLog, Transcript
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
-from quietgrad.methods import checkpoint
 from quietgrad.objectives import Logistic
 from quietgrad.tables.queries.counts import MeanScore
 from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows

@@ -22,11 +22,11 @@ from quietgrad.core.errors import BudgetError, DataError, LedgerError
 from quietgrad.core.ledger import chain
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger, project_ledger
+from quietgrad.core.session import checkpoint
+from quietgrad.core.session.kept import FILE, is_kept, open_run
 from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.federation import Party, simulate
-from quietgrad.methods import checkpoint
-from quietgrad.methods.runs import FILE, is_kept, open_run
 from quietgrad.objectives import L2, Huber, Logistic
 from tests.common import ROWS, objective, problem
 from tests.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows

@@ -24,6 +24,7 @@ from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.errors import BudgetError, ExhaustedError
 from quietgrad.core.plans.schedule import Schedule
+from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import (
     Batch,
@@ -34,7 +35,6 @@ from quietgrad.core.session.queries import (
     RecursiveMomentumQuery,
 )
 from quietgrad.federation import Party, simulate
-from quietgrad.methods import checkpoint
 from quietgrad.methods.base import State
 from quietgrad.methods.oracles.base import Estimate, Oracle
 from quietgrad.methods.oracles.gradient_estimators import MiniBatch, RecursiveMomentum

@@ -19,10 +19,10 @@ from quietgrad.core.accounting.accounting import account
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session import checkpoint
+from quietgrad.core.session.kept import FILE, is_kept
 from quietgrad.core.session.transcript import plan_key
-from quietgrad.methods import checkpoint
 from quietgrad.methods.result import ledger_of, problems_of
-from quietgrad.methods.runs import FILE, is_kept
 from tests.kept_runs import Killed, LoopRun, NetworkRun
 
 BUDGET = qg.Budget(2.0, 1e-5)

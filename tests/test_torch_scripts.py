@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import quietgrad.torch as qt
-from quietgrad.methods.result import Privacy
+from quietgrad.core.session.statement import Privacy
 
 transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from quietgrad.core.accounting.budget import Budget, Relation
     from quietgrad.core.ledger.ledger import Ledger
     from quietgrad.core.plans.schedule import Plan
+    from quietgrad.core.session.statement import Privacy
     from quietgrad.methods import minimize, plan, resume
     from quietgrad.methods.callbacks import CSVLog, MLflowLog, Progress, TensorBoardLog
     from quietgrad.methods.dp_agd import DPAGD
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider
     from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
     from quietgrad.methods.perturbed_sgd import PerturbedSGD
-    from quietgrad.methods.result import Privacy, Result, load
+    from quietgrad.methods.result import Result, load
     from quietgrad.methods.rrpsgd import RRPSGD, BassilySGD
     from quietgrad.methods.stagewise import StagewiseDPSGD
     from quietgrad.methods.stationarity import Certificate, certify

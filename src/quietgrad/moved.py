@@ -42,7 +42,10 @@ _ROOMS = {
         "model_selection output_perturbation perturbed_sgd range_estimation registry rrpsgd stagewise theorems "
         "whitened_gd"
     },
-    "training.": {"methods": "callbacks checkpoint minimizing result runs stationarity"},
+    "training.": {
+        "core.session": "checkpoint runs:kept",
+        "methods": "callbacks minimizing result stationarity",
+    },
 }
 _PACKAGES = {"algorithms": "methods", "training": "methods", "objectives.tables": "tables"}
 _EMPTY = ("privacy", "curators")

@@ -19,9 +19,10 @@ from quietgrad.core.errors import DataError
 from quietgrad.core.files import write_atomically
 from quietgrad.core.plans.schedule import plan
 from quietgrad.core.sanitize import did_you_mean
+from quietgrad.core.session.statement import SEEDED
 from quietgrad.methods.additive_gd import AdditiveGD
 from quietgrad.methods.registry import entry
-from quietgrad.methods.result import SEEDED, digest_of, load, problems_of
+from quietgrad.methods.result import digest_of, load, problems_of
 
 if TYPE_CHECKING:
     from quietgrad.assurance.audit.report import AuditReport

@@ -15,8 +15,8 @@ from quietgrad.cli.run_spec import RunSpec
 from quietgrad.cli.train import run
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import plan
+from quietgrad.core.session.kept import forget
 from quietgrad.data.loading import demo_dataset
-from quietgrad.methods.runs import forget
 
 app = typer.Typer(add_completion=False)
 

@@ -28,6 +28,7 @@ from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import NoRegularizer
+from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     ScanTable,
@@ -46,7 +47,6 @@ from quietgrad.methods.budget_allocation import budget_mu, for_table
 from quietgrad.methods.minimizing import settle_failed_run
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.registry import entry
-from quietgrad.methods.result import Privacy
 from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS
 from quietgrad.tables.privacy_units import Combine
 from quietgrad.tables.range_queries import FeatureBox

@@ -218,7 +218,7 @@ class PrivateLogisticRegression(_LinearClassifier):
         intercept_: Constants, as in scikit-learn.
         classes_: Labels, as in scikit-learn.
         feature_range_: (low, high) that rows are moved into, declared or found; ``None`` for another algorithm.
-        privacy_: what is proved about this fit, a :class:`~quietgrad.methods.result.Privacy`.
+        privacy_: what is proved about this fit, a :class:`~quietgrad.core.session.statement.Privacy`.
 
     >>> import numpy as np
     >>> X = np.random.default_rng(0).standard_normal((3000, 2))

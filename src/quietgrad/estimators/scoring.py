@@ -26,6 +26,7 @@ from quietgrad.core.files import write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.statement import Privacy
 from quietgrad.core.vectors import Vector
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.transformers import learning_steps
@@ -40,7 +41,7 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.methods.minimizing import minimize
 from quietgrad.methods.range_estimation import HistogramRelease
-from quietgrad.methods.result import Privacy, digest_of, load
+from quietgrad.methods.result import digest_of, load
 from quietgrad.tables.queries.counts import Tabulation
 from quietgrad.tables.table import Array, Floats, lay_out, numbers_of, rows_in
 

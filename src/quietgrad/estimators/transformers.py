@@ -21,6 +21,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.core.errors import LedgerWarning
+from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
 from quietgrad.estimators.validation import (
     ColumnSchema,
@@ -35,7 +36,6 @@ from quietgrad.estimators.validation import (
 from quietgrad.methods import minimize
 from quietgrad.methods.budget_allocation import allocate_range_estimation
 from quietgrad.methods.range_estimation import Ranges
-from quietgrad.methods.result import Privacy
 from quietgrad.tables.losses import Squared
 from quietgrad.tables.range_queries import FeatureBox
 from quietgrad.tables.table import Array, Floats

@@ -23,6 +23,7 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.files import parse_json, read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.statement import Privacy, contradiction
 from quietgrad.core.session.transcript import LockedAppendFile
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
@@ -36,7 +37,7 @@ from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.methods.callbacks import Callback, Progress
-from quietgrad.methods.result import Privacy, Result, contradiction, load
+from quietgrad.methods.result import Result, load
 from quietgrad.tables.person_ids import factorize_ids
 from quietgrad.tables.privacy_units import RecordsWithIds
 

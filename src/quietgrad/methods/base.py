@@ -16,6 +16,7 @@ from quietgrad.core.accounting.events import round_law
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.queries import Asked, Objective
 from quietgrad.core.vectors import Vector, copy, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
@@ -24,6 +25,7 @@ from quietgrad.methods.oracles.base import Estimate, Oracle
 Output = Literal["last", "average", "ema", "random"]
 
 
+@kept_state
 @dataclass(slots=True)
 class State:
     """Where a run stands; every field is a vector, a number, a text or an :class:`Estimate`.

@@ -20,17 +20,18 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Plan, plan
+from quietgrad.core.session import checkpoint as checkpoints
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.kept import Run, begin, is_kept, open_run
 from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.core.vectors import Vector, all_finite, copy, norm
-from quietgrad.methods import checkpoint as checkpoints
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.callbacks import Callback, Progress, report
 from quietgrad.methods.callbacks import begin as tell_first
 from quietgrad.methods.registry import current_config, entry
-from quietgrad.methods.result import Privacy, Result, privacy_statement
-from quietgrad.methods.runs import Run, begin, is_kept, open_run, over
+from quietgrad.methods.result import Result, over
 from quietgrad.tables.privacy_units import Combine, PersonRefused, UserLevelObjective, with_privacy_unit
 from quietgrad.tables.registry import facts_of, from_facts
 

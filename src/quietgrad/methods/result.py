@@ -20,125 +20,20 @@ from typing import Any
 import numpy as np
 
 from quietgrad.charts import Lines, Series, to_notebook_html
-from quietgrad.core.accounting.accounting import prove
-from quietgrad.core.accounting.budget import PrivacyUnit, Relation, check_condition
-from quietgrad.core.accounting.events import Composed, Event, MaxOverParties, composed, from_json
-from quietgrad.core.errors import DataError, LedgerError, UnprovableError, boundary
-from quietgrad.core.files import check_regular, read_bytes, read_json, write_atomically
+from quietgrad.core.accounting.budget import PrivacyUnit
+from quietgrad.core.accounting.events import MaxOverParties, composed
+from quietgrad.core.errors import DataError, LedgerError, boundary
+from quietgrad.core.files import check_regular, is_path_name, read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.account import Account, run_of
+from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger, project_ledger, project_path
 from quietgrad.core.ledger.state import ReservationState, same
-from quietgrad.core.plans.counting import COUNT
-from quietgrad.core.session.base import Session, SessionCost
+from quietgrad.core.session import checkpoint
+from quietgrad.core.session.kept import FILE, clear
+from quietgrad.core.session.statement import REFUTED, SLACK, Privacy, contradiction, refuted
 from quietgrad.core.vectors import Vector
 
 SCHEMA_VERSION = 1
-SEEDED = "seeded randomness: not private"
-REFUTED = "refuted"
-
-
-_STATEMENT: dict[str, tuple[type, ...]] = {
-    "epsilon": (float, int, type(None)), "delta": (float, int, type(None)), "noise_multiplier": (float, int),
-    "accountant": (str, type(None)), "sampling": (str,), "adversary": (str,), "account": (str, type(None)),
-    "is_private": (bool,), "releases": (dict,), "notes": (list,),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """The guarantee of a run: (ε, δ) under a relation, for a privacy unit, against an adversary.
-
-    ``epsilon`` is ``None`` if the run added no noise. ``is_private`` is also false if its randomness was seeded, or
-    if a paper's noise was used only to reproduce it; the first of the ``notes`` then says so. ``unit`` is the
-    privacy unit: a record, or a person with all their records. ``condition`` is the sentence under which ε holds if
-    code that cannot be checked has a part in it, else ``None``.
-    """
-
-    epsilon: float | None
-    delta: float | None
-    relation: Relation | None
-    accountant: str | None
-    noise_multiplier: float
-    events: Event | None
-    releases: Mapping[str, int]
-    sampling: str
-    adversary: str
-    account: str | None
-    is_private: bool
-    notes: tuple[str, ...] = ()
-    unit: PrivacyUnit = PrivacyUnit.RECORD
-    condition: str | None = None
-
-    def __post_init__(self) -> None:
-        check_condition(self.condition)
-
-    def to_json(self) -> dict[str, Any]:
-        """The statement as JSON values."""
-        plain = {key: vars(self)[key] for key in (*_STATEMENT, "condition")}
-        return {
-            **plain,
-            "relation": None if self.relation is None else str(self.relation),
-            "unit": str(self.unit),
-            "releases": dict(self.releases),
-            "notes": list(self.notes),
-            "event": None if self.events is None else self.events.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Privacy:
-        """Rebuild a statement from :meth:`to_json`; ``ValueError`` if its parts are not of their kind."""
-        for key, kinds in _STATEMENT.items():
-            value = data[key]
-            if not isinstance(value, kinds) or (isinstance(value, float) and not value >= 0.0):
-                raise ValueError(f"{key}={value!r}: is not what a privacy statement has there.")
-        if not all(isinstance(note, str) for note in data["notes"]):
-            raise ValueError("notes: a privacy statement has texts there.")
-        plain: dict[str, Any] = {key: data[key] for key in _STATEMENT if key != "notes"}
-        return cls(
-            **plain,
-            relation=None if data["relation"] is None else Relation.parse(data["relation"]),
-            events=None if data["event"] is None else from_json(data["event"]),
-            notes=tuple(data["notes"]),
-            unit=PrivacyUnit.parse(data.get("unit", "record")),
-            condition=data.get("condition"),
-        )
-
-    @property
-    def refuted(self) -> tuple[str, ...]:
-        """What contradicts the statement, if it was read from a file that does not prove it."""
-        return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
-
-    def facts(self) -> list[tuple[str, object]]:
-        """What is proved, against which adversary and by which accountant, as rows of a table."""
-        rows: list[tuple[str, object]] = [("privacy", str(self))]
-        if self.epsilon is not None:
-            rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
-            rows += [] if self.condition is None else [("condition", self.condition)]
-            rows += [
-                ("proved by", self.accountant),
-                ("adversary", self.adversary),
-                ("account", self.account or "–"),
-            ]
-        releases = ", ".join(f"{made} × {name}" for name, made in self.releases.items() if made)
-        return [*rows, ("released", releases), *(("note", note) for note in self.notes)]
-
-    def _repr_html_(self) -> str:
-        """The statement in a notebook."""
-        return to_notebook_html("Privacy", self.facts())
-
-    def __str__(self) -> str:
-        if self.refuted:
-            return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
-        if self.epsilon is None:
-            return "NOT PRIVATE"
-        whom = " per person" if self.unit is PrivacyUnit.PERSON else ""
-        text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
-        text = text if self.condition is None else f"{text}, {self.condition}"
-        if self.is_private:
-            return text
-        if SEEDED in self.notes:
-            return f"NOT PRIVATE (seeded; with secret randomness: {text})"
-        return f"NOT PRIVATE ({self.notes[0] if self.notes else 'no reason was kept'}; proved: {text})"
 
 
 @dataclass(frozen=True)
@@ -260,84 +155,6 @@ def load(folder: str | Path) -> Result:
         )
 
 
-ADVERSARY = "anyone who sees every released number; the curator and its machine are trusted"
-
-
-def privacy_statement(session: Session, spent: SessionCost, account: str | None, notes: tuple[str, ...]) -> Privacy:
-    """State what ``spent`` proves about the people of ``account``, and what it does not cover."""
-    the_plan = session.plan
-    sampling = "; ".join(f"{slot.name}: {slot.sampling.describe()}" for slot in the_plan.schedule.slots)
-    sampling = the_plan.unit.in_words(sampling)
-    if the_plan.records_public is not None:
-        notes = (*notes, the_plan.declared)
-    if the_plan.budget is None or spent.event is None:
-        return Privacy(
-            None, None, None, None, 0.0, None, spent.releases, sampling, ADVERSARY, account, False,
-            ("not private", *notes), the_plan.unit,
-        )  # fmt: skip
-    budget = the_plan.budget
-    # A filter's run is charged what it spent, but how much that is depends on data: what is proved is its total.
-    whole = session.epochs == 1 and (spent.event == the_plan.event or the_plan.schedule.composition == "filter")
-    charged = spent.event.parts if session.epochs > 1 and isinstance(spent.event, Composed) else (spent.event,)
-    first = None if the_plan.counted is None else the_plan.counted.event(budget.relation)
-    released = the_plan.total if whole else composed([*([] if first is None else [first]), *charged])
-    proof = the_plan.proof if whole else prove(released, delta=budget.delta, relation=budget.relation)
-    epsilon, releases = proof.epsilon, spent.releases
-    if the_plan.counted is not None:
-        # Another count would have led to another plan; the guarantee of all of them is the budget.
-        epsilon, releases = max(epsilon, budget.epsilon), {COUNT: 1, **releases}
-        notes = (the_plan.counted.describe(the_plan.unit), *notes)
-    if budget.delta * the_plan.n_public >= 1.0:
-        notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
-    if session.epochs > 1:
-        again = "resumed on other sums than it was interrupted on: fresh noise was drawn and charged again"
-        notes = (again, *notes)
-    notes = (*session.charged, *notes)
-    if session.seeded:
-        notes = (SEEDED, *notes)
-    return Privacy(
-        epsilon, budget.delta, budget.relation, proof.accountant, the_plan.noise_multiplier, released, releases,
-        sampling, ADVERSARY, account, not session.seeded, notes, the_plan.unit, the_plan.condition,
-    )  # fmt: skip
-
-
-_SLACK = 1e-6  # relative: the accountants' own numerics on another machine
-_MOST_EVENTS = 4096  # parts of a composition: a proof takes some ten milliseconds for each
-
-
-def contradiction(privacy: Privacy) -> str | None:
-    """Why the statement does not follow from its own events; ``None`` if it does.
-
-    >>> from quietgrad.core.accounting.events import gaussian
-    >>> from quietgrad.core.accounting.budget import Relation
-    >>> stated = Privacy(0.01, 1e-5, Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10),
-    ...                  {"gradient": 10}, "all", "anyone", None, True)
-    >>> contradiction(stated)
-    'ε = 0.01 is stated, and the releases listed cost ε = 2.594'
-    >>> contradiction(replace(stated, epsilon=2.6)) is None
-    True
-    """
-    if privacy.epsilon is None:
-        return "it is called private and states no ε" if privacy.is_private else None
-    if privacy.events is None or privacy.delta is None or privacy.relation is None:
-        return "an ε is stated without the releases, the δ or the relation it was proved for"
-    if event_size(privacy.events.to_json()) > _MOST_EVENTS:
-        return f"more than {_MOST_EVENTS} different releases are listed, which are not proved again here"
-    try:
-        proved = prove(privacy.events, delta=privacy.delta, relation=privacy.relation).epsilon
-    except (UnprovableError, ValueError, OverflowError) as error:
-        return f"no ε can be proved for the releases listed ({error})"
-    if privacy.epsilon < proved * (1.0 - _SLACK):
-        return f"ε = {privacy.epsilon:.4g} is stated, and the releases listed cost ε = {proved:.4g}"
-    return None
-
-
-def refuted(privacy: Privacy, *problems: str) -> Privacy:
-    """The statement with what refutes it."""
-    notes = [f"{REFUTED}: {problem}" for problem in problems]
-    return replace(privacy, is_private=False, notes=(*notes, *(n for n in privacy.notes if n not in notes)))
-
-
 def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     """What refutes a saved result: its own events, its schedule, the options of its run, its ledger."""
     privacy, stated = result.privacy, result.privacy.epsilon
@@ -350,7 +167,7 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
         if name in slots and made > slots[name].get("count", made):
             found.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
     curve = result.details.get("epsilon_curve") or ()
-    if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + _SLACK) + 1e-9:
+    if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + SLACK) + 1e-9:
         found.append(f"its curve of ε goes beyond the stated {stated:.4g}")
     words = PrivacyUnit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else PrivacyUnit.RECORD
     if words is not privacy.unit:
@@ -381,7 +198,7 @@ def _against_options(privacy: Privacy, folder: Path) -> list[str]:
     if epsilon is None or not private or privacy.delta is None:
         return []
     found = []
-    if not math.isclose(float(delta), privacy.delta, rel_tol=_SLACK) or str(relation) != str(privacy.relation):
+    if not math.isclose(float(delta), privacy.delta, rel_tol=SLACK) or str(relation) != str(privacy.relation):
         stated = f"δ = {privacy.delta:g} under {privacy.relation}"
         found.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
     if unit is not privacy.unit:
@@ -459,8 +276,20 @@ def payer_of(folder: Path) -> Account:
     return Account(name, Ledger(path), by_default=True, asked=name)  # the user named neither
 
 
-def event_size(value: object) -> int:
-    """How many objects a JSON value holds."""
-    if isinstance(value, dict):
-        return 1 + sum(map(event_size, value.values()))
-    return sum(map(event_size, value)) if isinstance(value, list) else 0
+def over(folder: str | Path) -> Result | None:
+    """The result of a run that had come to its end, and was killed while it cleared away; ``None`` if it had not.
+
+    A run without its key goes on nowhere. What is left of it is cleared away, and its result is what any saved
+    result is: a claim, that is held against its own releases and its ledger.
+    """
+    path = Path(folder)
+    name = checkpoint.run_named_in(path / FILE)
+    if name is None or not is_path_name(name) or not (path / "result.json").exists() or KeyFile.exists(name):
+        return None
+    result = load(path)
+    if result.details.get("run") != name:
+        return None
+    if problems := problems_of(result, path, ledger_of(path)):
+        result = replace(result, privacy=refuted(result.privacy, *problems))
+    clear(path, name)
+    return result

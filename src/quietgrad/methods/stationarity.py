@@ -21,11 +21,11 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.statement import Privacy
 from quietgrad.core.vectors import Vector, dot, norm
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.minimizing import minimize
 from quietgrad.methods.oracles.base import constant_of
-from quietgrad.methods.result import Privacy
 from quietgrad.tables.queries.second_order import GradientNorm, LeastEigenvalue
 
 Floats = npt.NDArray[np.float64]

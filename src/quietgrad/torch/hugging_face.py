@@ -22,8 +22,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.files import parse_json, read_bytes
-from quietgrad.methods.result import Privacy
-from quietgrad.methods.runs import forget, is_kept
+from quietgrad.core.session.kept import forget, is_kept
+from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import is_distributed
 from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
 from quietgrad.torch.networks.records import Multiple, Padding, as_padding

@@ -15,12 +15,12 @@ from quietgrad import methods
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.kept import read_run
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.callbacks import Callback, Progress, together
 from quietgrad.methods.minimizing import check_people, progress_bar
 from quietgrad.methods.result import Result
-from quietgrad.methods.runs import read_run
 from quietgrad.tables.privacy_units import Combine, with_privacy_unit
 from quietgrad.torch.loops.distributed import is_distributed
 from quietgrad.torch.networks.module import ModuleObjective

@@ -44,12 +44,13 @@ from quietgrad.core.ledger.state import LedgerState, compose_events, is_part
 from quietgrad.core.plans.counting import COUNT, PublicCount
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import DECLARED, Schedule, Slot
+from quietgrad.core.session.statement import ADVERSARY, REFUTED, SEEDED, Privacy, event_size
 from quietgrad.federation.plan import of_several_parties
 from quietgrad.federation.planning import ADVERSARIES
 from quietgrad.methods.additive_gd import AdditiveGD
 from quietgrad.methods.custom_loop import LoopReleases
 from quietgrad.methods.registry import entry
-from quietgrad.methods.result import ADVERSARY, REFUTED, SEEDED, Privacy, event_size, unpaid
+from quietgrad.methods.result import unpaid
 
 # Texts of certificates of 0.2, in which parties could match their people by lists of hashed ids.
 MATCHED = "ids were matched between the parties by a keyed hash"

@@ -19,7 +19,8 @@ from quietgrad.core.files import read_json
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.mechanisms import from_json as mechanism_from
 from quietgrad.core.plans.schedule import DECLARED, Slot
-from quietgrad.methods.result import Privacy, Result, digest_of
+from quietgrad.core.session.statement import Privacy
+from quietgrad.methods.result import Result, digest_of
 
 RELATION_WORDS = {
     Relation.ADD_REMOVE: "Two data sets are neighbours if one has a single record more than the other. "

@@ -19,16 +19,8 @@ from quietgrad.charts import Chart, Intervals, Lines, Series
 from quietgrad.core.errors import boundary
 from quietgrad.core.files import read_json, write_atomically
 from quietgrad.core.sanitize import sanitize
-from quietgrad.methods.result import (
-    Privacy,
-    Result,
-    contradiction,
-    digest_of,
-    ledger_of,
-    load,
-    problems_of,
-    refuted,
-)
+from quietgrad.core.session.statement import Privacy, contradiction, refuted
+from quietgrad.methods.result import Result, digest_of, ledger_of, load, problems_of
 
 _METRICS = {
     "test_accuracy": "test accuracy",

@@ -13,6 +13,7 @@ from quietgrad.core.plans.method import config_of
 from quietgrad.core.plans.schedule import Law, Plan, Slot
 from quietgrad.core.sampling import Sampling
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.queries import Asked, Objective
 from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector
@@ -21,6 +22,7 @@ Noise = Literal["independent", "correlated"] | Mechanism
 """Independent Gaussian noise, noise that the next releases take back, or a mechanism that releases sums."""
 
 
+@kept_state
 @dataclass(slots=True)
 class Estimate:
     """An oracle's state: its current estimate, the point before, the drift since a full query, and its calls."""

@@ -28,11 +28,11 @@ from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.kept import Run
 from quietgrad.core.session.queries import Query, check_clip
 from quietgrad.core.session.session import PendingRelease
+from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
-from quietgrad.methods.result import Privacy, privacy_statement
-from quietgrad.methods.runs import Run
 from quietgrad.torch.loops.distributed import (
     SharedCurator,
     any_of_us,

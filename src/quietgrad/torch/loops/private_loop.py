@@ -18,14 +18,15 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.state import DEFAULT
+from quietgrad.core.session import kept as runs
+from quietgrad.core.session.kept import Run, is_kept, open_run
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import PendingRelease
-from quietgrad.methods import runs
+from quietgrad.core.session.statement import Privacy
 from quietgrad.methods.callbacks import Callback, Progress, begin, together
 from quietgrad.methods.custom_loop import LoopSampling
 from quietgrad.methods.minimizing import counting, result_of
-from quietgrad.methods.result import Privacy
-from quietgrad.methods.runs import Run, is_kept, open_run, over
+from quietgrad.methods.result import over
 from quietgrad.tables.privacy_units import Combine, with_privacy_unit
 from quietgrad.torch.loops.base import Loop, LoopTerms, finite_clip
 from quietgrad.torch.loops.distributed import is_distributed, unwrapped

@@ -17,7 +17,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.methods.result import Privacy
+from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import process_count
 from quietgrad.torch.loops.private_batch import plain
 from quietgrad.torch.loops.recorded_loop import CustomLoop, pieces_of

@@ -8,14 +8,13 @@ is the newest that the run wrote is the transcript's and the ledger's to say.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import hmac
 import json
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +22,17 @@ import numpy.typing as npt
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import parse_json, read_bytes, write_atomically
 from quietgrad.core.settings import field_values
-from quietgrad.methods.base import State
-from quietgrad.methods.oracles.base import Estimate
 
 FORMAT = 3
 Array = npt.NDArray[np.generic]
-_KINDS = {"State": State, "Estimate": Estimate}
+_Kind = TypeVar("_Kind", bound=type)
+_KINDS: dict[str, type] = {}  # dataclasses that a checkpoint may hold, by name
+
+
+def kept_state(kind: _Kind) -> _Kind:
+    """Let checkpoints hold instances of a dataclass of plain fields; a decorator."""
+    _KINDS[kind.__name__] = kind
+    return kind
 
 
 def versions() -> dict[str, str | None]:
@@ -121,7 +125,7 @@ def _seal(key: bytes, said: str, tensors: Mapping[str, Array]) -> str:
 
 
 def _pack(value: object, name: str, tensors: dict[str, Array]) -> dict[str, object]:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if type(value) in _KINDS.values():
         held = {key: item for key, item in field_values(value).items() if key != "memo"}
         fields = {key: _pack(item, f"{name}.{key}", tensors) for key, item in held.items()}
         return {"kind": type(value).__name__, "fields": fields}
@@ -171,4 +175,8 @@ def _unpack(packed: Any, tensors: Mapping[str, Array]) -> Any:
     fields = {key: _unpack(value, tensors) for key, value in packed["fields"].items()}
     if kind == "numbered":
         return {int(key): value for key, value in fields.items()}
-    return fields if kind == "dict" else _KINDS[kind](**fields)
+    if kind == "dict":
+        return fields
+    if kind not in _KINDS:
+        raise DataError(f"a checkpoint holds a {kind}, which only the front end that wrote it can read.")
+    return _KINDS[kind](**fields)

@@ -37,9 +37,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError
@@ -48,15 +48,25 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session import checkpoint
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.transcript import Transcript
-from quietgrad.methods import checkpoint
-from quietgrad.methods.result import Result, ledger_of, load, problems_of, refuted
 
-__all__ = ["FILE", "Header", "Run", "begin", "forget", "is_kept", "read_run", "open_run", "over"]
+__all__ = ["FILE", "Header", "Run", "begin", "clear", "forget", "is_kept", "read_run", "open_run"]
 
 FILE = "checkpoint.safetensors"
+
+
+class Savable(Protocol):
+    """A result that can be saved in the folder of its run."""
+
+    def save(self, folder: str | Path) -> Path:
+        """Write it into ``folder``."""
+        ...
+
+
+_Saved = TypeVar("_Saved", bound=Savable)
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class Run:
         self.agree("account", account, self.header.asked)
         self.agree("cap", None if cap is None else cap.to_json(), self.header.cap and self.header.cap.to_json())
 
-    def finish(self, result: Result) -> Result:
+    def finish(self, result: _Saved) -> _Saved:
         """The run is closed: once its result is safe, its key must not outlive it."""
         result.save(self.folder)
         self.discard()
@@ -194,7 +204,7 @@ class Run:
     def discard(self) -> None:
         """Leave neither key nor transcript nor checkpoint: the run is over, or never began. The key goes first."""
         self.close()
-        _clear(self.folder, self.name)
+        clear(self.folder, self.name)
 
     def close(self) -> None:
         """Let go, so that another process may go on with the run."""
@@ -256,25 +266,6 @@ def is_kept(folder: str | Path) -> bool:
     return (Path(folder) / FILE).exists()
 
 
-def over(folder: str | Path) -> Result | None:
-    """The result of a run that had come to its end, and was killed while it cleared away; ``None`` if it had not.
-
-    A run without its key goes on nowhere. What is left of it is cleared away, and its result is what any saved
-    result is: a claim, that is held against its own releases and its ledger.
-    """
-    path = Path(folder)
-    name = checkpoint.run_named_in(path / FILE)
-    if name is None or not is_path_name(name) or not (path / "result.json").exists() or KeyFile.exists(name):
-        return None
-    result = load(path)
-    if result.details.get("run") != name:
-        return None
-    if problems := problems_of(result, path, ledger_of(path)):
-        result = replace(result, privacy=refuted(result.privacy, *problems))
-    _clear(path, name)
-    return result
-
-
 def forget(folder: str | Path) -> bool:
     """Give up the run that is kept in ``folder``, if there is one: what it cost stays charged, its key goes.
 
@@ -283,12 +274,13 @@ def forget(folder: str | Path) -> bool:
     path = Path(folder)
     name = checkpoint.run_named_in(path / FILE) if is_kept(path) else ""
     if name and is_path_name(name):
-        _clear(path, name)
+        clear(path, name)
     (path / FILE).unlink(missing_ok=True)
     return name is not None
 
 
-def _clear(folder: Path, name: str) -> None:
+def clear(folder: Path, name: str) -> None:
+    """Remove what is kept of a run: its key first, then its checkpoint and transcript."""
     KeyFile.destroy(name)
     for file in (folder / FILE, _transcript(name)):
         file.unlink(missing_ok=True)
