@@ -27,6 +27,7 @@ from quietgrad.core.ledger.account import Account, Charge
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.opening import settle_failed_run
 from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.validation import (
@@ -44,7 +45,6 @@ from quietgrad.methods import plan as make_plan
 from quietgrad.methods import run
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import budget_mu, for_table
-from quietgrad.methods.minimizing import settle_failed_run
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.registry import entry
 from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS

@@ -20,6 +20,7 @@ from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
+from quietgrad.core.session.opening import settle_failed_run
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -32,7 +33,6 @@ from quietgrad.estimators.validation import (
     warn_declared,
     with_labels,
 )
-from quietgrad.methods.minimizing import settle_failed_run
 from quietgrad.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
 from quietgrad.tables.queries.counts import LabelCounts, LabelSet
 from quietgrad.tables.table import Array

@@ -23,6 +23,7 @@ from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.opening import settle_failed_run
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -34,7 +35,6 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.budget_allocation import allocate_range_estimation, budget_mu
-from quietgrad.methods.minimizing import settle_failed_run
 from quietgrad.methods.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
 from quietgrad.tables.losses import Squared
 from quietgrad.tables.queries.counts import CellSums, Tabulation

@@ -14,19 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.core.accounting.budget import Budget, Relation
-from quietgrad.core.errors import BudgetError, DataError, TooNoisyError
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
-from quietgrad.core.plans.schedule import Plan, plan
+from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session import checkpoint as checkpoints
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.kept import Run, begin, is_kept, open_run
-from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.kept import Run, open_run
+from quietgrad.core.session.opening import Keeping, Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.core.vectors import Vector, all_finite, copy, norm
+from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.callbacks import Callback, Progress, report
 from quietgrad.methods.callbacks import begin as tell_first
@@ -114,23 +113,6 @@ def result_of(session: Session, params: Vector, privacy: Privacy, stopped_by: st
     )
 
 
-def settle_failed_run(session: CentralSession, error: Exception) -> bool:
-    """Settle the entry of a run that failed, where that is known to be right: whether it was settled.
-
-    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
-    stopped because of what was released: as after every such stop the whole plan stays charged (a zCDP filter,
-    whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
-    the entry stays open, and whole.
-    """
-    if not any(session.used.values()):
-        session.charge.cancel("refused before anything was released")
-        return True
-    if isinstance(error, TooNoisyError):
-        session.close("refused after looking", data_dependent=True)
-        return True
-    return False
-
-
 def minimize(
     objective: Any,
     data: object,
@@ -193,67 +175,40 @@ def minimize(
     ((1,), True)
     """
     objective, data = with_privacy_unit(objective, data, person, combine, records_per_person)
-    payer = Account.of(account, ledger, cap, seeded=seed is not None)
-    if folder is not None and is_kept(folder):
-        raise DataError(f"{folder}: an interrupted run is kept here; resume it, or choose another folder.")
-    secret = budget is not None and budget.relation is Relation.ADD_REMOVE
-    if noise_multiplier is not None and n_public is None and secret:
-        raise ValueError(
-            "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
-            "with it, or leave it out."
-        )
-    name = n_public.run if isinstance(n_public, PublicCount) else None
-    curator = CentralCurator(objective, data, account=payer, seed=seed, run=name)
-    nominal = algorithm(NOMINAL) if callable(algorithm) else algorithm
-    check_people(nominal, objective)
-    if budget is not None and nominal.private:
-        nominal.check_budget(budget)  # before records are counted
-    x0 = curator.initial()
-    if start is not None:
-        if tuple(start.shape) != tuple(x0.shape) or not all_finite(start):
-            raise DataError(f"start: must be {len(x0)} finite numbers, one per parameter.")
-        x0 = copy(start)
-    tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
-    size = n_public if isinstance(n_public, PublicCount) else curator.count(budget, n_public, nominal)
-    algorithm = algorithm(size.n) if callable(algorithm) else algorithm
-    the_plan = planned or plan(
-        algorithm, n=size, budget=budget, noise_multiplier=noise_multiplier, unit=curator.unit,
-        records_public=records_public,
+    terms = Terms.of(
+        budget, account=account, ledger=ledger, cap=cap, seed=seed, n_public=n_public,
+        records_public=records_public, noise_multiplier=noise_multiplier,
     )  # fmt: skip
-    counted = size if size.counted else None
-    if counted is not None and budget is not None and not the_plan.proof.within(budget):
-        raise BudgetError(
-            "n_public: was counted privately, so the run must stay within its budget, which this plan exceeds."
-        )
-    asked = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
-    if asked != (budget, size.n, counted, records_public):
-        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
-    notes = how_people_count(objective)
-    algorithm.check_run(objective, the_plan, x0)
-    kept = None
+
+    def first(nominal: Algorithm, x0: Vector) -> None:
+        check_people(nominal, objective)
+        tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
+
+    keeping = None
     if folder is not None:
         settings = {"objective": facts_of(objective), "people": counting(objective)}
-        kept = begin(
-            folder, the_plan, curator, kind=TABLE, state=algorithm.init(x0), settings=settings, notes=notes,
-            every=checkpoint_seconds,
+        keeping = Keeping(folder, TABLE, lambda method, x0: method.init(x0), settings, checkpoint_seconds)
+    with opened(
+        objective,
+        data,
+        algorithm,
+        terms,
+        plan=None if planned is None else lambda method, size: planned,
+        start=start,
+        first=first,
+        check=lambda method, the_plan, x0: method.check_run(objective, the_plan, x0),
+        keeping=keeping,
+        notes=how_people_count(objective),
+    ) as active:
+        result = run(
+            active.method, active.session, active.start, callback=callback, kept=active.kept,
+            account=str(terms.account), notes=active.notes,
         )  # fmt: skip
-    session = None
-    try:
-        session = curator.open(the_plan) if kept is None else kept.open(curator)
-        result = run(algorithm, session, x0, callback=callback, kept=kept, account=str(payer), notes=notes)
-        if kept is not None:
-            kept.finish(result)
+        if active.kept is not None:
+            active.kept.finish(result)
         elif folder is not None:
             result.save(folder)
         return result
-    except Exception as error:
-        over_now = session is None or settle_failed_run(session, error)
-        if over_now and kept is not None:  # then there is nothing to resume either
-            kept.discard()
-        raise
-    finally:
-        if kept is not None:
-            kept.close()
 
 
 def resume(
@@ -314,10 +269,9 @@ def resume(
             )
         if settings["objective"] is not None:
             kept.agree("objective", facts_of(objective), settings["objective"])
-        curator = CentralCurator(objective, data, account=kept.account, run=kept.name)
-        session = kept.open(curator)
+        session = kept.reopen(objective, data)
         result = run(
-            method, session, curator.initial(), state=kept.state, callback=callback, kept=kept,
+            method, session, session.initial(), state=kept.state, callback=callback, kept=kept,
             account=kept.header.asked, notes=kept.header.notes,
         )  # fmt: skip
         return kept.finish(result)

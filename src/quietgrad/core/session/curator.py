@@ -76,7 +76,9 @@ class CentralCurator:
         """The starting point, which depends on no record."""
         return self.objective.initial(self.records)
 
-    def count(self, budget: Budget | None, declared: int | None, algorithm: HasSchedule | None) -> PublicCount:
+    def count(
+        self, budget: Budget | None, declared: int | PublicCount | None, algorithm: HasSchedule | None
+    ) -> PublicCount:
         """How many records to plan ``algorithm`` for: the ``declared`` number, exact where public, else counted.
 
         ``algorithm`` is ``None`` for what is no algorithm, and not of Gaussian releases alone. Counting is the
@@ -84,7 +86,7 @@ class CentralCurator:
         own in the ledger, under the run's name.
         """
         if declared is not None:
-            return PublicCount(declared)
+            return declared if isinstance(declared, PublicCount) else PublicCount(declared)
         if budget is None or budget.relation is Relation.REPLACE_ONE:
             return PublicCount(len(self.records))
         gaussian = algorithm is not None and plans_gaussian(algorithm, budget.relation)

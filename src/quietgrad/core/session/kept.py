@@ -12,19 +12,17 @@ it may have forgotten is charged as new.
 
 A front end with a loop of its own uses five calls::
 
-    # a new run: what is settled before the first release
-    curator = CentralCurator(objective, data, account=Account.of(account, ledger, cap))
-    run = begin(folder, plan, curator, kind="loop", state={...}, settings={...}, notes=(...,))
-    session = run.open(curator)                  # reserves the plan's whole cost
+    # a new run: opening() keeps it and reserves the plan's whole cost
+    active = opening(adapter, data, method, terms, keeping=Keeping(folder, "loop", state, settings))
+    run = active.kept
 
-    run.save({"model": ..., "step": ...}, session)          # whenever it likes; at most every `every` seconds
+    run.save({"model": ..., "step": ...}, active.session)   # whenever it likes; at most every `every` seconds
     run.finish(result)                                       # saves the result, destroys key and transcript
     run.close()                                              # or: let go, so that another process may go on
 
     # another process
     run = open_run(folder, kind="loop")          # or DataError, LedgerError, KeyFileError: nothing was released
-    curator = CentralCurator(objective, data, account=run.account, run=run.name)
-    session = run.open(curator)                  # a line in the ledger; replays are free, other sums are charged
+    session = run.reopen(adapter, data)          # a line in the ledger; replays are free, other sums are charged
     state = run.state                            # what the last save was given
 
 ``session.draw``/``release_drawn`` serve a loop that reads its records itself. A state may hold dictionaries, lists,
@@ -51,6 +49,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.core.session.transcript import Transcript
 
 __all__ = ["FILE", "Header", "Run", "begin", "clear", "forget", "is_kept", "read_run", "open_run"]
@@ -160,6 +159,10 @@ class Run:
         return curator.open(
             self.plan, transcript=self._transcript, used=self._used, rho_left=self._rho_left, note=note
         )
+
+    def reopen(self, adapter: RecordAdapter, data: object) -> CentralSession:
+        """The session of a run that another process began, for the same data."""
+        return self.open(CentralCurator(adapter, data, account=self.account, run=self.name))
 
     def save(self, state: object, session: Session, *, now: bool = False) -> None:
         """Write a checkpoint if one is due, or ``now``."""

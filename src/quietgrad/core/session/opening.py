@@ -1,0 +1,270 @@
+"""Open a run: count, plan, keep, reserve, and open its session. Every front end does it here.
+
+``Terms`` says who pays, for whom, and under which public facts. :func:`opened` does the rest, in this order:
+
+1. The adapter lays out the data; what cannot be used is refused.
+2. The records are counted: a declared number, the exact one where it is public, or a private release of its own.
+3. The method is planned for that number, and the plan is proved to meet the budget.
+4. A run with a folder is kept there, so that it can go on after an interruption.
+5. The plan's whole cost is written to the ledger of the account that pays. From here on numbers may leave.
+
+Nothing is charged before step 2, and nothing but the count before step 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import BudgetError, DataError, TooNoisyError
+from quietgrad.core.ledger.account import Account, Charge
+from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.plans.method import HasSchedule
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.plans.schedule import plan as make_plan
+from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.kept import Run, begin, is_kept
+from quietgrad.core.session.queries import RecordAdapter
+from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.statement import Privacy, privacy_statement
+from quietgrad.core.vectors import Vector, all_finite, copy
+
+__all__ = ["Keeping", "OpenRun", "Terms", "opened", "opening", "settle_failed_run"]
+
+Method = TypeVar("Method", bound=HasSchedule)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Who pays for a run, for whom, and under which public facts.
+
+    Args:
+        budget: (ε, δ) and the neighbouring relation; ``None`` runs without noise, and the statement says so.
+        account: the people whose privacy is spent and the ledger that records it. :meth:`of` resolves it; its name
+            is the one that the user gave.
+        n_public: the public number of privacy units. Without it, it is counted privately under add-remove and is
+            that of the data under replace-one. A :class:`PublicCount` is a count that was paid for already.
+        records_public: how many records people have together, if that is public; it is only repeated.
+        noise_multiplier: fix the noise instead of calibrating it; ε is then whatever the plan proves.
+        seed: fixed randomness for tests: the run is then not private and says so.
+        key: 32 secret bytes for samples and noise, for processes that must draw alike; drawn if not given.
+        note: what the ledger says of the run; the method's name by default.
+        part: the data may be a part of a table that the account knows, such as a fold.
+        within: an entry that pays for the run already: that of a private search whose round it is.
+    """
+
+    budget: Budget | None
+    account: Account = field(default_factory=Account)
+    n_public: int | PublicCount | None = None
+    records_public: int | None = None
+    noise_multiplier: float | None = None
+    seed: int | None = None
+    key: bytes | None = field(default=None, repr=False)
+    note: str = ""
+    part: bool = False
+    within: Charge | None = None
+
+    @classmethod
+    def of(
+        cls,
+        budget: Budget | None,
+        *,
+        account: str | Account = "default",
+        ledger: Ledger | str | Path | None = None,
+        cap: Budget | None = None,
+        seed: int | None = None,
+        **facts: Any,
+    ) -> Terms:
+        """The terms of a front end that was given ``account=``, ``ledger=`` and ``cap=``.
+
+        Who pays is resolved here and nowhere else: the ledger given, else the project's. A seeded run is not
+        private, so it is charged only where a ledger is named.
+
+        >>> Terms.of(Budget(1.0, 1e-5), account="patients", ledger="ledger.jsonl").account.name
+        'patients'
+        """
+        payer = Account.of(account, ledger, cap, seeded=seed is not None)
+        return cls(budget, payer, seed=seed, **facts)
+
+    @property
+    def counts_privately(self) -> bool:
+        """Whether the number of units is a secret that must be counted."""
+        return self.n_public is None and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a run is kept in a folder until it is over: where, for which front end, and what is settled besides.
+
+    ``state`` makes the state before the first step from the method and the starting point.
+    """
+
+    folder: str | Path
+    kind: str
+    state: Callable[[Any, Vector], object]
+    settings: Mapping[str, object] = field(default_factory=dict)
+    every: float = 10.0
+
+
+@dataclass
+class OpenRun(Generic[Method]):
+    """A run whose whole cost is reserved: its method, its plan, its session and its starting point."""
+
+    method: Method
+    plan: Plan
+    session: CentralSession
+    start: Vector
+    account: Account
+    notes: tuple[str, ...] = ()
+    kept: Run | None = None
+
+    def close(self, reason: str, *, data_dependent: bool = False) -> Privacy:
+        """End the run and state what it cost; only a stop that does not depend on data gives budget back."""
+        cost = self.session.close(reason, data_dependent=data_dependent)
+        return privacy_statement(self.session, cost, str(self.account), self.notes)
+
+
+@contextmanager
+def opened(
+    adapter: RecordAdapter,
+    data: object,
+    method: Method | Callable[[int], Method],
+    terms: Terms,
+    **how: Any,
+) -> Iterator[OpenRun[Method]]:
+    """Open a run as :func:`opening` does, for the time of a ``with`` block; an error in it settles the entry."""
+    run = opening(adapter, data, method, terms, **how)
+    try:
+        yield run
+    except Exception as error:
+        if settle_failed_run(run.session, error) and run.kept is not None:
+            run.kept.discard()  # there is nothing to resume
+        raise
+    finally:
+        if run.kept is not None:
+            run.kept.close()
+
+
+def opening(
+    adapter: RecordAdapter,
+    data: object,
+    method: Method | Callable[[int], Method],
+    terms: Terms,
+    *,
+    plan: Callable[[Method, PublicCount], Plan] | None = None,
+    start: Vector | None = None,
+    first: Callable[[Method, Vector], None] | None = None,
+    check: Callable[[Method, Plan, Vector], None] | None = None,
+    keeping: Keeping | None = None,
+    notes: tuple[str, ...] = (),
+    curator: type[CentralCurator] = CentralCurator,
+) -> OpenRun[Method]:
+    """Count the records, plan, keep, reserve the whole cost, and open the session.
+
+    Args:
+        adapter: how the data are read: a loss, or what records are tabulated for. It declares the privacy unit.
+        data: what ``adapter.prepare`` takes.
+        method: the method, or a function that makes it from the public number of units.
+        terms: who pays, and the public facts.
+        plan: how the method is planned for a number of units, if not by :func:`quietgrad.plan` alone.
+        start: a starting point other than the adapter's own.
+        first: is called before anything is counted or charged, with the method for a nominal number of units and
+            the starting point: for what can be refused or reported then.
+        check: the same after planning and before the reservation.
+        keeping: keep the run in a folder.
+        notes: what the statement will say besides.
+        curator: the class of curators, of which one is made.
+    """
+    if keeping is not None and is_kept(keeping.folder):
+        raise DataError(f"{keeping.folder}: an interrupted run is kept here; resume it, or choose another folder.")
+    if terms.noise_multiplier is not None and terms.counts_privately:
+        raise ValueError(
+            "noise_multiplier: what it costs depends on n, which is a secret under add-remove; declare n_public "
+            "with it, or leave it out."
+        )
+    name = terms.n_public.run if isinstance(terms.n_public, PublicCount) else None
+    holder = curator(adapter, data, account=terms.account, seed=terms.seed, key=terms.key, run=name or None)
+    nominal = _made(method, NOMINAL)
+    if terms.budget is not None and nominal.private:
+        nominal.check_budget(terms.budget)
+    x0 = holder.initial()
+    if start is not None:
+        if tuple(start.shape) != tuple(x0.shape) or not all_finite(start):
+            raise DataError(f"start: must be {len(x0)} finite numbers, one per parameter.")
+        x0 = copy(start)
+    if first is not None:
+        first(nominal, x0)
+    size = holder.count(terms.budget, terms.n_public, nominal)
+    chosen = _made(method, size.n)
+    the_plan = _planned(chosen, size, terms, holder, plan)
+    if check is not None:
+        check(chosen, the_plan, x0)
+    kept = None
+    if keeping is not None:
+        kept = begin(
+            keeping.folder, the_plan, holder, kind=keeping.kind, state=keeping.state(chosen, x0),
+            settings=keeping.settings, notes=notes, every=keeping.every,
+        )  # fmt: skip
+    try:
+        if kept is None:
+            session = holder.open(the_plan, within=terms.within, note=terms.note, part=terms.part)
+        else:
+            session = kept.open(holder)
+    except Exception:
+        if kept is not None:
+            kept.discard()
+        raise
+    return OpenRun(chosen, the_plan, session, x0, holder.account, notes, kept)
+
+
+def _made(method: Method | Callable[[int], Method], n: int) -> Method:
+    """The method for ``n`` units: as it is, or made by the function that was given."""
+    return method(n) if callable(method) else method
+
+
+def _planned(
+    method: Method,
+    size: PublicCount,
+    terms: Terms,
+    holder: CentralCurator,
+    plan: Callable[[Method, PublicCount], Plan] | None,
+) -> Plan:
+    """The plan for a number of units, checked to be the one that the terms ask for."""
+    if plan is not None:
+        the_plan = plan(method, size)
+    else:
+        the_plan = make_plan(
+            method, n=size, budget=terms.budget, noise_multiplier=terms.noise_multiplier, unit=holder.unit,
+            records_public=terms.records_public,
+        )  # fmt: skip
+    counted = size if size.counted else None
+    if counted is not None and terms.budget is not None and not the_plan.proof.within(terms.budget):
+        raise BudgetError(
+            "n_public: was counted privately, so the run must stay within its budget, which this plan exceeds."
+        )
+    facts = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
+    if facts != (terms.budget, size.n, counted, terms.records_public):
+        raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
+    return the_plan
+
+
+def settle_failed_run(session: CentralSession, error: Exception) -> bool:
+    """Close or cancel the ledger entry of a failed run if that is safe. Returns whether it did.
+
+    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
+    stopped because of what was released: as after every such stop the whole plan stays charged (a zCDP filter,
+    whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
+    the entry stays open, and whole.
+    """
+    if not any(session.used.values()):
+        session.charge.cancel("refused before anything was released")
+        return True
+    if isinstance(error, TooNoisyError):
+        session.close("refused after looking", data_dependent=True)
+        return True
+    return False
