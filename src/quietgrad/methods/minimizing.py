@@ -23,7 +23,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session import checkpoint as checkpoints
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.kept import Run, open_run
-from quietgrad.core.session.opening import Keeping, Terms, opened
+from quietgrad.core.session.opening import Keeping, Terms, opened, reopened
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.base import Algorithm, State
@@ -269,9 +269,9 @@ def resume(
             )
         if settings["objective"] is not None:
             kept.agree("objective", facts_of(objective), settings["objective"])
-        session = kept.reopen(objective, data)
+        active = reopened(kept, objective, data, method)
         result = run(
-            method, session, session.initial(), state=kept.state, callback=callback, kept=kept,
+            method, active.session, active.start, state=kept.state, callback=callback, kept=kept,
             account=kept.header.asked, notes=kept.header.notes,
         )  # fmt: skip
         return kept.finish(result)

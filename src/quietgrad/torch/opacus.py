@@ -153,9 +153,8 @@ def make_private(
         n_public=n_public, ledger=ledger, account=account, cap=cap, seed=seed,
     )  # fmt: skip
     asked = with_privacy_unit(objective, given.dataset, person, combine, records_per_person)
-    curator = terms.holder(*asked)
     loop = CustomLoop(
-        terms.plan(curator, clip), terms, curator, objective.engine, clip, warns=criterion is not None,
+        terms.open(*asked, clip), terms, objective.engine, clip, warns=criterion is not None,
         n_is_declared=terms.n_is_declared,
     )  # fmt: skip
     loop.mean = loss_reduction != "sum"

@@ -22,7 +22,7 @@ A front end with a loop of its own uses five calls::
 
     # another process
     run = open_run(folder, kind="loop")          # or DataError, LedgerError, KeyFileError: nothing was released
-    session = run.reopen(adapter, data)          # a line in the ledger; replays are free, other sums are charged
+    active = reopened(run, adapter, data, method)   # a line in the ledger; replays are free, other sums are charged
     state = run.state                            # what the last save was given
 
 ``session.draw``/``release_drawn`` serve a loop that reads its records itself. A state may hold dictionaries, lists,
@@ -49,7 +49,6 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.core.session.transcript import Transcript
 
 __all__ = ["FILE", "Header", "Run", "begin", "clear", "forget", "is_kept", "read_run", "open_run"]
@@ -159,10 +158,6 @@ class Run:
         return curator.open(
             self.plan, transcript=self._transcript, used=self._used, rho_left=self._rho_left, note=note
         )
-
-    def reopen(self, adapter: RecordAdapter, data: object) -> CentralSession:
-        """The session of a run that another process began, for the same data."""
-        return self.open(CentralCurator(adapter, data, account=self.account, run=self.name))
 
     def save(self, state: object, session: Session, *, now: bool = False) -> None:
         """Write a checkpoint if one is due, or ``now``."""

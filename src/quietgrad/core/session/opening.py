@@ -34,7 +34,7 @@ from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.core.vectors import Vector, all_finite, copy
 
-__all__ = ["Keeping", "OpenRun", "Terms", "opened", "opening", "settle_failed_run"]
+__all__ = ["Keeping", "OpenRun", "Terms", "opened", "opening", "reopened", "settle_failed_run"]
 
 Method = TypeVar("Method", bound=HasSchedule)
 
@@ -49,6 +49,7 @@ class Terms:
             is the one that the user gave.
         n_public: the public number of privacy units. Without it, it is counted privately under add-remove and is
             that of the data under replace-one. A :class:`PublicCount` is a count that was paid for already.
+        takes_n: declare the number of units in the data public, as its owner may; nothing is counted then.
         records_public: how many records people have together, if that is public; it is only repeated.
         noise_multiplier: fix the noise instead of calibrating it; ε is then whatever the plan proves.
         seed: fixed randomness for tests: the run is then not private and says so.
@@ -63,6 +64,7 @@ class Terms:
     n_public: int | PublicCount | None = None
     records_public: int | None = None
     noise_multiplier: float | None = None
+    takes_n: bool = False
     seed: int | None = None
     key: bytes | None = field(default=None, repr=False)
     note: str = ""
@@ -94,7 +96,8 @@ class Terms:
     @property
     def counts_privately(self) -> bool:
         """Whether the number of units is a secret that must be counted."""
-        return self.n_public is None and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
+        known = self.n_public is not None or self.takes_n
+        return not known and self.budget is not None and self.budget.relation is Relation.ADD_REMOVE
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def opening(
         x0 = copy(start)
     if first is not None:
         first(nominal, x0)
-    size = holder.count(terms.budget, terms.n_public, nominal)
+    declared = PublicCount(len(holder.records)) if terms.takes_n else terms.n_public
+    size = holder.count(terms.budget, declared, nominal)
     chosen = _made(method, size.n)
     the_plan = _planned(chosen, size, terms, holder, plan)
     if check is not None:
@@ -220,6 +224,21 @@ def opening(
             kept.discard()
         raise
     return OpenRun(chosen, the_plan, session, x0, holder.account, notes, kept)
+
+
+def reopened(
+    kept: Run,
+    adapter: RecordAdapter,
+    data: object,
+    method: Method,
+    *,
+    key: bytes | None = None,
+    curator: type[CentralCurator] = CentralCurator,
+) -> OpenRun[Method]:
+    """Go on with a run that is kept in a folder: its plan, its account and its entry in the ledger."""
+    holder = curator(adapter, data, account=kept.account, run=kept.name, key=key)
+    session = kept.open(holder)
+    return OpenRun(method, kept.plan, session, holder.initial(), kept.account, kept.header.notes, kept)
 
 
 def _made(method: Method | Callable[[int], Method], n: int) -> Method:

@@ -17,18 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quietgrad import methods
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.events import Event, composed
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.core.plans.counting import PublicCount
-from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.kept import Run
+from quietgrad.core.session.opening import OpenRun, Terms, opening
 from quietgrad.core.session.queries import Query, check_clip
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy, privacy_statement
@@ -36,7 +33,6 @@ from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
 from quietgrad.torch.loops.distributed import (
     SharedCurator,
     any_of_us,
-    broadcast_from_leader,
     broadcast_loop_key,
     is_distributed,
     is_leader,
@@ -107,48 +103,39 @@ class LoopTerms:
         return n // self.batch_size if dropped else math.ceil(n / self.batch_size)
 
     def releases(self, n: int, clip: float) -> LoopReleases:
+        if not 1 <= self.batch_size <= n:
+            records = self.unit.in_words("records")
+            raise DataError(
+                f"batch_size={self.batch_size}: must be between 1 and the {n} {records} of the data set."
+            )
         steps = self.steps or (_OPEN_END if self.epochs is None else self.epochs * self.epoch_length(n))
         return LoopReleases(((steps, self.batch_size, 1.0),), clip, self.sampling)
 
-    def holder(self, reading: Any, data: Any, kept: Run | None = None) -> CentralCurator:
-        """The holder of the data; of several processes one pays, and all draw the same samples.
+    def run_terms(self) -> Terms:
+        """Who pays, and the public facts; of several processes one pays.
 
         A ledger reserves beforehand what a loop may spend, so one without an end is counted in this process alone.
+        n is the declared number, else counted privately with about 1 % of ε. A noise multiplier has no ε to take
+        that from: its cost is stated for the length of the data set, which is thereby declared public.
         """
         if self.seed is not None:
             warnings.warn(f"seed={self.seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
-        if kept is not None:
-            payer = kept.account
-        elif self.has_end:
-            payer = Account.of(self.account, self.ledger, self.cap, seeded=self.seed is not None)
-        elif self.ledger is not None or self.cap is not None:
+        if not self.has_end and (self.ledger is not None or self.cap is not None):
             raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
-        else:
-            payer = Account(self.account, note="kept in no ledger: the loop has no planned end")
-        payer = payer if is_leader() else Account(payer.name)
-        name, key = None if kept is None else kept.name, broadcast_loop_key()
+        terms = Terms.of(
+            self.budget, account=self.account, ledger=self.ledger, cap=self.cap, seed=self.seed,
+            n_public=self.n_public, takes_n=not self.n_is_declared, noise_multiplier=self.noise_multiplier,
+            key=broadcast_loop_key(),
+        )  # fmt: skip
+        if not self.has_end:
+            unkept = Account(terms.account.name, note="kept in no ledger: the loop has no planned end")
+            terms = replace(terms, account=unkept)
+        return terms if is_leader() else replace(terms, account=Account(terms.account.name))
+
+    def open(self, adapter: Any, data: Any, clip: float, **how: Any) -> OpenRun[LoopReleases]:
+        """Open the loop's run; on several processes all draw the same samples."""
         kind = SharedCurator if is_distributed() else CentralCurator
-        return kind(reading, data, account=payer, run=name, seed=self.seed, key=key)
-
-    def plan(self, curator: CentralCurator, clip: float) -> Plan:
-        """The plan of what the loop may release, with its cost.
-
-        n is the declared number, else counted privately with about 1 % of ε, and at least the size of a sample. A
-        noise multiplier has no ε to take that from: its cost is stated for the length of the data set.
-        """
-        budget = self.budget
-        if self.n_public is not None or self.noise_multiplier is not None:
-            count = PublicCount(len(curator.records) if self.n_public is None else self.n_public)
-        else:
-            found: PublicCount = broadcast_from_leader(lambda: curator.count(budget, None, None))
-            count = replace(found, n=max(found.n, self.batch_size))
-        if not 1 <= self.batch_size <= count.n:
-            records = self.unit.in_words("records")
-            raise DataError(
-                f"batch_size={self.batch_size}: must be between 1 and the {count.n} {records} of the data set."
-            )
-        method: Any = self.releases(count.n, clip)
-        return methods.plan(method, n=count, budget=budget, noise_multiplier=self.noise_multiplier, unit=self.unit)
+        return opening(adapter, data, lambda n: self.releases(n, clip), self.run_terms(), curator=kind, **how)
 
 
 def finite_clip(clip: object) -> float:
@@ -164,19 +151,20 @@ class Loop:
     """A plan's open session and how far the loop has come."""
 
     def __init__(
-        self, plan: Plan, terms: LoopTerms, curator: CentralCurator, engine: PerExampleEngine, clip: float, *,
-        n_is_declared: bool, kept: Run | None = None,
+        self, active: OpenRun[LoopReleases], terms: LoopTerms, engine: PerExampleEngine, clip: float, *,
+        n_is_declared: bool,
     ) -> None:  # fmt: skip
+        plan = active.plan
         self.plan, self.engine, self.clip = plan, engine, clip
         self.epoch_length = terms.epoch_length(plan.n_public)  # in samples
-        self.account = curator.account.asked or curator.account.name
-        self.is_private = not curator.seeded
+        self.account = str(active.account)
+        self.is_private = not active.session.seeded
         self.n_is_declared = n_is_declared
         self.paused = False  # whether it goes on elsewhere
         self.total = plan.schedule.releases  # samples it may have
         self.mean = True  # whether the gradient is divided by the public size of a sample
         self._slot = plan.schedule.slots[0].name
-        self._session: CentralSession = curator.open(plan) if kept is None else kept.open(curator)
+        self._session: CentralSession = active.session
         self.expected_batch = float(self._session.expected_batch(self._slot))  # public; sums are divided by it
         self.handed_out = sum(self._session.used.values())  # samples that the loop has had
         self._spent: SessionCost | None = None

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.plans.counting import PublicCount
+from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
@@ -190,6 +193,12 @@ class SharedCurator(CentralCurator):
     """Holds the records of a loop on several processes, which must agree on all that a sum depends on."""
 
     session: ClassVar[type[CentralSession]] = SharedSession
+
+    def count(
+        self, budget: Budget | None, declared: int | PublicCount | None, algorithm: HasSchedule | None
+    ) -> PublicCount:
+        """The number that the leading process counted, on all of them."""
+        return broadcast_from_leader(lambda: super(SharedCurator, self).count(budget, declared, algorithm))
 
     def open(self, plan: Plan, **options: Any) -> CentralSession:
         """The session, on every process or on none.

@@ -18,8 +18,8 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.state import DEFAULT
-from quietgrad.core.session import kept as runs
 from quietgrad.core.session.kept import Run, is_kept, open_run
+from quietgrad.core.session.opening import Keeping, reopened
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy
@@ -204,22 +204,25 @@ class PrivateLoop(Loop):
             "n_is_declared": terms.n_is_declared,
         }
         kept = _kept_run(folder, terms, checkpoint_seconds)
-        try:
-            curator = terms.holder(*asked, kept)
+
+        def tell_first(*_: object) -> None:
             # Before anything is reserved, a count of the records included; the length of epochs follows from that.
             begin(self._tell, steps or 0, engine.flatten(dict(module.named_parameters())), private=seed is None)
+
+        try:
             if kept is not None:
+                tell_first()
                 _agree(kept, said, terms, clip)
                 said = {**kept.header.settings}
-            plan = terms.plan(curator, clip) if kept is None else kept.plan
-            if kept is None and folder is not None:
-                kept = runs.begin(
-                    folder, plan, curator, kind=LOOP, state=_state(self._trained, optimizer), settings=said,
-                    every=checkpoint_seconds,
-                )  # fmt: skip
-            super().__init__(
-                plan, terms, curator, engine, clip, kept=kept, n_is_declared=bool(said["n_is_declared"])
-            )  # fmt: skip
+                active = reopened(kept, *asked, terms.releases(kept.plan.n_public, clip))
+            else:
+                keeping = None
+                if folder is not None:
+                    now = _state(self._trained, optimizer)
+                    keeping = Keeping(folder, LOOP, lambda *_: now, said, checkpoint_seconds)
+                active = terms.open(*asked, clip, first=tell_first, keeping=keeping)
+                kept = active.kept
+            super().__init__(active, terms, engine, clip, n_is_declared=bool(said["n_is_declared"]))
             if kept is not None and kept.resumed:
                 state = kept.state
                 with torch.no_grad():
