@@ -15,11 +15,10 @@ states what a run will release and cost before it reads data:
 # mypy: implicit-reexport
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quietgrad import moved
+from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
     from quietgrad import data, objectives
@@ -48,42 +47,25 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
-    "Budget": "core.accounting.budget",
-    "Relation": "core.accounting.budget",
-    "Ledger": "core.ledger.ledger",
-    "account": "core.accounting.accounting",
-    "calibrate": "core.accounting.accounting",
-    "plan": "core.plans.schedule",
-    "minimize": "methods",
-    "resume": "methods",
-    "Progress": "methods.callbacks",
-    "CSVLog": "methods.callbacks",
-    "TensorBoardLog": "methods.callbacks",
-    "MLflowLog": "methods.callbacks",
-    "Plan": "core.plans.schedule",
-    "Privacy": "methods.result",
-    "Result": "methods.result",
-    "load": "methods.result",
-    "DPSRM": "methods.dp_srm",
-    "STORM": "methods.dp_srm",
-    "DPSGD": "methods.dp_sgd",
-    "SGD": "methods.dp_sgd",
-    "DPAdam": "methods.dp_sgd",
-    "DPDiSK": "methods.dp_disk",
-    "DPGD": "methods.dp_sgd",
-    "GD": "methods.dp_sgd",
-    "DPAGD": "methods.dp_agd",
-    "StagewiseDPSGD": "methods.stagewise",
-    "OutputPerturbation": "methods.output_perturbation",
-    "RRPSGD": "methods.rrpsgd",
-    "BassilySGD": "methods.rrpsgd",
-    "PerturbedSGD": "methods.perturbed_sgd",
-    "ModelSelection": "methods.model_selection",
-    "AdaptiveSpider": "methods.oracles.gradient_estimators",
-    "certify": "methods.stationarity",
-    "Certificate": "methods.stationarity",
-    "WhitenedGD": "methods.whitened_gd",
-    "WeightedAverage": "methods.output_perturbation",
+    "core.accounting.budget": "Budget Relation",
+    "core.ledger.ledger": "Ledger",
+    "core.accounting.accounting": "account calibrate",
+    "core.plans.schedule": "plan Plan",
+    "methods": "minimize resume",
+    "methods.callbacks": "Progress CSVLog TensorBoardLog MLflowLog",
+    "methods.result": "Privacy Result load",
+    "methods.dp_srm": "DPSRM STORM",
+    "methods.dp_sgd": "DPSGD SGD DPAdam DPGD GD",
+    "methods.dp_disk": "DPDiSK",
+    "methods.dp_agd": "DPAGD",
+    "methods.stagewise": "StagewiseDPSGD",
+    "methods.output_perturbation": "OutputPerturbation WeightedAverage",
+    "methods.rrpsgd": "RRPSGD BassilySGD",
+    "methods.perturbed_sgd": "PerturbedSGD",
+    "methods.model_selection": "ModelSelection",
+    "methods.oracles.gradient_estimators": "AdaptiveSpider",
+    "methods.stationarity": "certify Certificate",
+    "methods.whitened_gd": "WhitenedGD",
 }
 _MODULES = {
     "audit": "assurance.audit",
@@ -92,19 +74,6 @@ _MODULES = {
     "objectives": "objectives",
 }
 
-__all__ = [*_HOMES, *_MODULES, "__version__"]
+__all__ = [*(name for names in _HOMES.values() for name in names.split()), *_MODULES, "__version__"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        value = resolve_name(f"quietgrad.{_HOMES[name]}:{name}")
-    elif name in _MODULES:
-        value = import_module(f"quietgrad.{_MODULES[name]}")
-    else:
-        raise AttributeError(f"module 'quietgrad' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _MODULES)

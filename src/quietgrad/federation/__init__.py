@@ -5,8 +5,9 @@ The secure sums themselves are in :mod:`quietgrad.federation.secure`; its public
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
     from quietgrad.federation.plan import FederatedPlan, Shape
@@ -20,24 +21,6 @@ if TYPE_CHECKING:
     from quietgrad.federation.secure.terms import SecureSumConfig, ThreatModel, threat_model
     from quietgrad.federation.simulation import simulate
 
-# Where each public name lives; imported when first used.
-_HOMES = {
-    name: home
-    for home, names in {
-        "federation.simulation": ("simulate",),
-        "federation.planning": ("Party", "deal", "federate"),
-        "federation.plan": ("FederatedPlan", "Shape"),
-        "federation.secure.local_session": ("secure_sum", "SecureSession"),
-        "federation.secure.terms": ("SecureSumConfig", "ThreatModel", "threat_model"),
-        "federation.secure.discrete_gaussian": ("sensitivity_growth",),
-        "federation.secure.identity": ("Identity", "Roster", "ProtocolError", "DropoutError"),
-        "federation.secure.masking": ("MaskingParty", "MaskingServer"),
-        "federation.secure.servers": ("SharingParty", "SumServer", "NoiseServer"),
-        "federation.secure.channel": ("TranscriptRecorder",),
-    }.items()
-    for name in names
-}
-
 __all__ = [
     "simulate", "Party", "deal", "federate", "FederatedPlan", "Shape", "secure_sum", "SecureSession",
     "SecureSumConfig", "ThreatModel", "threat_model", "sensitivity_growth", "Identity", "Roster",
@@ -46,11 +29,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return resolve_name(f"quietgrad.{_HOMES[name]}:{name}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "federation.simulation": "simulate",
+        "federation.planning": "Party deal federate",
+        "federation.plan": "FederatedPlan Shape",
+        "federation.secure.local_session": "secure_sum SecureSession",
+        "federation.secure.terms": "SecureSumConfig ThreatModel threat_model",
+        "federation.secure.discrete_gaussian": "sensitivity_growth",
+        "federation.secure.identity": "Identity Roster ProtocolError DropoutError",
+        "federation.secure.masking": "MaskingParty MaskingServer",
+        "federation.secure.servers": "SharingParty SumServer NoiseServer",
+        "federation.secure.channel": "TranscriptRecorder",
+    },
+)

@@ -8,29 +8,32 @@ when it stops and which iterate it returns; the registry names all of them.
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
+
+from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
     from quietgrad.core.plans.schedule import plan
     from quietgrad.methods.callbacks import Callback
     from quietgrad.methods.minimizing import minimize, resume, run
 
-_HOMES = {
-    "Callback": "methods.callbacks",
-    "minimize": "methods.minimizing",
-    "plan": "core.plans.schedule",
-    "resume": "methods.minimizing",
-    "run": "methods.minimizing",
-}
-
 __all__ = ["Callback", "minimize", "plan", "resume", "run"]
 
 
+_found, __dir__ = lazy_names(
+    __name__,
+    {
+        "core.plans.schedule": "plan",
+        "methods.callbacks": "Callback",
+        "methods.minimizing": "minimize resume run",
+    },
+)
+
+
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return resolve_name(f"quietgrad.{_HOMES[name]}:{name}")
-    from quietgrad.methods.registry import ALGORITHMS
+    if name in __all__:
+        return _found(name)
+    from quietgrad.methods.registry import ALGORITHMS  # an algorithm's class, by its name
 
     for registered in ALGORITHMS.values():
         if registered.home.partition(".")[2] == name:

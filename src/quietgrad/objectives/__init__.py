@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
     from quietgrad.tables.landscapes import landscape
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
         Squared,
     )
     from quietgrad.tables.regularizers import L2, Nonconvex
-
-_HOMES = {
-    "Logistic": "losses",
-    "Multinomial": "losses",
-    "Huber": "losses",
-    "Pinball": "losses",
-    "PoissonDeviance": "losses",
-    "Squared": "losses",
-    "Hinge": "losses",
-    "L2": "regularizers",
-    "Nonconvex": "regularizers",
-    "landscape": "landscapes",
-}
 
 __all__ = [
     "Hinge",
@@ -50,7 +38,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return resolve_name(f"quietgrad.tables.{_HOMES[name]}:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "tables.losses": "Logistic Multinomial Huber Pinball PoissonDeviance Squared Hinge",
+        "tables.regularizers": "L2 Nonconvex",
+        "tables.landscapes": "landscape",
+    },
+)
