@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used, so that importing the package stays quick."""
+"""Public names of a package that are imported when first used, so that importing the package stays quick."""
 
 from __future__ import annotations
 
