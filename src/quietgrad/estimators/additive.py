@@ -17,7 +17,7 @@ from sklearn.utils.validation import _check_y, check_consistent_length, check_is
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.plans.counting import PublicCount
-from quietgrad.core.session.curator import CentralSession
+from quietgrad.core.session.opening import OpenRun
 from quietgrad.estimators.base import PrivateModel, noted, number_of
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
@@ -106,10 +106,10 @@ class _Additive(PrivateModel):
             **self._shape(),
         )  # fmt: skip
 
-    def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
+    def _train(self, active: OpenRun[Algorithm], notes: tuple[str, ...]) -> Any:
         if self._bounds is None or None in self._bounds:
             notes = (*notes, "ranges of undeclared features were found privately")
-        found = super()._train(session, method, (*notes, *self._columns.notes))
+        found = super()._train(active, (*notes, *self._columns.notes))
         self.shapes_ = AdditiveBasis.from_json(self.result_.details["shape_map"])
         if self.pairs == "auto":
             pairs = ", ".join(f"{a} × {b}" for a, b in self.pairs_) or "none"

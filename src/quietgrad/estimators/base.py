@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -24,10 +25,11 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, TooNoisyError, TooNoisyWarning
 from quietgrad.core.ledger.account import Account, Charge
-from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.ledger.state import DEFAULT
+from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
-from quietgrad.core.session.curator import CentralCurator, CentralSession
-from quietgrad.core.session.opening import settle_failed_run
+from quietgrad.core.session.kept import is_kept, open_run
+from quietgrad.core.session.opening import Keeping, OpenRun, Terms, opened, reopened
 from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.dates import bounds_in_days
@@ -100,7 +102,8 @@ class PrivateModel(SpendsPrivacy):
     _counted_before: ClassVar[bool] = False
     """Whether the number of records that is declared for a round was counted by its search."""
     _within: ClassVar[Charge | None] = None
-    """An entry that pays for the fit already: that of a private search whose round it is."""
+    """Set by ``PrivateSearch``: the search's reservation, which already pays for this fit."""
+    _folder: Path | None = field(init=False, default=None)
     _bounds: tuple[Bounds | None, ...] | None = field(init=False, default=None)
     _is_sparse: bool = field(init=False, default=False)
 
@@ -254,6 +257,7 @@ class PrivateModel(SpendsPrivacy):
         combine: Combine = "mean",
         records_per_person: int | None = None,
         records_public: int | None = None,
+        folder: str | Path | None = None,
         **options: Any,
     ) -> Self:
         """Fit on records ``X`` and labels or targets ``y``; a refusal of what is given spends nothing.
@@ -267,6 +271,8 @@ class PrivateModel(SpendsPrivacy):
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
             records_per_person: the most of a person's records that one release uses.
             records_public: how many records people have together, if that is public; never shown otherwise.
+            folder: keep the fit here until it is over. If it is interrupted, the same call goes on with it: what
+                was released is replayed at no cost. In the end the result is saved here.
         """
         if options.pop("sample_weight", None) is not None:
             raise ValueError(
@@ -281,7 +287,11 @@ class PrivateModel(SpendsPrivacy):
         def whose(rows: int) -> PrivacyUnitSpec:
             return PrivacyUnitSpec.of(ids, rows, combine, records_per_person, records_public)
 
-        self._fit(X, y, whose)
+        self._folder = None if folder is None else Path(folder)
+        try:
+            self._fit(X, y, whose)
+        finally:
+            self._folder = None  # of one fit, not of the estimator
         self.person_column_ = person if isinstance(person, str) else None
         return self
 
@@ -289,34 +299,75 @@ class PrivateModel(SpendsPrivacy):
         """Check what is given, then ask ``whose`` its rows are, plan, and train."""
         raise NotImplementedError
 
-    def _counted(
-        self, objective: object, data: object, features: int, whom: PrivacyUnitSpec
-    ) -> tuple[CentralCurator, PublicCount]:
-        """Who holds the records, and how many to plan for: a release of its own where their number is secret."""
+    @contextmanager
+    def _opened(
+        self,
+        objective: object,
+        data: object,
+        features: int,
+        whom: PrivacyUnitSpec,
+        looks: Callable[[PublicCount], tuple[Slot, ...]] = lambda size: (),
+    ) -> Iterator[OpenRun[Algorithm]]:
+        """Open the fit's run, its whole cost charged; or go on with the one that is kept in the fit's folder.
+
+        ``looks`` are the releases that come before the method's own, for a number of units; what cannot be fitted
+        at that number is refused there.
+        """
         seed = self.random_state
         if seed is not None:
             if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
                 raise ValueError(f"random_state={seed!r}: must be a whole number (for tests; not private) or None.")
-            warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+            warnings.warn(f"random_state={seed}: seeded noise is not private; use it for tests only.", stacklevel=6)
             seed = int(seed)
-        payer = Account.of(self.account, self.ledger, self.cap, seeded=seed is not None)
-        curator = CentralCurator(whom.asks(objective), whom.of_data(data), account=payer, seed=seed)
-        return curator, curator.count(self._budget(), self._declared_n(), self._method(NOMINAL, features, whom))
+        adapter, given = whom.asks(objective), whom.of_data(data)
+        if self._folder is not None and is_kept(self._folder):
+            with self._reopened(adapter, given, features, whom) as active:
+                yield active
+            return
+        terms = Terms.of(
+            self._budget(), account=self.account, ledger=self.ledger, cap=self.cap, seed=seed,
+            n_public=self._declared_n(), records_public=whom.records_public, note=type(self).__name__, part=True,
+            within=self._within,
+        )  # fmt: skip
 
-    def _open(self, curator: CentralCurator, plan: Plan) -> CentralSession:
-        """Charge the whole fit before anything else is released, and open its session."""
-        return curator.open(plan, within=self._within, note=type(self).__name__, part=True)
+        def planned(size: PublicCount) -> tuple[Algorithm, Plan]:
+            slots = looks(size)
+            return self._method(size, features, whom), self._plan(size, features, slots, whom)
 
-    def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
+        keeping = None if self._folder is None else Keeping(self._folder, type(self).__name__, lambda *_: None)
+        with opened(
+            adapter, given, lambda n: self._method(n, features, whom), terms, plan=planned, keeping=keeping
+        ) as active:
+            yield active
+
+    @contextmanager
+    def _reopened(
+        self, adapter: Any, data: Any, features: int, whom: PrivacyUnitSpec
+    ) -> Iterator[OpenRun[Algorithm]]:
+        """Go on with an interrupted fit: what it had released is replayed, bit for bit, at no cost."""
+        assert self._folder is not None
+        kept = open_run(self._folder, kind=type(self).__name__, ledger=self.ledger)
+        try:
+            plan = kept.plan
+            kept.agree_on_account(None if str(self.account) == DEFAULT else str(self.account), self.cap)
+            kept.agree("budget", self._budget().to_json(), plan.budget and plan.budget.to_json())
+            method = self._method(plan.counted or PublicCount(plan.n_public), features, whom)
+            kept.agree("method", [method.name, method.config()], [plan.algorithm, dict(plan.config)])
+            yield reopened(kept, adapter, data, method)
+        finally:
+            kept.close()
+
+    def _train(self, active: OpenRun[Algorithm], notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
+        session, method = active.session, active.method
         if self.inference and isinstance(method, WhitenedGD) and not method.inference_share:
             warnings.warn(_NO_ERRORS_BOUGHT, TooNoisyWarning, stacklevel=4)
             notes = (*notes, _NO_ERRORS_BOUGHT)
-        try:
-            result = run(method, session, session.initial(), account=str(self.account), notes=notes)
-        except Exception as error:
-            settle_failed_run(session, error)
-            raise
+        result = run(method, session, session.initial(), account=str(self.account), notes=notes)
+        if active.kept is not None:
+            active.kept.finish(result)
+        elif self._folder is not None:  # seeded, or paid by no ledger: it cannot be resumed
+            result.save(self._folder)
         found, missed = undetected_notes(result.details, result.config.get("look") or {})
         self.result_ = result
         self.privacy_: Privacy = noted(result.privacy, found)

@@ -20,7 +20,7 @@ from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
-from quietgrad.core.session.opening import settle_failed_run
+from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -64,33 +64,27 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             self.classes_ = declared.values
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
-            data = with_labels(X, y, coder(X, declared))
-            curator, size = self._counted(known, data, features, whom)
+            with self._opened(known, with_labels(X, y, coder(X, declared)), features, whom) as active:
+                weights, self.intercept_ = self._train(active, notes)
         else:
-            curator, size = self._counted(LabelSet(), X if is_scan(X) else (X, y), features, whom)
-        looks = () if declared is not None else (self._look(size),)
-        method = self._method(size, features, whom)
-        session = self._open(curator, self._plan(size, features, looks, whom))
-        if declared is None:
-            self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
-            rare = f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
-            notes = (*notes, rare)
-            try:
-                if len(self.classes_) < 2:
-                    raise TooNoisyError(
-                        "y: fewer than two labels could be detected privately. Pass classes=[...] if the label "
-                        "set is public. The whole budget of this fit was charged, because the stop depends on a "
-                        "release."
-                    )
-                labels = ClassLabels.of(self.classes_)
-                found = self._loss(labels)
-                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, labels))
-                session.reread(whom.asks(found), whom.of_data(data))
-            except Exception as error:
-                settle_failed_run(session, error)
-                raise
-        weights, self.intercept_ = self._train(session, method, notes)
+            data = X if is_scan(X) else (X, y)
+            with self._opened(LabelSet(), data, features, whom, lambda size: (self._look(size),)) as active:
+                notes = (*notes, self._discover(active.session, X, y, whom))
+                weights, self.intercept_ = self._train(active, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
+
+    def _discover(self, session: CentralSession, X: Any, y: object, whom: PrivacyUnitSpec) -> str:
+        """Find the labels privately, and read the records again by them; what a statement says of it."""
+        self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
+        if len(self.classes_) < 2:
+            raise TooNoisyError(
+                "y: fewer than two labels could be detected privately. Pass classes=[...] if the label set is "
+                "public. The whole budget of this fit was charged, because the stop depends on a release."
+            )
+        labels = ClassLabels.of(self.classes_)
+        data = with_labels(X.known() if is_scan(X) else X, y, coder(X, labels))
+        session.reread(whom.asks(self._loss(labels)), whom.of_data(data))
+        return f"{len(self.classes_)} classes were found privately; rarer labels count as the first"
 
     def _accept(self, X: object, y: Any) -> tuple[Any, Any, ClassLabels | None]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""

@@ -21,9 +21,7 @@ import numpy as np
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.core.ledger.account import Account
-from quietgrad.core.plans.counting import NOMINAL
-from quietgrad.core.session.curator import CentralCurator
-from quietgrad.core.session.opening import settle_failed_run
+from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.estimators.dates import bounds_in_days, days_since_1970
 from quietgrad.estimators.validation import (
@@ -34,7 +32,6 @@ from quietgrad.estimators.validation import (
     take_person_column,
     taken_as_public,
 )
-from quietgrad.methods import plan as make_plan
 from quietgrad.methods.budget_allocation import allocate_range_estimation, budget_mu
 from quietgrad.methods.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
 from quietgrad.tables.losses import Squared
@@ -190,21 +187,19 @@ def describe(
     shares = {name: share for name, share in _SHARES.items() if {"sums": numeric, "pairs": crossed}.get(name, True)}
     # Gaps count for no range, like zeros.
     plain = np.nan_to_num(numbers, nan=0.0)
-    curator = CentralCurator(
-        whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), account=Account.of(account, ledger, cap)
-    )
     bounds = [column.bounds if not column.values else (0.0, 1.0) for column in columns]
 
     def method(n: int) -> _Describe:
         look = allocate_range_estimation(n, len(columns), budget=budget, feature_bounds=bounds)
         return _Describe(replace(look, whole=True), shares)  # no tail may be cut off: means would miss it
 
-    declared = n_public if budget.relation is Relation.ADD_REMOVE else None
-    size = curator.count(budget, declared, method(NOMINAL))
-    chosen = method(size.n)
-    session = curator.open(make_plan(chosen, n=size, budget=budget, unit=whom.unit), note="describe", part=True)
-    try:
-        found = estimate_box(chosen.look, session, len(columns), budget.relation)
+    terms = Terms.of(
+        budget, account=account, ledger=ledger, cap=cap, note="describe", part=True,
+        n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
+    )  # fmt: skip
+    with opened(whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), method, terms) as active:
+        session, size = active.session, active.size
+        found = estimate_box(active.method.look, session, len(columns), budget.relation)
         # As many bins as let one with an equal part of the records stand out of the noise.
         per_bin = 0.5 * size.n * budget_mu(budget) / math.sqrt(len(columns))
         bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
@@ -218,10 +213,7 @@ def describe(
         released = tables.histograms(columns, numbers)
         sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
         two_way = tables.pairs(columns, crossed, numbers) if crossed else {}
-    except Exception as error:
-        settle_failed_run(session, error)
-        raise
-    spent = session.close("steps")
+        spent = session.close("steps")
     n, off = float(size.n), 0.0
     if size.counted:  # what the cells of all histograms add up to has less noise than the count
         parts = np.array([1.0 / len(counts) for counts, _ in released.values()])

@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.core.plans.schedule import Slot
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
 from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
 from quietgrad.methods.additive_gd import AdditiveGD
@@ -45,12 +46,14 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
                 raise ValueError("target_bounds: algorithms other than the default need a public (low, high).")
             scale = self._target_frame(bounds)
         data = with_labels(X, y, None if scale is None else scale.targets)
-        curator, size = self._counted(self._loss(), data, features, whom)
-        self._target_bounds(size)
-        method = self._method(size, features, whom)
-        session = self._open(curator, self._plan(size, features, whom=whom))
         found = ("the range of the targets was found privately",) if bounds is None else ()
-        weights, bias = self._train(session, method, (*whom.notes, *found))
+
+        def looks(size: PublicCount) -> tuple[Slot, ...]:
+            self._target_bounds(size)  # which may be too few to find a range
+            return ()
+
+        with self._opened(self._loss(), data, features, whom, looks) as active:
+            weights, bias = self._train(active, (*whom.notes, *found))
         limits = self.result_.details.get("target_range") or bounds
         assert limits is not None
         self.target_range_ = (float(limits[0]), float(limits[1]))

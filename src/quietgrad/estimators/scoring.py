@@ -25,7 +25,7 @@ from quietgrad.core.errors import DataError, LedgerWarning
 from quietgrad.core.files import write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import PublicCount
-from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.opening import Terms, counted
 from quietgrad.core.session.statement import Privacy
 from quietgrad.core.vectors import Vector
 from quietgrad.estimators.runs import params_of
@@ -202,7 +202,11 @@ def private_score(
         held = _HoldoutData(X, y)
         asked = AskedOnce(model)
     whom = PrivacyUnitSpec.of(ids, len(held), "mean", records_per_person)
-    publisher = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
+    terms = Terms.of(
+        budget, account=account, ledger=ledger, cap=cap,
+        n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
+    )  # fmt: skip
+    publisher = _Publisher(terms, held, whom)
     if hasattr(model, "classes_"):
         labels, chances = ClassLabels.of(model.classes_), hasattr(model, "predict_proba")
         score = (_binary if len(labels) == 2 else _multiclass)(asked, labels, chances, publisher)
@@ -257,31 +261,30 @@ class _Released:
 class _Publisher:
     """Counts the people, and releases one table of them."""
 
-    def __init__(
-        self, budget: Budget, account: Account, declared: int | None, held: Any, whom: PrivacyUnitSpec
-    ) -> None:
-        self._budget, self._account, self._held, self._whom = budget, account, held, whom
-        self._declared = declared if budget.relation is Relation.ADD_REMOVE else None
-        self._size: PublicCount | None = None
+    def __init__(self, terms: Terms, held: Any, whom: PrivacyUnitSpec) -> None:
+        self._terms, self._held, self._whom = terms, held, whom
 
     def count(self, places: CellPlaces) -> int:
         """About how many people there are; after ``places`` has shown that the model can be asked about them."""
         whom = self._whom
         data = whom.of_data(self._held.with_rows(places))
-        curator = CentralCurator(whom.asks(Tabulation()), data, account=self._account)
-        self._size = curator.count(self._budget, self._declared, HistogramRelease(1, 1))
-        self._account = curator.account
+        self._terms = counted(whom.asks(Tabulation()), data, HistogramRelease(1, 1), self._terms)
         return self._size.n
 
+    @property
+    def _size(self) -> PublicCount:
+        size = self._terms.n_public
+        assert isinstance(size, PublicCount)
+        return size
+
     def publish(self, places: CellPlaces, cells: int, groups: int) -> _Released:
-        assert self._size is not None
         people = self._whom.people
         result = minimize(
             Tabulation(),
             self._held.with_rows(places),
             HistogramRelease(cells, groups),
-            budget=self._budget,
-            account=self._account,
+            budget=self._terms.budget,
+            account=self._terms.account,
             n_public=self._size,
             person=people,
             records_per_person=None if people is None else people.records_per_person,

@@ -12,9 +12,9 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from sklearn.base import MetaEstimatorMixin, clone, is_regressor
@@ -25,14 +25,16 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account as price_of
 from quietgrad.core.accounting.accounting import prove
-from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, PrivacyUnit, Relation
+from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, TooNoisyWarning, UnprovableError
-from quietgrad.core.ledger.account import Account, Charge
+from quietgrad.core.ledger.account import Charge
 from quietgrad.core.noise.rng import SecureStream, fresh_key
-from quietgrad.core.plans.counting import NOMINAL, PublicCount
-from quietgrad.core.plans.schedule import Plan, Schedule, Slot, calibrate_plan
+from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.plans.method import HasSchedule
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import FullBatch
-from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.opening import Terms, opened
+from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
@@ -155,46 +157,51 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
                     "algorithm: a round of a search is accounted as one Gaussian release: only the default, "
                     "WhitenedGD and DPGD can be searched over."
                 )
-        curator = CentralCurator(
-            whom.asks(Scoring()), whom.of_data((X, labels)), account=Account.of(self.account, self.ledger, self.cap)
-        )
-        declared = self.estimator.n_public if budget.relation is Relation.ADD_REMOVE else None
-        size = curator.count(budget, declared, None)
-        units = accepted.shape[0] if whom.people is None else len(whom.people)
-        train, test, public_train, public_test = self._split(units, size.n, budget)
-        trained = None
-        if isinstance(whom.people, UnitGrouping):  # the rows of the people who train, and of those who score
-            (train, trained), (test, _) = whom.people.only(train), whom.people.only(test)
-        plan = calibrate_plan(lambda z: self._plan(z, size, budget, whom.unit), budget)
-        # A round's fit has a budget that un-sampled Gaussian releases meet at the cost of one release of the plan.
-        one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
-        cost = price_of(one, delta=budget.delta, relation=budget.relation)
-        own: dict[str, Any] = {"epsilon": cost, "delta": budget.delta}
-        own |= {"relation": self.relation, "ledger": None, "cap": None, "account": self.account}
-        rounds = [clone(self.estimator).set_params(**{"n_public": public_train, **s, **own}) for s in grid]
-        whole = Charge(plan.event)
-        for model in rounds:
-            model._accept(X, labels)
-            model._counted_before = size.counted
-            whole.part(model._plan(public_train, features, whom=whom).event, budget)
-        session = curator.open(plan, note="search")
+        split: _Split | None = None
+        rounds: list[Any] = []
+
+        def prepare(method: _SearchReleases, plan: Plan, start: object) -> None:
+            """Split the people and make the models of all rounds; nothing is charged for the search yet."""
+            nonlocal split
+            split = self._split(whom, accepted.shape[0], plan.n_public, budget)
+            # A round's fit has a budget that un-sampled Gaussian releases meet at the cost of one release.
+            one = plan.schedule.slots[0].event(plan.noise_multiplier, budget.relation, 1)
+            own: dict[str, Any] = {"epsilon": price_of(one, delta=budget.delta, relation=budget.relation)}
+            own |= {"delta": budget.delta, "relation": self.relation, "ledger": None, "cap": None}
+            own |= {"account": self.account}
+            whole = Charge(plan.event)
+            for setting in grid:
+                model = clone(self.estimator).set_params(**{"n_public": split.public_train, **setting, **own})
+                model._accept(X, labels)
+                model._counted_before = plan.counted is not None
+                whole.part(model._plan(split.public_train, features, whom=whom).event, budget)
+                rounds.append(model)
+
+        terms = Terms.of(
+            budget, account=self.account, ledger=self.ledger, cap=self.cap, note="search",
+            n_public=self.estimator.n_public if budget.relation is Relation.ADD_REMOVE else None,
+        )  # fmt: skip
         best = None
-        for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
-            pick = int(session.uniform(f"pick/{k}") * len(grid))
-            model = clone(rounds[pick])
-            model._within, model._counted_before = session.charge, size.counted
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
-                model.fit(_safe_indexing(X, train), labels[train], person=trained)
-            # A later fit of the chosen model is a fit of its own.
-            model._within, model._counted_before = None, False
-            total = session.release("round", MeanScore(partial(each, model), test))
-            if best is None or total[0] > best[0]:
-                best = (float(total[0]), model, grid[pick])
-        spent = session.close("searched")
+        method = _SearchReleases(float(self.mean_rounds))
+        with opened(whom.asks(Scoring()), whom.of_data((X, labels)), method, terms, check=prepare) as active:
+            session = active.session
+            assert split is not None
+            for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
+                pick = int(session.uniform(f"pick/{k}") * len(grid))
+                model = clone(rounds[pick])
+                model._within, model._counted_before = session.charge, active.size.counted
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
+                    model.fit(_safe_indexing(X, split.train), labels[split.train], person=split.trained)
+                # A later fit of the chosen model is a fit of its own.
+                model._within, model._counted_before = None, False
+                total = session.release("round", MeanScore(partial(each, model), split.test))
+                if best is None or total[0] > best[0]:
+                    best = (float(total[0]), model, grid[pick])
+            spent = session.close("searched")
         assert best is not None
         assert spent.event is not None
-        self.best_score_ = best[0] / public_test
+        self.best_score_ = best[0] / split.public_test
         self.best_estimator_, self.best_params_ = best[1], best[2]
         self.privacy_epsilon_ = self._state(self.best_estimator_, session, spent.event)
         self.n_features_in_ = self.best_estimator_.n_features_in_
@@ -209,35 +216,30 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.classes_
 
-    def _split(self, n: int, public: int, budget: Budget) -> tuple[Any, Any, int, float]:
+    def _split(self, whom: PrivacyUnitSpec, rows: int, public: int, budget: Budget) -> _Split:
         """Positions that train and that score, and the public numbers of both."""
+        n = rows if whom.people is None else len(whom.people)
         words = SecureStream(fresh_key(), "split").uint64(0, n)
         if budget.relation is Relation.REPLACE_ONE:
             held = max(1, round(self.holdout * n))
             if n - held < 2:
                 raise DataError("X: one sample or two are too few to fit on some and score on others; give more.")
             test, train = np.split(np.argsort(words), [held])
-            return train, test, n - held, float(held)
-        # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
-        aside = words < np.uint64(int(self.holdout * 2.0**64))
-        if min(self.holdout, 1.0 - self.holdout) * public < _FEWEST:
-            raise DataError(
-                f"X: under add-remove a search needs about {_FEWEST} records (n_samples) on either side."
-            )
-        return (
-            np.flatnonzero(~aside),
-            np.flatnonzero(aside),
-            max(1, round((1.0 - self.holdout) * public)),
-            self.holdout * public,
-        )
-
-    def _plan(self, z: float, size: PublicCount, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> Plan:
-        """Training and scoring see disjoint records, so a round costs one Gaussian release of multiplier z."""
-        slot = Slot("round", FullBatch(), count=_ROUNDS)
-        schedule = Schedule((slot,), "select", rounds=(float(self.mean_rounds), 1.0))
-        counted = size if size.counted else None
-        settings = {"mean_rounds": self.mean_rounds}
-        return Plan("private-search", settings, schedule, size.n, budget, z, unit=unit, counted=counted)
+            public_train, public_test = n - held, float(held)
+        else:
+            # Each record on its own: in a split of fixed sizes, one record more moves another to the other side.
+            aside = words < np.uint64(int(self.holdout * 2.0**64))
+            if min(self.holdout, 1.0 - self.holdout) * public < _FEWEST:
+                raise DataError(
+                    f"X: under add-remove a search needs about {_FEWEST} records (n_samples) on either side."
+                )
+            train, test = np.flatnonzero(~aside), np.flatnonzero(aside)
+            public_train, public_test = max(1, round((1.0 - self.holdout) * public)), self.holdout * public
+        if not isinstance(whom.people, UnitGrouping):
+            return _Split(train, None, test, public_train, public_test)
+        # The rows of the people who train, and of those who score.
+        (train, trained), (test, _) = whom.people.only(train), whom.people.only(test)
+        return _Split(train, trained, test, public_train, public_test)
 
     def predict(self, X: object) -> Any:
         check_is_fitted(self, "best_estimator_")
@@ -351,6 +353,33 @@ def _closeness(model: Any, X: object, y: Array) -> Any:
     low, high = model.target_range_
     close = 1.0 - ((predict_row_independent(model, "predict", X, None) - y) / (0.25 * (high - low))) ** 2
     return np.where(np.isnan(close), 0.0, close)
+
+
+class _Split(NamedTuple):
+    """Who trains (by row, and by person) and who scores, and their public numbers."""
+
+    train: Any
+    trained: Any
+    test: Any
+    public_train: int
+    public_test: float
+
+
+@dataclass(frozen=True)
+class _SearchReleases(HasSchedule):
+    """The releases of a private search: of a random number of rounds the best is told.
+
+    Training and scoring see disjoint records, so a round costs one Gaussian release.
+    """
+
+    mean_rounds: float
+
+    name: ClassVar[str] = "private-search"
+
+    def schedule(self, n_public: int) -> Schedule:
+        """One slot, of which the best release leaves."""
+        slot = Slot("round", FullBatch(), count=_ROUNDS)
+        return Schedule((slot,), "select", rounds=(self.mean_rounds, 1.0))
 
 
 def _rounds(mean: float, u: float) -> int:

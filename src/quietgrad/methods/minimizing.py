@@ -184,6 +184,9 @@ def minimize(
         check_people(nominal, objective)
         tell_first(callback, nominal.schedule(NOMINAL).releases, x0, private=budget is not None)
 
+    def at(method: Algorithm | Callable[[int], Algorithm], n: int) -> Algorithm:
+        return method(n) if callable(method) else method
+
     keeping = None
     if folder is not None:
         settings = {"objective": facts_of(objective), "people": counting(objective)}
@@ -193,7 +196,7 @@ def minimize(
         data,
         algorithm,
         terms,
-        plan=None if planned is None else lambda method, size: planned,
+        plan=None if planned is None else lambda size: (at(algorithm, size.n), planned),
         start=start,
         first=first,
         check=lambda method, the_plan, x0: method.check_run(objective, the_plan, x0),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +34,7 @@ from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.core.vectors import Vector, all_finite, copy
 
-__all__ = ["Keeping", "OpenRun", "Terms", "opened", "opening", "reopened", "settle_failed_run"]
+__all__ = ["Keeping", "OpenRun", "Terms", "counted", "opened", "opening", "reopened", "settle_failed_run"]
 
 Method = TypeVar("Method", bound=HasSchedule)
 
@@ -126,6 +126,11 @@ class OpenRun(Generic[Method]):
     notes: tuple[str, ...] = ()
     kept: Run | None = None
 
+    @property
+    def size(self) -> PublicCount:
+        """The number of units that the run was planned for, and how it was counted."""
+        return self.plan.counted or PublicCount(self.plan.n_public)
+
     def close(self, reason: str, *, data_dependent: bool = False) -> Privacy:
         """End the run and state what it cost; only a stop that does not depend on data gives budget back."""
         cost = self.session.close(reason, data_dependent=data_dependent)
@@ -159,7 +164,7 @@ def opening(
     method: Method | Callable[[int], Method],
     terms: Terms,
     *,
-    plan: Callable[[Method, PublicCount], Plan] | None = None,
+    plan: Callable[[PublicCount], tuple[Method, Plan]] | None = None,
     start: Vector | None = None,
     first: Callable[[Method, Vector], None] | None = None,
     check: Callable[[Method, Plan, Vector], None] | None = None,
@@ -174,7 +179,7 @@ def opening(
         data: what ``adapter.prepare`` takes.
         method: the method, or a function that makes it from the public number of units.
         terms: who pays, and the public facts.
-        plan: how the method is planned for a number of units, if not by :func:`quietgrad.plan` alone.
+        plan: the method and its plan for a number of units, if not by :func:`quietgrad.plan` alone.
         start: a starting point other than the adapter's own.
         first: is called before anything is counted or charged, with the method for a nominal number of units and
             the starting point: for what can be refused or reported then.
@@ -204,8 +209,15 @@ def opening(
         first(nominal, x0)
     declared = PublicCount(len(holder.records)) if terms.takes_n else terms.n_public
     size = holder.count(terms.budget, declared, nominal)
-    chosen = _made(method, size.n)
-    the_plan = _planned(chosen, size, terms, holder, plan)
+    if plan is None:
+        chosen = _made(method, size.n)
+        the_plan = make_plan(
+            chosen, n=size, budget=terms.budget, noise_multiplier=terms.noise_multiplier, unit=holder.unit,
+            records_public=terms.records_public,
+        )  # fmt: skip
+    else:
+        chosen, the_plan = plan(size)
+    _check_plan(the_plan, size, terms)
     if check is not None:
         check(chosen, the_plan, x0)
     kept = None
@@ -224,6 +236,16 @@ def opening(
             kept.discard()
         raise
     return OpenRun(chosen, the_plan, session, x0, holder.account, notes, kept)
+
+
+def counted(adapter: RecordAdapter, data: object, method: HasSchedule, terms: Terms) -> Terms:
+    """The terms with the number of units settled, for a front end that reads the data by it.
+
+    A private count is paid for here, under the name of the run to come, which must use these terms.
+    """
+    holder = CentralCurator(adapter, data, account=terms.account, seed=terms.seed)
+    size = holder.count(terms.budget, terms.n_public, method)
+    return replace(terms, n_public=size, account=holder.account)
 
 
 def reopened(
@@ -246,30 +268,16 @@ def _made(method: Method | Callable[[int], Method], n: int) -> Method:
     return method(n) if callable(method) else method
 
 
-def _planned(
-    method: Method,
-    size: PublicCount,
-    terms: Terms,
-    holder: CentralCurator,
-    plan: Callable[[Method, PublicCount], Plan] | None,
-) -> Plan:
-    """The plan for a number of units, checked to be the one that the terms ask for."""
-    if plan is not None:
-        the_plan = plan(method, size)
-    else:
-        the_plan = make_plan(
-            method, n=size, budget=terms.budget, noise_multiplier=terms.noise_multiplier, unit=holder.unit,
-            records_public=terms.records_public,
-        )  # fmt: skip
+def _check_plan(plan: Plan, size: PublicCount, terms: Terms) -> None:
+    """Refuse a plan that is not the one that the terms ask for."""
     counted = size if size.counted else None
-    if counted is not None and terms.budget is not None and not the_plan.proof.within(terms.budget):
+    if counted is not None and terms.budget is not None and not plan.proof.within(terms.budget):
         raise BudgetError(
             "n_public: was counted privately, so the run must stay within its budget, which this plan exceeds."
         )
-    facts = (the_plan.budget, the_plan.n_public, the_plan.counted, the_plan.records_public)
+    facts = (plan.budget, plan.n_public, plan.counted, plan.records_public)
     if facts != (terms.budget, size.n, counted, terms.records_public):
         raise ValueError("planned: is a plan for another budget or another number of records; plan again.")
-    return the_plan
 
 
 def settle_failed_run(session: CentralSession, error: Exception) -> bool:
