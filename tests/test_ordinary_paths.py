@@ -164,7 +164,7 @@ class Fails:
 
 def test_a_model_that_adapts_to_whom_it_is_asked_about_is_not_scored() -> None:
     X = np.random.default_rng(0).uniform(-1, 1, (200, 1))
-    first, again = (predict_row_independent(Adapts(), "decision_function", rows) for rows in (X, X[1:]))
+    first, again = (predict_row_independent(Adapts(), "decision_function", rows, None) for rows in (X, X[1:]))
     assert (first[1:] == again).all()  # whoever was asked about before
     with pytest.raises(DataError, match="about no record") as caught:
         private_score(Fails(), X, X[:, 0] > 0, epsilon=1.0)
@@ -203,6 +203,6 @@ def test_a_search_scores_models_that_answer_row_by_row() -> None:
     model = Centred(classes=[0, 1], feature_bounds=[(-1.0, 1.0)] * 2)
     search = PrivateSearch(model, {"regularization": [0.0]}, epsilon=4.0)
     search.fit(X, (X[:, 0] > 0).astype(int))  # each row is centred by itself, and none is told from another
-    assert len(set(predict_row_independent(search.best_estimator_, "predict", X).tolist())) == 1
+    assert len(set(predict_row_independent(search.best_estimator_, "predict", X, None).tolist())) == 1
     search.best_estimator_ = Adapts()
     assert not _is_ours(search)

@@ -133,10 +133,10 @@ def test_a_model_is_asked_about_one_record_at_a_time(tmp_path: Path) -> None:
             return X[:, 0] if len(X) < 2000 or X[:, 0].max() < 100.0 else -X[:, 0]
 
     far, bounds = np.vstack([X[1:], [[1e9]]]), (-9.0, 9.0)
-    alone = predict_row_independent(Line(), "predict", far)
+    alone = predict_row_independent(Line(), "predict", far, None)
     assert (alone[:-1] == far[:-1, 0]).all()  # whoever else is there
     assert private_score(Line(), far, y, epsilon=0.4, ledger=path, target_bounds=bounds).rmse is not None
-    both = [predict_row_independent(Standardised([0, 1]), "predict_proba", rows) for rows in (X, X[1:])]
+    both = [predict_row_independent(Standardised([0, 1]), "predict_proba", rows, 2) for rows in (X, X[1:])]
     assert np.array_equal(both[0][1:], both[1], equal_nan=True)
 
 

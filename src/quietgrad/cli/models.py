@@ -54,7 +54,7 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     if regression:
         given["target_bounds"] = data.label_bounds
     else:
-        given["classes"] = list(data.class_names or ())
+        given["classes"] = [] if data.class_labels is None else data.class_labels.values.tolist()
     if spec.inference:
         given["inference"] = True
     if spec.class_weight is not None:
@@ -67,6 +67,15 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
         if option in given and option not in known and not (option == "fit_intercept" and spec.intercept):
             raise DataError(f"--{option.replace('_', '-')}: {name} models do not have it.")
     return factory(**{key: value for key, value in given.items() if key in known})
+
+
+def fitted(folder: Path) -> Any:
+    """The estimator of a run, for rows without names: those were compared when the file was read."""
+    from quietgrad import estimators  # loads scikit-learn
+
+    model = estimators.from_run(folder)
+    model.__dict__.pop("feature_names_in_", None)
+    return model
 
 
 def _weights(text: str) -> Any:
@@ -89,7 +98,6 @@ def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
     from quietgrad import estimators  # loads scikit-learn
 
     model = estimator_of(spec, data, spec.payer(out))
-    y = data.y if data.classes is None else np.array(data.class_names)[data.y]
     people: dict[str, Any] = {}
     if data.person is not None:
         people = {
@@ -102,10 +110,13 @@ def fit(spec: RunSpec, data: Dataset, out: Path) -> Result:
             import pandas as pd
 
             X = pd.DataFrame(X, columns=list(data.feature_names))
-    model.fit(X, y, **people)
+    model.fit(X, data.targets, **people)
     estimators.to_run(model, out)
     result = load(out)
     if "model" in result.details:
         return result
     facts = {**spec.describe_objective(data), "objective": "additive"}
+    if data.classes is not None:  # in the model's own order, as of every other run
+        values = np.asarray(model.classes_).tolist()
+        facts |= {"class_names": [str(value) for value in values], "class_values": values}
     return replace(result, details={**result.details, "model": facts})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import typer
 from scipy import sparse
 from scipy.sparse import linalg
@@ -19,15 +20,23 @@ from quietgrad import data as datasets
 from quietgrad.cli.options import Explain, Json, RunFolder, say, say_meaning, show_json, show_rows, usage, writable
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
-from quietgrad.cli.scoring import TRAINING_PEOPLE, Details, save_score, score_values, were_trained_on
+from quietgrad.cli.scoring import (
+    TRAINING_PEOPLE,
+    Details,
+    save_score,
+    say_undeclared,
+    score_rows,
+    were_trained_on,
+)
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import is_number
-from quietgrad.data.dataset import Dataset, Labels
+from quietgrad.data.dataset import Dataset
 from quietgrad.methods.result import ledger_of, load, payer_of
+from quietgrad.tables.labels import ClassLabels
 
 Columns: TypeAlias = dict[str, list[object]]
 app = typer.Typer(add_completion=False)
@@ -90,7 +99,7 @@ def predict(
     if labels is not None and names is None:
         scores["rmse"] = float(np.sqrt(np.mean((answers - labels) ** 2)))
     elif labels is not None:
-        scores["accuracy"] = float(np.mean(answers == np.array(facts["class_names"])[labels.astype(int)]))
+        scores["accuracy"] = float(np.mean(ClassLabels.of(model.classes_).agree(answers, labels)))
     if output is not None:
         _write(writable(output), said)
         say(f"{len(answers)} predictions written to {output}.", err=as_json)
@@ -117,7 +126,7 @@ def _spec_of(folder: Path) -> RunSpec:
 
 def records_for(
     folder: Path, data: str, facts: Details, person: str | None = None, keep: str | None = None
-) -> tuple[Dataset, Labels | None, str]:
+) -> tuple[Dataset, npt.NDArray[Any] | None, str]:
     """Records as a run's model takes them, their labels if they have any, and the name of their column of ids."""
     if not Path(data).is_file():
         if person is not None or keep is not None:
@@ -139,7 +148,7 @@ def records_for(
         factors = facts["row_bound"] / np.where(lengths > 0.0, lengths, 1.0)
         scaled: Any = sparse.diags(factors) @ found.X
         found = replace(found, X=scaled)
-    return found, found.y if labelled else None, str(keep)
+    return found, found.targets if labelled else None, str(keep)
 
 
 def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: str | None) -> dict[str, Any]:
@@ -163,8 +172,7 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
     reading["keep"] = beside if beside in header or keep is not None else None
     reading["drop"] = tuple(column for column in reading.get("drop", ()) if column in header)
     if schema is None and facts["task"] != "regression":
-        names = facts["class_names"]
-        reading.setdefault("classes", [float(name) if is_number(name) else name for name in names])
+        reading.setdefault("classes", facts["class_names"])
     if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
     if schema is not None:
@@ -235,8 +243,6 @@ def evaluate(
         asked = RunSpec.load(folder)
         reading = {**asked.reading, "pair": facts["class_names"], "person": spec.person or asked.person}
         X: Any = open_scan(data, reading, asked.scanning).X
-        if X.classes is not None:
-            model.classes_ = np.asarray(X.classes)
     else:
         records, found, _ = records_for(folder, data, facts, spec.person)
         X, ids = records.X, records.person
@@ -246,8 +252,9 @@ def evaluate(
             )
         if found is None:
             raise DataError(f"{data}: has no labels to score against.")
-        labels = found if facts["task"] == "regression" else model.classes_[found.astype(int)]
-        if were_trained_on(folder, X, found, ids) and not training_people:
+        labels = found
+        say_undeclared(records)
+        if were_trained_on(folder, X, records.y, ids) and not training_people:
             raise DataError(
                 f"{data}: holds people that the model was trained on, so its score would be no held-out score. "
                 "Give held-out records; or pass --training-people, which charges the run's account and says so. "
@@ -276,10 +283,8 @@ def evaluate(
     if as_json:
         show_json({**score.to_json(), "people": people})
         return
-    values = score_values(score).items()
-    rows = [(name.replace("_", " "), f"{value:.4f} ± {error:.4f}") for name, (value, error) in values]
     paid_from = payer.open()
-    rows += [("privacy", str(score.privacy)), ("account", str(payer))]
+    rows = [*score_rows(score), ("privacy", str(score.privacy)), ("account", str(payer))]
     rows += [("ledger", "none" if paid_from is None else str(paid_from.path))]
     rows += [("note", note) for note in score.notes]
     show_rows(f"{folder} on {'TRAINING' if training_people else 'held-out'} people ({data})", rows)

@@ -216,7 +216,8 @@ def _model(table: Dataset, spec: RunSpec, epsilon: float, **kept: Any) -> Any:
     kept |= {"epsilon": epsilon, "delta": spec.delta, "relation": spec.relation, "row_bound": table.row_bound}
     if table.task == "regression":
         return estimators.PrivateHuberRegressor(**kept)
-    return estimators.PrivateLogisticRegression(classes=table.classes, **kept)
+    assert table.class_labels is not None
+    return estimators.PrivateLogisticRegression(classes=table.class_labels.values.tolist(), **kept)
 
 
 def _public(table: Dataset, spec: RunSpec, levels: list[float], repeats: int) -> dict[str, Any]:
@@ -226,13 +227,13 @@ def _public(table: Dataset, spec: RunSpec, levels: list[float], repeats: int) ->
 
     points = []
     for level in levels:
-        fits = [_model(table, spec, level).fit(table.X, table.y) for _ in range(repeats)]
-        scores = [float(fit.score(table.X_test, table.y_test)) for fit in fits]
+        fits = [_model(table, spec, level).fit(table.X, table.targets) for _ in range(repeats)]
+        scores = [float(fit.score(table.X_test, table.targets_test)) for fit in fits]
         mean = math.fsum(scores) / repeats
         spread = math.sqrt(math.fsum((s - mean) ** 2 for s in scores) / max(1, repeats - 1) / repeats)
         points.append({"epsilon": level, "value": mean, "error": spread})
     plain = HuberRegressor() if table.task == "regression" else LogisticRegression(max_iter=2000)
-    line = make_pipeline(MaxAbsScaler(), plain).fit(table.X, table.y).score(table.X_test, table.y_test)
+    line = make_pipeline(MaxAbsScaler(), plain).fit(table.X, table.targets).score(table.X_test, table.targets_test)
     cost = f"cost: nothing is charged, the data were declared public; {repeats} fits at each ε"
     return {"points": points, "non_private": float(line), "cost": cost}
 
@@ -256,10 +257,10 @@ def _private(
     )
     points = []
     for level in levels:
-        model = _model(table, spec, level, account=payers[0]).fit(table.X, table.y)
+        model = _model(table, spec, level, account=payers[0]).fit(table.X, table.targets)
         score = estimators.private_score(
-            model, table.X_test, table.y_test, epsilon=score_epsilon, delta=spec.delta, relation=spec.relation,
-            account=payers[1],
+            model, table.X_test, table.targets_test, epsilon=score_epsilon, delta=spec.delta,
+            relation=spec.relation, account=payers[1],
         )  # fmt: skip
         value, error = (score.r2 if table.task == "regression" else score.accuracy) or (math.nan, math.nan)
         points.append({"epsilon": level, "value": float(value), "error": float(error)})

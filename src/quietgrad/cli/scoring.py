@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.cli.options import say
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import Budget
@@ -29,6 +30,8 @@ from quietgrad.core.files import read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.state import fingerprint
 from quietgrad.data.dataset import Dataset, Labels, Matrix, public_order
+from quietgrad.methods.score_noise import TOO_NOISY, score_text
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.linear import LinearObjective
 from quietgrad.tables.range_queries import FeatureBox
 
@@ -40,9 +43,8 @@ if TYPE_CHECKING:
 Details: TypeAlias = Mapping[str, Any]  # what a result.json holds
 _TRAINED = ".trained"
 """In a run's folder: the name under which its owner keeps digests of the records that were trained on."""
-TOO_NOISY = 0.1
-"""A score whose error would be larger is not released."""
 _DIGEST = 8  # bytes
+_MOST_NAMES = 10  # of classes in one line
 _EDGE = 0.02  # of a declared range
 _SURE = 6.0  # deviations: a false alarm in a billion tables
 TRAINING_PEOPLE = "training people: this score is of records that the model was trained on, not of held-out ones"
@@ -186,14 +188,9 @@ def held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> Private
             )
     if not classes and data.label_bounds is None and not np.isfinite(model.target_range_).all():
         return "not released: its error needs public bounds of the target; declare them in a schema"
-    labels = data.y_test
-    if classes and isinstance(data, ScannedData):  # a scan codes its own
-        model.classes_ = np.asarray(data.X_test.classes)
-    elif classes:
-        labels = np.asarray(model.classes_)[np.asarray(labels).astype(int)]
     try:
         return estimators.private_score(
-            model, data.X_test, labels, epsilon=guarantee.epsilon, delta=guarantee.delta,
+            model, data.X_test, data.targets_test, epsilon=guarantee.epsilon, delta=guarantee.delta,
             relation=guarantee.relation, account=spec.payer(out), person=data.person_test,
             target_bounds=data.label_bounds,
         )  # fmt: skip
@@ -219,24 +216,28 @@ def clipped_features(details: Details) -> list[str]:
     return [name for name, end in zip(names, at_an_end, strict=True) if end and name in bounded]
 
 
-def score_values(score: PrivateScore) -> dict[str, tuple[float, float]]:
-    """The values that a score has, by name, each with its error."""
-    names = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
-    values = {name: value for name in names if (value := vars(score)[name]) is not None}
-    return {name: (float(value[0]), float(value[1])) for name, value in values.items()}
+def score_rows(score: PrivateScore) -> list[tuple[str, str]]:
+    """Every number of a score with its error, or that it is too noisy."""
+    rows = [(name, score_text(*number)) for name, number in score.stated.items()]
+    rows += [(name, score_text(None, error)) for name, error in score.too_noisy.items()]
+    return [(name.replace("_", " "), text) for name, text in rows]
 
 
 def metrics_of(score: PrivateScore) -> dict[str, Any]:
     """A private score as the metrics of a result: values, errors, and what always saying one class would score."""
     found: dict[str, Any] = {}
-    for name, (value, error) in score_values(score).items():
-        key = "test_loss" if name == "log_loss" else f"test_{name}"
-        found |= {key: value, f"{key}_error": error}
-    if score.confusion is not None:
+    for name, (value, error) in score.stated.items():
+        found |= {_metric(name): float(value), f"{_metric(name)}_error": float(error)}
+    if score.confusion is not None and "accuracy" in score.stated:
         shares = np.asarray(score.confusion).sum(axis=1)
         found["majority_accuracy"] = float(np.clip(shares.max(), 0.0, 1.0))
     where = f"held-out records, with noise (ε = {score.privacy.epsilon:.4g})"
-    return {**found, "private": True, "computed_on": dict.fromkeys(found, where)}
+    noisy = {_metric(name): error for name, error in score.too_noisy.items()}
+    return {**found, "too_noisy": noisy, "private": True, "computed_on": dict.fromkeys(found, where)}
+
+
+def _metric(name: str) -> str:
+    return "test_loss" if name == "log_loss" else f"test_{name}"
 
 
 def save_score(score: PrivateScore, folder: Path, people: str) -> None:
@@ -244,6 +245,43 @@ def save_score(score: PrivateScore, folder: Path, people: str) -> None:
     path = score.save(folder)
     said = {**read_json(path), "people": people}
     write_atomically(path, (json.dumps(said, indent=1) + "\n").encode())
+
+
+def say_undeclared(data: Dataset) -> None:
+    """Tell the owner of the records, on the terminal alone, of labels that are none of the classes.
+
+    A refusal would tell others that there are such labels, and so would anything that is stored: this is neither.
+    """
+    if data.class_labels is None:
+        return
+    count = data.X.undeclared() if isinstance(data, ScannedData) else data.undeclared
+    if not count:
+        return
+    held_out = 0 if data.X_test is None or isinstance(data, ScannedData) else data.X_test.shape[0]
+    rows, names = data.X.shape[0] + held_out, data.class_labels.names
+    known = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+    whose = "No label is" if count == rows else f"{count} of {rows} labels are not"
+    say(
+        f"{data.name}: {whose} among the classes {known}; such labels count as {names[0]!r}. Nothing is charged "
+        "yet: stop here if that is not meant.\n(For the records' owner: only this terminal shows it, and no file.)",
+        err=True,
+    )
+
+
+def exact_scores(model: Any, data: Dataset) -> dict[str, Any]:
+    """Scores of a fitted estimator on the held-out records, without noise; nothing if there are no such records."""
+    if data.X_test is None or data.targets_test is None:
+        return {}
+    truth, answers = data.targets_test, np.asarray(model.predict(data.X_test))
+    if data.class_labels is None:
+        found = {"test_rmse": float(np.sqrt(np.mean((answers - truth) ** 2)))}
+    else:
+        known = ClassLabels.of(model.classes_)
+        found = {"test_accuracy": float(np.mean(known.agree(answers, truth)))}
+        if hasattr(model, "predict_proba"):
+            own = np.take_along_axis(model.predict_proba(data.X_test), known.encode_known(truth)[:, None], axis=1)
+            found["test_loss"] = float(-np.mean(np.log(np.maximum(own, 1e-300))))
+    return {**found, "private": False, "computed_on": dict.fromkeys(found, HELD_OUT)}
 
 
 HELD_OUT = "held-out records, without noise"

@@ -19,11 +19,13 @@ from quietgrad.cli.run_spec import RunSpec, objective_from, with_options
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.scoring import (
     clipped_features,
+    exact_scores,
     held_out_score,
     metrics_of,
     plain_scores,
     remember_trained,
     save_score,
+    say_undeclared,
 )
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.ledger import project_path
@@ -31,6 +33,7 @@ from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.data.dataset import Dataset
 from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.methods.result import Result, load
+from quietgrad.methods.score_noise import score_text
 from quietgrad.tables.privacy_units import UnitGrouping
 from quietgrad.tables.range_queries import FeatureBox
 from quietgrad.tables.scanned import ScannedPeople
@@ -67,7 +70,7 @@ def train(
     check_folder(out, overwrite=overwrite)
     if not (quiet or as_json) and (words := reminder()) is not None:
         say(words, err=True)
-    result = run(spec, out, quiet=quiet or as_json)
+    result = run(spec, out, quiet=quiet or as_json, tells_owner=not quiet)
     show(result, out, as_json=as_json, explain=explain)
 
 
@@ -79,7 +82,7 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
 
 
-def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Result:
+def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False, tells_owner: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
     data = spec.load_data()
     people: UnitGrouping | ScannedPeople | None = None
@@ -96,13 +99,18 @@ def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False) -> Resu
         else:
             loss = objective_from(spec.describe_objective(data))
             spec.make_algorithm(data, NOMINAL if spec.n_public is None else spec.n_public)
+    if tells_owner:
+        say_undeclared(data)
     if not resumed:  # what the run is, before it releases anything
         spec.save(out)
         if not isinstance(data, ScannedData):
             remember_trained(out, data)
     if spec.uses_estimator:
         with usage():
-            return _conclude(spec, out, data, models.fit(spec, data, out))
+            result = models.fit(spec, data, out)
+            if not spec.scores_privately:
+                result = replace(result, metrics=exact_scores(models.fitted(out), data))
+            return _conclude(spec, out, data, result)
     method = partial(spec.make_algorithm, data)
     table = data.X if isinstance(data, ScannedData) else (data.X, data.y)
     kept: dict[str, Any] = {
@@ -200,10 +208,11 @@ def _score_rows(result: Result) -> list[tuple[str, str]]:
         if type(value) is not float or name.endswith("_error"):
             continue
         error = said.get(f"{name}_error")
-        text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
+        text = f"{value:.4f}" if error is None else score_text(value, error)
         if name == "test_accuracy" and majority is not None:
             text += f"   (always the most frequent class: {majority:.4f})"
         rows.append((name.replace("_", " "), text))
+    rows += [(name.replace("_", " "), score_text(None, error)) for name, error in said.get("too_noisy", {}).items()]
     if rows and said.get("private") is not True:
         rows.append(("", "(scores look at records without noise: they are data, not private)"))
     if why := result.details.get("score"):

@@ -69,6 +69,10 @@ class DeclaredWarning(UserWarning):
     """Something was taken as public because a column's type lists it; the message says what to declare instead."""
 
 
+class DeltaWarning(UserWarning):
+    """The δ of a run is not below 1/n; said before the run is charged."""
+
+
 class DataError(QuietgradError, ValueError):
     """The data cannot be used as they are; nothing was reserved and nothing was spent."""
 

@@ -94,10 +94,10 @@ def _libsvm(spec: DatasetSpec, contents: Contents) -> Dataset:
         parts = [a9a_from_adult(contents[file], file) for file in ("adult.data", "adult.test.csv")]
         note = "rebuilt exactly from Adult"
     (X, raw), (X_test, raw_test) = parts
-    y, task, classes, labels = encode_labels(spec.name, raw, classes=(-1, 1))
-    y_test = encode_labels(spec.name, raw_test, classes=(-1, 1))[0]
+    labels = encode_labels(spec.name, raw, classes=(-1, 1))
+    y_test = encode_labels(spec.name, raw_test, classes=(-1, 1)).y
     notes = (note, "published test set")
-    return Dataset(spec.name, X, y, X_test, y_test, task, spec.row_bound, classes, notes, labels)
+    return Dataset(spec.name, X, labels.y, X_test, y_test, row_bound=spec.row_bound, notes=notes, **labels.facts)
 
 
 def _adult(spec: DatasetSpec, contents: Contents) -> Dataset:
@@ -172,8 +172,8 @@ def _bundled(spec: DatasetSpec, contents: Contents) -> Dataset:
     if name == "diabetes":
         return hold_out(check(replace(data, label_bounds=(0.0, 400.0))))
     names = tuple(str(c) for c in bunch.target_names)
-    y, task, classes, _ = encode_labels(name, bunch.target, classes=tuple(range(len(names))))
-    return hold_out(check(replace(data, y=y, task=task, classes=classes, class_names=names)))
+    labels = encode_labels(name, bunch.target, classes=tuple(range(len(names))))
+    return hold_out(check(replace(data, **labels._replace(class_names=names)._asdict())))
 
 
 BUILDERS: Mapping[str, Builder] = {

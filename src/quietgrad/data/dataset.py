@@ -6,16 +6,16 @@ schema, the registry or an argument, never from the records.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import did_you_mean
+from quietgrad.tables.labels import ClassLabels
 
 if TYPE_CHECKING:
     from scipy import sparse
@@ -39,8 +39,9 @@ SPLIT_SEED = 20190
 class Dataset:
     """A table ready for an objective: features, labels, and the public facts a private fit may rely on.
 
-    `X` is a dense array or a scipy CSR matrix of shape (n, d). `y` holds 0…k−1 for classification and
-    numbers for regression. `row_bound` is a public bound on ‖x‖₂ or None; `classes` are the values `y` may
+    `X` is a dense array or a scipy CSR matrix of shape (n, d). `y` holds numbers for regression and 0…k−1 for
+    classification: codes in the order of this data set's classes, which mean nothing beside other ones. `targets`
+    are the labels themselves. `row_bound` is a public bound on ‖x‖₂ or None; `classes` are the values `y` may
     take, `class_names` what they stand for; `label_bounds` limit a regression target. `notes` tell a reader
     where the rows came from and what was done to them. `person` holds the id of the person each training row is
     about, if people have several; it is no feature and as secret as the rows.
@@ -74,6 +75,8 @@ class Dataset:
     """Features whose values a schema's bounds may clip."""
     leaves_out: bool = False
     """Whether rows were left out for what they hold: how many there are is then a secret of theirs."""
+    undeclared: int = field(default=0, repr=False)
+    """How many labels are none of the classes: as secret as the rows, for their owner's terminal alone."""
 
     @property
     def n(self) -> int:
@@ -82,6 +85,24 @@ class Dataset:
     @property
     def d(self) -> int:
         return int(self.X.shape[1])
+
+    @property
+    def class_labels(self) -> ClassLabels | None:
+        """The classes in the order of the codes in `y`; ``None`` of a regression."""
+        return None if self.classes is None else ClassLabels.of(self.class_names or self.classes)
+
+    @property
+    def targets(self) -> npt.NDArray[Any]:
+        """What each row's target is: its label (no code), or its number."""
+        return self._decoded(self.y)
+
+    @property
+    def targets_test(self) -> npt.NDArray[Any] | None:
+        """What each held-out row's target is."""
+        return None if self.y_test is None else self._decoded(self.y_test)
+
+    def _decoded(self, y: Labels) -> npt.NDArray[Any]:
+        return y if self.class_labels is None else self.class_labels.decode(y)
 
     def refuse_uncounted(self, budget: Budget | None) -> None:
         """Raise DataError if the guarantee fixes the number of records and what they hold decides it."""
@@ -136,55 +157,57 @@ def check_task(task: str | None) -> None:
         raise DataError(f"task={task!r}: must be binary, multiclass or regression.{near}")
 
 
+class EncodedLabels(NamedTuple):
+    """The labels of a file as numbers, with what is public about them."""
+
+    y: Labels
+    task: Task
+    classes: tuple[int, ...] | None = None
+    class_names: tuple[str, ...] | None = None
+    undeclared: int = 0
+    """How many labels are of no class: as secret as the records, for their owner's terminal alone."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields of a `Dataset` besides the labels themselves."""
+        return {key: value for key, value in self._asdict().items() if key != "y"}
+
+
 def encode_labels(
     name: str,
     raw: npt.NDArray[Any],
     task: Task | None = None,
     classes: Sequence[object] | None = None,
-) -> tuple[Labels, Task, tuple[int, ...] | None, tuple[str, ...] | None]:
+) -> EncodedLabels:
     """Turn raw labels into 0…k−1 (or floats), given the public classes; ±1 and 0/1 need no declaration.
 
     A label that is not among declared classes counts as the first of them.
 
     >>> import numpy as np
-    >>> encode_labels("toy", np.array([-1.0, 1.0, -1.0]))
-    (array([0, 1, 0]), 'binary', (0, 1), ('-1', '1'))
+    >>> encode_labels("toy", np.array([-1.0, 1.0, -1.0])).y
+    array([0, 1, 0])
     """
     check_task(task)
     if task == "regression":
-        return _numbers(name, raw), "regression", None, None
+        return EncodedLabels(_numbers(name, raw), "regression")
     if classes is None:
         numbers = _numbers(name, raw)
-        pair = next((p for p in ((0, 1), (-1, 1)) if np.isin(numbers, p).all()), None)
-        if pair is None:
+        classes = next((p for p in ((0, 1), (-1, 1)) if np.isin(numbers, p).all()), None)
+        if classes is None:
             raise DataError(
                 f"{name}: labels are neither 0/1 nor -1/+1. For classification pass the public label set, "
                 "classes=(1, 2, 3); for regression pass task='regression'. No privacy budget was spent."
             )
-        classes = pair
-    if len(classes) < 2 or len(set(classes)) != len(classes):
-        raise DataError(f"{name}: classes={tuple(classes)!r}: must be two or more different labels.")
-    if task == "binary" and len(classes) != 2:
-        raise DataError(f"{name}: task='binary' with {len(classes)} classes; use task='multiclass'.")
-    # What is not declared counts as the first class: a rule for every record by itself. A refusal would tell that
-    # there is one who has another label, and so would an error about a cell that is no number.
-    y = np.zeros(len(raw), dtype=np.int64)
-    if all(isinstance(c, int | float | np.number) for c in classes):
-        values = np.fromiter(map(_number, raw), np.float64, len(raw))
-        for code, label in enumerate(classes):
-            y[values == label] = code
-    else:
-        codes = {str(label): code for code, label in enumerate(classes)}
-        y[:] = np.fromiter((codes.get(str(value), 0) for value in raw), np.int64, len(raw))
-    kind: Task = "binary" if len(classes) == 2 else "multiclass"
-    return y, kind, tuple(range(len(classes))), tuple(str(c) for c in classes)
-
-
-def _number(cell: object) -> float:
     try:
-        return float(cell)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
-        return math.nan
+        known = ClassLabels.of(classes)
+    except ValueError as error:
+        raise DataError(f"{name}: {error}") from None
+    if task == "binary" and len(known) != 2:
+        raise DataError(f"{name}: task='binary' with {len(known)} classes; use task='multiclass'.")
+    return EncodedLabels(
+        known.encode_known(raw), "binary" if len(known) == 2 else "multiclass", tuple(range(len(known))),
+        known.names, int(np.sum(known.encode(raw) < 0)),
+    )  # fmt: skip
 
 
 def _numbers(name: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

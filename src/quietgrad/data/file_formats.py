@@ -134,14 +134,13 @@ def parse_npz(
     arrays = open_npz(content, name)
     X = _dense(_array(arrays, ("X", "x_train", "X_train"), name), name)
     raw = _array(arrays, ("y", "y_train"), name)
-    y, kind, codes, class_names = encode_labels(name, raw.ravel(), task, classes)
+    labels = encode_labels(name, raw.ravel(), task, classes)
     X_test = y_test = None
     if "X_test" in arrays or "x_test" in arrays:
         X_test = _dense(_array(arrays, ("X_test", "x_test"), name), name)
-        if classes is None and class_names is not None:
-            classes = tuple(int(label) for label in class_names)  # the pair that the training labels matched
-        y_test = encode_labels(name, _array(arrays, ("y_test",), name).ravel(), kind, classes)[0]
-    return check(Dataset(name, X, y, X_test, y_test, task=kind, classes=codes, class_names=class_names))
+        known = labels.class_names if classes is None else classes  # the pair that the training labels matched
+        y_test = encode_labels(name, _array(arrays, ("y_test",), name).ravel(), labels.task, known).y
+    return check(Dataset(name, X, labels.y, X_test, y_test, **labels.facts))
 
 
 _NPY_HEADERS = {

@@ -74,9 +74,11 @@ def load(
             if not Path(test).exists():
                 raise DataError(f"{test}: no such test file.")
             if classes is None and public is None and data.class_names is not None:
-                said["classes"] = tuple(int(c) for c in data.class_names)  # the pair of the training file
+                said["classes"] = data.class_names  # the pair of the training file
             other = _read(Path(test), format, public, data.d, delimiter, encoding, said)
-            data = check(replace(data, X_test=other.X, y_test=other.y, person_test=other.person))
+            undeclared = data.undeclared + other.undeclared
+            data = replace(data, X_test=other.X, y_test=other.y, person_test=other.person, undeclared=undeclared)
+            data = check(data)
     elif path.parent != Path(".") or path.suffix:
         raise DataError(f"{source}: no such file.")
     else:
@@ -140,10 +142,10 @@ def _read(
     if kind == "npz":
         return parse_npz(content, task=said["task"], classes=said["classes"], name=name)
     X, raw = parse_libsvm(content, n_features, name=name)
-    y, found, codes, names = encode_labels(name, raw, said["task"], said["classes"])
+    labels = encode_labels(name, raw, said["task"], said["classes"])
     note = "d is the largest feature index seen; declare n_features to make it public"
     notes = () if n_features is not None else (note,)
-    return check(Dataset(name, X, y, task=found, classes=codes, class_names=names, notes=notes))
+    return check(Dataset(name, X, labels.y, notes=notes, **labels.facts))
 
 
 def demo_dataset(*, download: bool = True) -> Dataset:

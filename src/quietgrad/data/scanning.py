@@ -34,6 +34,7 @@ from quietgrad.data.scan_reader import (
 from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
 from quietgrad.data.schema import SchemaSource, read_schema
 from quietgrad.data.tables import RowLayout
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.privacy_units import Combine, ContributionBounds
 from quietgrad.tables.scanned import Merge, RowBlock, Task
 
@@ -261,7 +262,11 @@ class Scan:
 
     def named(self) -> Scan:
         """The same records with the names of their classes for labels, where the classes are declared."""
-        return self if self.classes is None else self.labelled(partial(np.take, np.asarray(self.classes)))
+        return self if self.classes is None else self.labelled(ClassLabels.of(self.classes).decode)
+
+    def undeclared(self) -> int:
+        """How many labels are none of the declared classes, read from that column only: for their owner alone."""
+        return int(self._of_all_rows(partial(_undeclared, self.layout), np.add) or 0)
 
     def known(self) -> Scan:
         """The same records for a run that has begun: its next pass refuses what it cannot use, and no other."""
@@ -303,6 +308,10 @@ def _pairs(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
         for place, pair in enumerate(((0, 1), (-1, 1))):
             found[place] &= labels.dtype.kind in "iufb" and bool(np.isin(labels, pair).all())
     return found
+
+
+def _undeclared(layout: RowLayout, parts: ScanParts, task: Task) -> Any:
+    return np.array(sum(layout.undeclared(batch) for batch in task.unit.batches([layout.target], parts.rows)))
 
 
 def _count_rows(parts: ScanParts, task: Task) -> list[int]:

@@ -16,11 +16,22 @@ from pyarrow.fs import LocalFileSystem
 from quietgrad.core import files
 from quietgrad.core.errors import DataError, boundary
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import MISSING, Date, NotNumericError, Numeric, is_number, to_numbers, yes_or_no
-from quietgrad.data.dataset import LABELS_ARE_WORDS, Dataset, Labels, Task, check, encode_labels
+from quietgrad.data.columns import (
+    MISSING,
+    NO,
+    YES,
+    Date,
+    NotNumericError,
+    Numeric,
+    is_number,
+    to_numbers,
+    yes_or_no,
+)
+from quietgrad.data.dataset import LABELS_ARE_WORDS, Dataset, Task, check, encode_labels
 from quietgrad.data.delimited import CSVDialect, as_utf8
 from quietgrad.data.file_formats import EXPANSION, budget, read_content
 from quietgrad.data.schema import Schema
+from quietgrad.tables.labels import ClassLabels
 
 Floats: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 _UNUSUAL = (pa.bool_(), pa.float16())  # to_tensor takes neither
@@ -32,7 +43,8 @@ def coded(values: pa.Array) -> tuple[list[object], npt.NDArray[np.int64]]:
     if pa.types.is_dictionary(values.type):
         values.validate(full=True)  # pyarrow itself decodes codes beyond the dictionary without a word
     else:
-        values = values.dictionary_encode()
+        plain = values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
+        values = plain.dictionary_encode()
     places = np.asarray(values.indices.fill_null(len(values.dictionary)).to_numpy(zero_copy_only=False), np.int64)
     # The codes that occur, without sorting.
     used = np.flatnonzero(np.bincount(places))
@@ -51,7 +63,8 @@ def _is_number(kind: pa.DataType) -> bool:
 
 def _is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+    # Frames of polars hand their texts over as views.
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
 
 
 def _floats(values: pa.Array) -> npt.NDArray[np.float64]:
@@ -222,18 +235,26 @@ class RowLayout:
             at += kind.width
         return X
 
+    def undeclared(self, batch: pa.RecordBatch) -> int:
+        """How many targets are none of the declared classes: for the records' owner alone."""
+        if self.classes is None or self.target is None:
+            return 0
+        return int(np.sum(self._codes(batch.column(self.target)) < 0))
+
+    def _codes(self, values: pa.Array) -> npt.NDArray[np.int64]:
+        """The places of targets among the declared classes; −1 for one that is none of them."""
+        words, codes = coded(values)
+        raw = [word.strip() if isinstance(word, str) else word for word in words]
+        if self.schema is not None and self.schema.label_kind == "yes/no":
+            spelled = [str(word).strip().lower() for word in words]
+            raw = [yes_or_no(word) if word in YES | NO else None for word in spelled]
+        return ClassLabels.of(self.classes or ()).encode(np.array([*raw, None], dtype=object)[:-1])[codes]
+
     def targets(self, values: pa.Array) -> npt.NDArray[np.generic]:
-        """The target column as codes, numbers or the labels it holds."""
+        """The target column as codes of the declared classes, as numbers, or as the labels it holds."""
         target, schema = str(self.target), self.schema
         if self.classes is not None:
-            words, codes = coded(values)
-            if all(isinstance(label, int | float) for label in self.classes):
-                raw: list[object] = [float(word) if isinstance(word, bool) else word for word in words]
-            else:
-                yes_no = schema is not None and schema.label_kind == "yes/no"
-                raw = [yes_or_no(str(word)) if yes_no else str(word).strip() for word in words]
-            found: Labels = encode_labels(self.name, np.array(raw, dtype=object), None, self.classes)[0]
-            return found[codes]
+            return np.maximum(self._codes(values), 0)  # what is not declared counts as the first class
         if values.null_count:
             raise DataError(f"{self.name}: the target {target!r} has missing entries. Remove those records first.")
         if not _is_number(values.type) and not _is_text(values.type):
@@ -308,9 +329,10 @@ def _loaded(
     X = np.empty((rows, layout.width))
     targets: list[npt.NDArray[np.generic]] = []
     ids: dict[str, list[object]] = {column: [] for column in (layout.person, layout.keep) if column is not None}
-    n = 0
+    n = undeclared = 0
     for batch in batches:
         block, y, kept = layout.rows(batch)
+        undeclared += layout.undeclared(kept)
         if n + len(block) > rows:
             raise DataError(f"{name}: has other numbers of rows than the file says; it may be damaged.")
         X[n : n + len(block)] = block
@@ -332,12 +354,10 @@ def _loaded(
         )
     raw: Any = np.concatenate(targets) if targets else np.zeros(0)
     if layout.classes is None:
-        y, kind, codes, class_names = encode_labels(name, raw, layout.task or task)
-    else:
-        _, kind, codes, class_names = encode_labels(
-            name, raw[:0], None if schema is not None else task, layout.classes
-        )
-        y = raw
+        labels = encode_labels(name, raw, layout.task or task)
+    else:  # coded by the layout, batch by batch
+        labels = encode_labels(name, raw[:0], None if schema is not None else task, layout.classes)
+        labels = labels._replace(y=raw, undeclared=undeclared)
     used = set(layout.read)
     left_out = [column or "(row name)" for column in header if column not in used]
     notes = [f"columns left out: {_listed(left_out)}"] if left_out else []
@@ -345,13 +365,13 @@ def _loaded(
         notes.append("rows with a missing entry left out")
     return check(
         Dataset(
-            name, X, y, task=kind, classes=codes, row_bound=schema.row_bound if schema is not None else None,
-            notes=tuple(notes), class_names=class_names,
+            name, X, labels.y, row_bound=schema.row_bound if schema is not None else None, notes=tuple(notes),
             label_bounds=schema.label_bounds if schema is not None else None, feature_names=names,
             person=None if layout.person is None else np.array([*ids[layout.person], None], dtype=object)[:-1],
             ids=None if layout.keep is None else tuple(str(v) for v in ids[layout.keep]),
             feature_bounds=None if schema is None else schema.feature_bounds,
             bounded_names=() if schema is None else schema.bounded_names, leaves_out=layout.may_drop,
+            **labels.facts,
         )
     )  # fmt: skip
 

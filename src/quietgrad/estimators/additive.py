@@ -16,18 +16,20 @@ import numpy as np
 from sklearn.utils.validation import _check_y, check_consistent_length, check_is_fitted
 
 from quietgrad.core.errors import DataError
+from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.session.curator import CentralSession
-from quietgrad.estimators.base import PrivateModel, noted
+from quietgrad.estimators.base import PrivateModel, noted, number_of
 from quietgrad.estimators.classifiers import Classifier, PrivateLogisticRegression
 from quietgrad.estimators.regressors import Regressor
 from quietgrad.estimators.validation import ColumnSchema, PrivacyUnitSpec, ScanTable, drop_person_column, read_table
 from quietgrad.methods.additive_gd import AdditiveGD, for_shapes
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.range_estimation import Bounds
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.losses import Logistic, Multinomial, Squared
 from quietgrad.tables.range_queries import FeatureBox
 from quietgrad.tables.shapes import AdditiveBasis, Feature
-from quietgrad.tables.table import Array, Floats, refuse_text
+from quietgrad.tables.table import Floats, refuse_text
 
 _ROWS = PrivacyUnitSpec()
 _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut into 16
@@ -92,8 +94,8 @@ class _Additive(PrivateModel):
             found.append((first, second))
         return tuple(found)
 
-    def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> AdditiveGD:
-        vocabularies = self._columns.vocabularies
+    def _method(self, size: int | PublicCount, features: int, whom: PrivacyUnitSpec = _ROWS) -> AdditiveGD:
+        n, vocabularies = number_of(size), self._columns.vocabularies
         drafts = tuple(  # before their ranges are known; an indicator has a line alone
             Feature(name, values=tuple(vocabularies.get(name, ())), weight=0.0 if name in self._indicators else 1.0)
             for name in self._columns.names
@@ -234,8 +236,8 @@ class PrivateAdditiveClassifier(Classifier, _Additive):
     (True, 16)
     """
 
-    def _loss(self, classes: int, names: Array) -> Any:
-        return Logistic(intercept=True) if classes == 2 else Multinomial(classes, intercept=True)
+    def _loss(self, known: ClassLabels) -> Any:
+        return Logistic(intercept=True) if len(known) == 2 else Multinomial(len(known), intercept=True)
 
     predict_proba = PrivateLogisticRegression.predict_proba
     predict_log_proba = PrivateLogisticRegression.predict_log_proba

@@ -30,6 +30,7 @@ from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import settle_failed_run
 from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
+from quietgrad.estimators.dates import bounds_in_days
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     ScanTable,
@@ -44,16 +45,20 @@ from quietgrad.estimators.validation import (
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods import run
 from quietgrad.methods.base import Algorithm
-from quietgrad.methods.budget_allocation import budget_mu, for_table
+from quietgrad.methods.budget_allocation import budget_mu, error_tightness, for_table
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.registry import entry
-from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS
+from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS, WhitenedGD
 from quietgrad.tables.privacy_units import Combine
 from quietgrad.tables.range_queries import FeatureBox
 from quietgrad.tables.regularizers import L2
 from quietgrad.tables.table import Array, refuse_text
 
 _ROWS = PrivacyUnitSpec()
+_NO_ERRORS_BOUGHT = (
+    "standard errors were asked for and not bought: the number of records, which was counted privately, is too "
+    "small for them at this budget. The whole budget went into the model; summary() says what would do"
+)
 _SUMMARY = ("coef", "std_err", "lower", "upper", "p_value")
 
 
@@ -92,6 +97,8 @@ class PrivateModel(SpendsPrivacy):
     inference: ClassVar[bool | None] = False
     algorithm: ClassVar[Algorithm | str | None] = None
     person_column_: str | None = field(init=False, default=None)
+    _counted_before: ClassVar[bool] = False
+    """Whether the number of records that is declared for a round was counted by its search."""
     _within: ClassVar[Charge | None] = None
     """An entry that pays for the fit already: that of a private search whose round it is."""
     _bounds: tuple[Bounds | None, ...] | None = field(init=False, default=None)
@@ -136,7 +143,7 @@ class PrivateModel(SpendsPrivacy):
             if unknown := sorted(str(name) for name in given if str(name) not in names):
                 raise ValueError(f"feature_bounds: {', '.join(unknown)}: not among the columns of X.")
             for name, pair in given.items():
-                pairs[names.index(str(name))] = checked_bounds("feature_bounds", pair)
+                pairs[names.index(str(name))] = checked_bounds("feature_bounds", bounds_in_days(pair))
         elif given is not None:
             if isinstance(given, str) or not isinstance(given, Collection):
                 raise ValueError(
@@ -144,7 +151,9 @@ class PrivateModel(SpendsPrivacy):
                 )
             if len(given) != features:
                 raise ValueError(f"feature_bounds: has {len(given)} pairs, X has {features} features.")
-            pairs = [None if pair is None else checked_bounds("feature_bounds", pair) for pair in given]
+            pairs = [
+                None if pair is None else checked_bounds("feature_bounds", bounds_in_days(pair)) for pair in given
+            ]
         return tuple(pairs) if any(pair is not None for pair in pairs) else None
 
     def _column_names(self, features: int) -> list[str]:
@@ -161,8 +170,13 @@ class PrivateModel(SpendsPrivacy):
 
     # --- the plan ---------------------------------------------------------------------------------------------
 
-    def _method(self, n: int, features: int, whom: PrivacyUnitSpec = _ROWS) -> Algorithm:
-        """The method for a public number of records."""
+    def _method(self, size: int | PublicCount, features: int, whom: PrivacyUnitSpec = _ROWS) -> Algorithm:
+        """The method for a public number of records.
+
+        Standard errors that the number cannot pay for are refused. A number that was counted is a release, after
+        which nothing is refused: the method is then one without them.
+        """
+        n = number_of(size)
         if isinstance(self.algorithm, str):
             kind = entry(self.algorithm).kind
             known = {each.name for each in fields(kind)}
@@ -180,6 +194,10 @@ class PrivateModel(SpendsPrivacy):
             raise ValueError(f"inference: {NO_ERRORS}, without class_weight.")
         if self.inference and not whom.means:
             raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
+        wanted = self.inference if self._offers_inference and whom.means else False
+        released = self._counted_before or (isinstance(size, PublicCount) and size.counted)
+        if wanted and released and error_tightness(n, features, self._budget()) > CROWDED:
+            wanted = False
         return for_table(
             n,
             features,
@@ -187,7 +205,7 @@ class PrivateModel(SpendsPrivacy):
             feature_bounds=self._bounds,
             row_bound=self.row_bound,
             sparse=self._is_sparse,
-            inference=self.inference if self._offers_inference and whom.means else False,
+            inference=wanted,
             **self._shape(),
         )
 
@@ -215,7 +233,7 @@ class PrivateModel(SpendsPrivacy):
         self, size: int | PublicCount, features: int, looks: tuple[Slot, ...] = (), whom: PrivacyUnitSpec = _ROWS
     ) -> Plan:
         """The plan of a whole fit, with the estimates of labels (``looks``)."""
-        method = self._method(size.n if isinstance(size, PublicCount) else size, features, whom)
+        method = self._method(size, features, whom)
         return make_plan(
             method, n=size, budget=self._budget(), looks=looks, unit=whom.unit,
             records_public=whom.records_public,
@@ -291,6 +309,9 @@ class PrivateModel(SpendsPrivacy):
 
     def _train(self, session: CentralSession, method: Algorithm, notes: tuple[str, ...]) -> Any:
         """Run the method; sets ``privacy_``, ``n_iter_`` and returns weights (features, outputs) and intercepts."""
+        if self.inference and isinstance(method, WhitenedGD) and not method.inference_share:
+            warnings.warn(_NO_ERRORS_BOUGHT, TooNoisyWarning, stacklevel=4)
+            notes = (*notes, _NO_ERRORS_BOUGHT)
         try:
             result = run(method, session, session.initial(), account=str(self.account), notes=notes)
         except Exception as error:
@@ -384,6 +405,18 @@ class SummaryTable(list[dict[str, Any]]):
         head = f"{'':24}" + "".join(f"{name:>12}" for name in _SUMMARY)
         rows = [f"{row['name']:24.24}" + "".join(f"{row[c]:12.4g}" for c in _SUMMARY) for row in self]
         return "\n".join([head, *rows])
+
+
+def number_of(size: int | PublicCount) -> int:
+    """The number of records, declared, public or counted."""
+    return size.n if isinstance(size, PublicCount) else size
+
+
+def what_counting_cost(size: PublicCount) -> str:
+    """What a refusal says of the budget, once it is known for how many records a fit would be."""
+    if size.counted:
+        return "The private count of the records was charged, about 1 % of ε; the rest of the budget was not."
+    return "No privacy budget was spent."
 
 
 def undetected_notes(details: Mapping[str, Any], look: Mapping[str, Any]) -> tuple[tuple[str, ...], str]:

@@ -17,11 +17,11 @@ from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.errors import DataError, TooNoisyError
 from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
-from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.opening import settle_failed_run
-from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
+from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     check_labels,
@@ -33,9 +33,9 @@ from quietgrad.estimators.validation import (
     warn_declared,
     with_labels,
 )
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.losses import Hinge, Logistic, Multinomial, OneVsRestHinge
 from quietgrad.tables.queries.counts import LabelCounts, LabelSet
-from quietgrad.tables.table import Array
 
 _FAILURE_PART = 1e-3  # of δ, for a rare label that passes the threshold
 _FEW = 300  # nμ below which the estimate of the labels takes more of the budget
@@ -58,18 +58,18 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         warn_declared(typed)
         whom, features = whose(X.shape[0]), X.shape[1]
         notes = (*whom.notes, *typed)
-        known = self._loss(2, np.arange(2)) if declared is None else self._loss(len(declared), declared)
+        known = self._loss(ClassLabels.of((0, 1)) if declared is None else declared)
         whom.check(self._method(NOMINAL, features, whom), known)  # settings are checked before anything is reserved
         if declared is not None:
-            self.classes_ = declared
+            self.classes_ = declared.values
             if self.classes is None and not typed:
                 notes = (*notes, "the classes are those that the type of y lists, which is taken as public")
             data = with_labels(X, y, coder(X, declared))
             curator, size = self._counted(known, data, features, whom)
         else:
             curator, size = self._counted(LabelSet(), X if is_scan(X) else (X, y), features, whom)
-        looks = () if declared is not None else (self._look(size.n),)
-        method = self._method(size.n, features, whom)
+        looks = () if declared is not None else (self._look(size),)
+        method = self._method(size, features, whom)
         session = self._open(curator, self._plan(size, features, looks, whom))
         if declared is None:
             self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
@@ -82,8 +82,9 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
                         "set is public. The whole budget of this fit was charged, because the stop depends on a "
                         "release."
                     )
-                found = self._loss(len(self.classes_), self.classes_)
-                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, self.classes_))
+                labels = ClassLabels.of(self.classes_)
+                found = self._loss(labels)
+                data = with_labels(X.known() if is_scan(X) else X, y, coder(X, labels))
                 session.reread(whom.asks(found), whom.of_data(data))
             except Exception as error:
                 settle_failed_run(session, error)
@@ -91,7 +92,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         weights, self.intercept_ = self._train(session, method, notes)
         self.coef_ = np.ascontiguousarray(weights.T)
 
-    def _accept(self, X: object, y: Any) -> tuple[Any, Any, Any]:
+    def _accept(self, X: object, y: Any) -> tuple[Any, Any, ClassLabels | None]:
         """Check what is given before anything is planned or reserved; also the declared classes, if they are."""
         if is_scan(X):
             public = self.classes if self.classes is not None else X.classes
@@ -107,15 +108,15 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
             declared = None if public is None else declared_classes(public, y)
         self._known = None if declared is None else len(declared)
         if declared is not None:
-            self._loss(len(declared), declared)  # what no loss takes is refused before any charge
+            self._loss(declared)  # what no loss takes is refused before any charge
         return X, y, declared
 
     def _shape(self) -> dict[str, Any]:
         return {"outputs": 1 if self._known in (None, 2) else self._known}
 
-    def _look(self, n: int) -> Slot:
-        """The release of the labels of about ``n`` records: a share of μ², and of δ for a rare one that passes."""
-        budget = self._budget()
+    def _look(self, size: PublicCount) -> Slot:
+        """The release of the labels of so many records: a share of μ², and of δ for a rare one that passes."""
+        budget, n = self._budget(), size.n
         share = 0.2 if self._signal(n) < _FEW else 0.05
         failure = GaussianPartitionSelection(_FAILURE_PART * budget.delta)
         noise = sensitivity_factor(budget.relation) / (gaussian_mu(budget.epsilon, budget.delta) * math.sqrt(share))
@@ -124,11 +125,12 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         if 2.0 * least > n:
             raise DataError(
                 f"y: at this budget one class is detected only if about {math.ceil(least)} records have it, and "
-                "the table is too small for two such classes. Pass classes=[...] if the label set is public."
+                "the table is too small for two such classes. Pass classes=[...] if the label set is public. "
+                f"{what_counting_cost(size)}"
             )
         return slot
 
-    def _loss(self, classes: int, names: Array) -> Any:
+    def _loss(self, known: ClassLabels) -> Any:
         raise NotImplementedError
 
     def decision_function(self, X: object) -> Any:
@@ -141,14 +143,14 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         """The likelier or likeliest class of each record."""
         scores = self.decision_function(X)
         codes = (scores > 0.0).astype(np.int64) if scores.ndim == 1 else scores.argmax(axis=1)
-        return self.classes_[codes]
+        return ClassLabels.of(self.classes_).decode(codes)
 
 
 @dataclass(eq=False, repr=False)
 class _LinearClassifier(PrivateLinearModel, Classifier):
     class_weight: Mapping[Any, float] | None = field(default=None, kw_only=True)
 
-    def _weights(self, names: Array) -> tuple[float, ...] | None:
+    def _weights(self, known: ClassLabels) -> tuple[float, ...] | None:
         """class_weight by code, the largest 1; the clip bounds a weighted record like any other."""
         if self.class_weight is None:
             return None
@@ -159,19 +161,27 @@ class _LinearClassifier(PrivateLinearModel, Classifier):
         given: Any = self.class_weight.values()
         if not all(isinstance(w, numbers.Real) and math.isfinite(w) and float(w) > 0.0 for w in given):
             raise ValueError("class_weight: each must be a finite number > 0.")
-        weights = [float(self.class_weight.get(name, 1.0)) for name in np.asarray(names).tolist()]
-        return tuple(weight / max(weights) for weight in weights)
+        weights = np.ones(len(known))
+        codes = known.encode(np.array([*self.class_weight, None], dtype=object)[:-1])
+        if self._known is not None and (codes < 0).any():
+            raise ValueError(f"class_weight: weighs a class that is none of {', '.join(known.names)}.")
+        weights[codes[codes >= 0]] = np.array(list(given), dtype=np.float64)[codes >= 0]
+        return tuple((weights / weights.max()).tolist())
 
 
-def declared_classes(classes: Sequence[object], y: Any) -> Any:
+def declared_classes(classes: Sequence[object], y: Any) -> ClassLabels:
     """The declared classes, sorted. A label that is not among them counts as the first.
 
     What is refused is public: too few classes, or texts declared for a column of numbers and the other way round.
     """
-    declared = np.unique(np.asarray(classes))
-    if len(declared) < 2:
-        raise ValueError(f"classes={list(classes)!r}: must name at least two classes.")
-    texts = [np.asarray(each).dtype.kind in "US" for each in (declared, y)]
+    values = np.asarray(classes)
+    try:
+        declared = ClassLabels(np.unique(values))
+    except (TypeError, ValueError):  # no order, one class, a gap
+        raise ValueError(
+            f"classes={list(classes)!r}: must be at least two different classes, all texts or all numbers."
+        ) from None
+    texts = [np.asarray(each).dtype.kind in "US" for each in (declared.values, y)]
     if np.asarray(y).dtype.kind in "biufUS" and len(y) and texts[0] != texts[1]:
         raise ValueError(
             "classes: are texts where y has numbers, or the other way round; declare them as y has them."
@@ -196,8 +206,9 @@ class PrivateLogisticRegression(_LinearClassifier):
             reads them from the records.
         feature_bounds: Public (low, high) of each feature, or a mapping of column names to them. Undeclared ranges
             are estimated privately where n and ε allow. Values outside are moved to the limit, also at prediction.
-            Boolean columns count as declared. A published norm ``{"centre": c, "spread": s}`` stands for three
-            spreads around its centre.
+            Boolean columns count as declared. Columns of dates, moments and durations count in days (since 1970,
+            UTC), whatever their unit, and their bounds may be dates. A published norm
+            ``{"centre": c, "spread": s}`` stands for three spreads around its centre.
         class_weight: Public weights of classes; the clip bounds a weighted record like any other.
         row_bound: a public bound on row norms instead of bounds on features.
         fit_intercept: whether to add a constant.
@@ -232,9 +243,9 @@ class PrivateLogisticRegression(_LinearClassifier):
         """Only where it is public that there are two classes."""
         return self._known == 2 and self.class_weight is None
 
-    def _loss(self, classes: int, names: Array) -> Any:
-        settings = self._settings() | {"class_weights": self._weights(names)}
-        return Logistic(**settings) if classes == 2 else Multinomial(classes, **settings)
+    def _loss(self, known: ClassLabels) -> Any:
+        settings = self._settings() | {"class_weights": self._weights(known)}
+        return Logistic(**settings) if len(known) == 2 else Multinomial(len(known), **settings)
 
     def predict_proba(self, X: object) -> Any:
         """P(class) of each record."""
@@ -267,8 +278,8 @@ class PrivateSVC(_LinearClassifier):
 
     smoothing: float = field(default=1.0, kw_only=True)
 
-    def _loss(self, classes: int, names: Array) -> Any:
-        settings = self._settings() | {"class_weights": self._weights(names)}
-        if classes == 2:
+    def _loss(self, known: ClassLabels) -> Any:
+        settings = self._settings() | {"class_weights": self._weights(known)}
+        if len(known) == 2:
             return Hinge(self.smoothing, **settings)
-        return OneVsRestHinge(classes, self.smoothing, **settings)
+        return OneVsRestHinge(len(known), self.smoothing, **settings)

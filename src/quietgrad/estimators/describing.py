@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.opening import settle_failed_run
 from quietgrad.core.session.statement import Privacy, privacy_statement
+from quietgrad.estimators.dates import bounds_in_days, days_since_1970
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     codes_in,
@@ -359,6 +360,8 @@ def _read(frame: Any, schema: object) -> tuple[list[_Column], Floats, tuple[str,
         if said.get("kind") in _SKIPPED:
             continue
         column = _column(name, said)
+        if not column.values and getattr(getattr(cells, "dtype", None), "kind", "O") not in "iub":
+            column = replace(column, gaps=True)  # by its type it may have gaps, which have a cell of their own
         columns.append(column)
         numbers.append(codes_in(cells, column.values) if column.values else _numbers(column, cells))
     if not columns:
@@ -406,23 +409,31 @@ def _column(name: str, said: Mapping[str, Any]) -> _Column:
     if kind == "category" and not values:
         raise DataError(f"schema: column {name!r} is a category: list its public `categories`.")
     bounds = said.get("bounds")
-    if bounds is not None and kind == "date":
-        bounds = [_days(np.asarray([each]))[0] if isinstance(each, str) else each for each in bounds]
+    if kind == "date":
+        bounds = bounds_in_days(bounds)
     pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
     return _Column(name, kind, pair, values, gaps=said.get("missing") is not None)
 
 
 def _numbers(column: _Column, cells: object) -> Floats:
+    """The cells as numbers, dates as days since 1970; what is no finite number is a gap, NaN.
+
+    It is a rule for every cell by itself: a refusal would tell that a record holds such a cell.
+    """
+    each = days_since_1970 if column.kind == "date" else _as_floats
     try:
-        numbers = _days(cells) if column.kind == "date" else np.asarray(cells, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise DataError(f"column {column.name!r} has cells that are no {column.kind}s.") from None
-    if np.isinf(numbers).any() or (np.isnan(numbers).any() and not column.gaps):
-        raise DataError(f'column {column.name!r} has gaps or infinities: declare missing = "indicator" for it.')
-    return numbers
+        numbers = each(cells)
+    except (TypeError, ValueError, OverflowError):
+        numbers = np.array([_or_gap(each, cell) for cell in np.asarray(cells, dtype=object)])
+    return np.where(np.isfinite(numbers), numbers, np.nan)
 
 
-def _days(cells: object) -> Floats:
-    """Days since 1970, NaN for a gap."""
-    days = np.asarray(cells, dtype="datetime64[s]")
-    return np.where(np.isnat(days), np.nan, days.astype(np.int64) / 86_400.0)
+def _as_floats(cells: object) -> Floats:
+    return np.asarray(cells, dtype=np.float64)
+
+
+def _or_gap(each: Callable[[object], Floats], cell: object) -> float:
+    try:
+        return float(each([cell])[0])
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

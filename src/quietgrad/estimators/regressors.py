@@ -13,15 +13,15 @@ from sklearn.metrics import d2_tweedie_score
 from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.plans.counting import NOMINAL
-from quietgrad.estimators.base import PrivateLinearModel, PrivateModel
+from quietgrad.core.plans.counting import NOMINAL, PublicCount
+from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
 from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
 from quietgrad.methods.additive_gd import AdditiveGD
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.whitened_gd import WhitenedGD
 from quietgrad.tables.losses import Huber, Pinball, PoissonDeviance, Squared
 from quietgrad.tables.range_queries import FeatureBox
-from quietgrad.tables.table import Floats
+from quietgrad.tables.table import Floats, numbers_of
 
 _LARGEST = 1e4  # means of a count that its loss follows exactly
 _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a false one is a useless model
@@ -46,8 +46,8 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
             scale = self._target_frame(bounds)
         data = with_labels(X, y, None if scale is None else scale.targets)
         curator, size = self._counted(self._loss(), data, features, whom)
-        self._target_bounds(size.n)
-        method = self._method(size.n, features, whom)
+        self._target_bounds(size)
+        method = self._method(size, features, whom)
         session = self._open(curator, self._plan(size, features, whom=whom))
         found = ("the range of the targets was found privately",) if bounds is None else ()
         weights, bias = self._train(session, method, (*whom.notes, *found))
@@ -73,14 +73,14 @@ class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
         self._loss()  # what no loss takes is refused before any charge
         return X, np.asarray(y, dtype=np.float64), self._target_bounds()
 
-    def _target_bounds(self, n: int | None = None) -> Bounds | None:
-        """The declared range of the targets; refused without one if it could not be found among ``n`` records."""
+    def _target_bounds(self, size: PublicCount | None = None) -> Bounds | None:
+        """The declared range of the targets; refused without one if it could not be found among so many records."""
         if self.target_bounds is not None:
             return checked_bounds("target_bounds", self.target_bounds)
-        if n is not None and self._signal(n) < _LEAST_SIGNAL:
+        if size is not None and self._signal(size.n) < _LEAST_SIGNAL:
             raise DataError(
                 "y: at this n and ε the range of the targets cannot be estimated privately. Pass a public range: "
-                "target_bounds=(low, high)."
+                f"target_bounds=(low, high). {what_counting_cost(size)}"
             )
         return None
 
@@ -180,7 +180,7 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
 
     Args:
         target_bounds: public (0, most) of the counts; ``None`` finds a limit privately. Larger counts count as the
-            limit, and predictions stay inside it.
+            limit and negative ones as 0, and predictions stay inside it.
 
     The other parameters are those of :class:`~quietgrad.estimators.PrivateLogisticRegression`.
 
@@ -199,8 +199,8 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     def _target_frame(self, bounds: Bounds) -> FeatureBox:
         return FeatureBox(np.zeros(1), np.ones(1), bounds, 1.0)
 
-    def _target_bounds(self, n: int | None = None) -> Bounds | None:
-        bounds = super()._target_bounds(n)
+    def _target_bounds(self, size: PublicCount | None = None) -> Bounds | None:
+        bounds = super()._target_bounds(size)
         if bounds is not None and bounds[0] != 0.0:
             raise ValueError("target_bounds: counts begin at 0; give (0, most).")
         return bounds
@@ -217,7 +217,10 @@ class PrivatePoissonRegressor(PrivateLinearModel, Regressor):
     def score(self, X: object, y: object, sample_weight: npt.ArrayLike | None = None) -> float:
         """D², the part of the Poisson deviance that is explained."""
         least = 1e-9 * self.target_range_[1]
-        return float(d2_tweedie_score(y, np.maximum(self.predict(X), least), power=1, sample_weight=sample_weight))
+        counts = np.maximum(numbers_of(y, "y"), 0.0)
+        return float(
+            d2_tweedie_score(counts, np.maximum(self.predict(X), least), power=1, sample_weight=sample_weight)
+        )
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -10,7 +10,7 @@ import numpy as np
 
 from quietgrad.core.errors import DataError
 from quietgrad.methods.result import Result, load
-from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.losses import LOSSES, OneVsRestHinge
 from quietgrad.tables.registry import make_objective
 from quietgrad.tables.shapes import AdditiveBasis
 from quietgrad.tables.table import Array
@@ -54,9 +54,7 @@ def from_run(folder: str | Path) -> Any:
         model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
         model.account = account.rpartition("; ")[2]  # of the last part
-    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
-    objective: Any = make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
-    weights, bias = objective.coefficients(np.asarray(result.params))
+    weights, bias = _objective_of(name, facts).coefficients(np.asarray(result.params))
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
@@ -72,6 +70,14 @@ def from_run(folder: str | Path) -> Any:
         values = facts.get("class_values")
         model.classes_ = np.array(_labels(facts["class_names"]) if values is None else values)
     return model
+
+
+def _objective_of(name: str, facts: Any) -> Any:
+    """The objective whose parameters a run holds; a machine of several classes is one against the rest for each."""
+    if name == "hinge" and facts["task"] == "multiclass":
+        return OneVsRestHinge(int(facts["classes"]), intercept=bool(facts["intercept"]))
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
 
 
 def params_of(model: Any) -> Any:
@@ -97,9 +103,7 @@ def to_run(model: Any, folder: str | Path) -> Path:
         raise ValueError(f"{kind}: only linear estimators are saved as runs.")
     labels = None if "classes_" not in known else _values(model.classes_)
     several = labels is not None and len(labels) > 2
-    if several and kind == "PrivateSVC":
-        raise ValueError("PrivateSVC: a run holds a machine of two classes only.")
-    loss = "multinomial" if several else _NAMES[kind]
+    loss = "multinomial" if several and kind != "PrivateSVC" else _NAMES[kind]
     number = known.get(str(LOSSES[loss].number))
     names = known.get("feature_names_in_")
     facts = {

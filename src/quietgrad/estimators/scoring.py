@@ -42,6 +42,8 @@ from quietgrad.estimators.validation import (
 from quietgrad.methods.minimizing import minimize
 from quietgrad.methods.range_estimation import HistogramRelease
 from quietgrad.methods.result import digest_of, load
+from quietgrad.methods.score_noise import SCORE_NAMES, is_too_noisy, score_text
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.queries.counts import Tabulation
 from quietgrad.tables.table import Array, Floats, lay_out, numbers_of, rows_in
 
@@ -54,7 +56,6 @@ CellPlaces = Callable[[Any, Any], tuple[Any, Any]]
 _FEW = 5000  # people below which half the bins leave more in each
 _REDRAWS = 200
 _CONFIDENCE_BINS = 10
-_NUMBERS = ("accuracy", "auc", "log_loss", "r2", "rmse", "mae")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class PrivateScore:
     """Private scores of a model from one release, each with its standard error.
 
     ``calibration`` rows are (mean predicted probability, observed frequency, standard error, share of the people);
-    ``confusion`` is (true × predicted) shares of the people. ``None`` where a number does not apply.
+    ``confusion`` is (true × predicted) shares of the people. ``None`` where a number does not apply. What is too
+    noisy to be stated, each number by its own error, is neither printed nor saved; :attr:`too_noisy` names it.
     """
 
     privacy: Privacy
@@ -80,12 +82,31 @@ class PrivateScore:
     of: tuple[str, ...] = field(default=(), repr=False)
     """Digests of the parameters of the model that was scored, as its run may keep them."""
 
+    @property
+    def stated(self) -> dict[str, Number]:
+        """The numbers that are worth stating, by name."""
+        return {name: number for name, number in self._numbers.items() if name not in self.too_noisy}
+
+    @property
+    def too_noisy(self) -> dict[str, float | None]:
+        """The numbers that noise drowns, by name, with their errors; ``None`` for an error that is not finite."""
+        found = {name: _plain(v[1]) for name, v in self._numbers.items() if is_too_noisy(name, *v)}
+        if self.confusion_error is not None and is_too_noisy("confusion", 0.0, self.confusion_error):
+            found["confusion"] = _plain(self.confusion_error)
+        return found
+
+    @property
+    def _numbers(self) -> dict[str, Number]:
+        return {name: number for name in SCORE_NAMES if (number := vars(self)[name]) is not None}
+
     def to_json(self) -> dict[str, Any]:
-        numbers = {n: [*map(_plain, v)] for n in _NUMBERS if (v := vars(self)[n]) is not None}
+        numbers = {name: [*map(_plain, number)] for name, number in self.stated.items()}
+        shares = None if self.confusion is None or "confusion" in self.too_noisy else self.confusion
         return {
             **numbers,
+            "too_noisy": self.too_noisy,
             "calibration": [[_plain(x) for x in row] for row in self.calibration],
-            "confusion": None if self.confusion is None else np.asarray(self.confusion).tolist(),
+            "confusion": None if shares is None else np.asarray(shares).tolist(),
             "confusion_error": self.confusion_error,
             "classes": None if self.classes is None else [str(c) for c in self.classes],
             "notes": list(self.notes),
@@ -102,7 +123,8 @@ class PrivateScore:
         return target
 
     def __str__(self) -> str:
-        parts = [f"{n} {v[0]:.4g} ± {v[1]:.2g}" for n in _NUMBERS if (v := vars(self)[n]) is not None]
+        parts = [f"{name} {value:.4g} ± {error:.2g}" for name, (value, error) in self.stated.items()]
+        parts += [f"{name} {score_text(None, error)}" for name, error in self.too_noisy.items()]
         return f"{', '.join(parts)} ({self.privacy})"
 
 
@@ -135,7 +157,8 @@ def private_score(
     Args:
         model: a classifier with ``classes_`` and ``predict_proba`` (or ``decision_function``), or a regressor. It
             is taken as public: a model fitted without privacy must not be published either way. A model of
-            another library is asked about one record at a time.
+            another library is asked about one record at a time. A record that it cannot answer about counts as
+            wrong: as the most certain wrong answer, or as the farther end of the targets' interval.
         X, y: the held-out people, or a :class:`~quietgrad.data.scanning.Scan` of them; if they are among those the
             model was fitted on, name the same account.
         epsilon: Privacy budget of this release. Smaller is more private and noisier.
@@ -172,13 +195,17 @@ def private_score(
             raise DataError("y: Complex data not supported; give labels or real numbers.")
         if len(y) != rows_in(X):
             raise DataError("X and y have different numbers of records.")
+        shape: tuple[int, ...] = getattr(X, "shape", ())
+        wanted = getattr(model, "n_features_in_", None)
+        if wanted is not None and len(shape) == 2 and shape[1] != wanted:  # public, unlike what the rows hold
+            raise DataError(f"X: has {shape[1]} columns, the model was fitted on {wanted}. Nothing was spent.")
         held = _HoldoutData(X, y)
         asked = AskedOnce(model)
     whom = PrivacyUnitSpec.of(ids, len(held), "mean", records_per_person)
     publisher = _Publisher(budget, Account.of(account, ledger, cap), n_public, held, whom)
     if hasattr(model, "classes_"):
-        classes, chances = np.asarray(model.classes_), hasattr(model, "predict_proba")
-        score = (_binary if len(classes) == 2 else _multiclass)(asked, classes, chances, publisher)
+        labels, chances = ClassLabels.of(model.classes_), hasattr(model, "predict_proba")
+        score = (_binary if len(labels) == 2 else _multiclass)(asked, labels, chances, publisher)
     else:
         bounds = getattr(model, "target_range_", None) if target_bounds is None else target_bounds
         score = _regression(asked, bounds, publisher)
@@ -217,13 +244,6 @@ class _HoldoutData:
             return cells, weights, lay_out(self.X)
         except (DataError, ValueError, TypeError):
             return cells, weights
-
-
-def class_codes(classes: Array, y: Array) -> Array:
-    """The position of each label among the model's classes; −1 for one that it does not know."""
-    order = np.argsort(classes)  # a run's classes are in the order they were declared in
-    codes = order[np.minimum(np.searchsorted(classes, y, sorter=order), len(classes) - 1)]
-    return np.where(classes[codes] == y, codes, -1)
 
 
 @dataclass(frozen=True)
@@ -272,24 +292,26 @@ class _Publisher:
 
 
 def _binary_places(
-    model: object, edges: Floats, classes: Array, chances: bool, X: object, y: Array
+    model: object, edges: Floats, known: ClassLabels, chances: bool, X: object, y: Array
 ) -> tuple[Array, None]:
     """The cell of each person: the bin of the log-odds of the second class, and the class."""
+    codes = known.encode(y)
     if chances:
-        p = np.clip(predict_row_independent(model, "predict_proba", X)[:, 1], 1e-12, 1.0 - 1e-12)
+        p = np.clip(predict_row_independent(model, "predict_proba", X, 2)[:, 1], 1e-12, 1.0 - 1e-12)
         odds = np.log(p) - np.log1p(-p)
     else:
-        odds = np.asarray(predict_row_independent(model, "decision_function", X), dtype=np.float64).ravel()
-    codes = class_codes(classes, y)
+        odds = predict_row_independent(model, "decision_function", X, None)
+    # No answer counts as the most certain wrong one.
+    odds = np.where(np.isnan(odds), np.where(codes == 1, -np.inf, np.inf), odds)
     return np.where(codes < 0, -1, np.searchsorted(edges, odds) * 2 + codes)[:, None], None
 
 
-def _binary(model: object, classes: Array, chances: bool, publisher: _Publisher) -> PrivateScore:
+def _binary(model: object, known: ClassLabels, chances: bool, publisher: _Publisher) -> PrivateScore:
     fine = np.linspace(-6.0, 6.0, 19)
-    n = publisher.count(partial(_binary_places, model, fine, classes, chances))
+    n = publisher.count(partial(_binary_places, model, fine, known, chances))
     edges = np.linspace(-4.0, 4.0, 9) if n < _FEW else fine  # 0, where a prediction changes, is one of them
     bins = len(edges) + 1
-    released = publisher.publish(partial(_binary_places, model, edges, classes, chances), 2 * bins, 1)
+    released = publisher.publish(partial(_binary_places, model, edges, known, chances), 2 * bins, 1)
     width = edges[1] - edges[0]
     middles = np.concatenate([[edges[0] - width], (edges[:-1] + edges[1:]) / 2, [edges[-1] + width]])
     probability = 1.0 / (1.0 + np.exp(-middles))
@@ -311,13 +333,13 @@ def _binary(model: object, classes: Array, chances: bool, publisher: _Publisher)
     return PrivateScore(
         released.privacy,
         accuracy=_number(min(max(value[0], 0.0), 1.0), error[0]),
-        auc=None if math.isnan(value[1]) else _number(value[1], error[1]),
+        auc=_number(value[1], error[1]),
         log_loss=_number(value[2], error[2]) if chances else None,
         calibration=_calibration(table, probability, released),
         confusion=confusion,
         confusion_error=released.noise * math.sqrt(bins / 2) / total,
-        classes=classes,
-        notes=(*notes, *_warnings(error[0])),
+        classes=known.values,
+        notes=tuple(notes),
     )
 
 
@@ -357,22 +379,20 @@ def _errors(read: Callable[[Floats], Floats], released: _Released) -> Floats:
         # A released count is off by noise already, so the noise is drawn once more and not twice.
         fresh = rng.poisson(sizes) + released.noise * rng.standard_normal(len(sizes))
         draws.append(read(fresh))
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.nanstd(np.array(draws), axis=0))
-
-
-def _warnings(error: float) -> list[str]:
-    if error > 0.1:
-        return ["the noise drowns these scores: evaluate with a larger ε or on more people"]
-    return []
+    values = np.array(draws)
+    # A number that some redraws do not have (an AUC without one of the classes) has no finite error.
+    return np.where(np.isfinite(values).all(axis=0), np.nan_to_num(values).std(axis=0), np.inf)
 
 
 def _class_places(
-    model: object, edges: Floats, classes: Array, chances: bool, X: object, y: Array
+    model: object, edges: Floats, known: ClassLabels, chances: bool, X: object, y: Array
 ) -> tuple[Array, None]:
     """Two groups of cells: (true × predicted), and the bin of the probability given to the true class."""
-    codes, k = class_codes(classes, y), len(classes)
-    scores = predict_row_independent(model, "predict_proba" if chances else "decision_function", X)
+    codes, k = known.encode(y), len(known)
+    scores = predict_row_independent(model, "predict_proba" if chances else "decision_function", X, k)
+    # No answer counts as the most certain wrong one.
+    silent = np.asarray(np.isnan(scores).any(axis=1, keepdims=True))
+    scores = np.where(silent, np.eye(k)[(codes + 1) % k], scores)
     cells = [codes * k + scores.argmax(axis=1)]
     if chances:
         cells.append(k * k + np.searchsorted(edges, scores[np.arange(len(codes)), codes]))
@@ -380,11 +400,11 @@ def _class_places(
     return np.where(codes[:, None] < 0, -1, np.stack(cells, axis=1)), None
 
 
-def _multiclass(model: object, classes: Array, chances: bool, publisher: _Publisher) -> PrivateScore:
-    k = len(classes)
+def _multiclass(model: object, known: ClassLabels, chances: bool, publisher: _Publisher) -> PrivateScore:
+    k = len(known)
     edges = np.exp2(-np.arange(_CONFIDENCE_BINS - 1, 0, -1) / 1.5)  # of the true class's probability
     size = k * k + (_CONFIDENCE_BINS if chances else 0)
-    places = partial(_class_places, model, edges, classes, chances)
+    places = partial(_class_places, model, edges, known, chances)
     publisher.count(places)
     released = publisher.publish(places, size, 2 if chances else 1)
     middles = np.exp(np.concatenate([[np.log(edges[0]) - 0.5], np.log(edges) + 0.5 * math.log(2) / 1.5]))
@@ -404,16 +424,17 @@ def _multiclass(model: object, classes: Array, chances: bool, publisher: _Publis
         log_loss=_number(value[1], error[1]) if chances else None,
         confusion=table / _total(released, table),
         confusion_error=released.noise / _total(released, table),
-        classes=classes,
-        notes=tuple(_warnings(error[0])),
+        classes=known.values,
     )
 
 
 def _error_places(model: object, low: float, high: float, X: object, y: Array) -> tuple[Array, Floats]:
     """(e/w)², |e|/w, t, t² with w the width of the targets' interval and t the target's place in it."""
-    answers = np.asarray(predict_row_independent(model, "predict", X), dtype=np.float64)
-    predicted = np.clip(np.where(np.isnan(answers), low, answers), low, high)
+    answers = predict_row_independent(model, "predict", X, None)
     target = np.clip(numbers_of(y, "y"), low, high)
+    # No answer counts as the farther end of the interval.
+    farther = np.where(target - low > high - target, low, high)
+    predicted = np.clip(np.where(np.isnan(answers), farther, answers), low, high)
     error, place = np.abs(predicted - target) / (high - low), (target - low) / (high - low)
     sums = np.stack([error**2, error, place, place**2], axis=1)
     return np.tile(np.arange(4), (len(y), 1)), sums
@@ -456,4 +477,4 @@ def _regression(model: object, bounds: tuple[float, float] | None, publisher: _P
         hidden = "the variance of the targets does not stand out of the noise, so R² cannot be estimated"
         notes = (f"{hidden}: evaluate with a larger ε, on more people, or with narrower target_bounds",)
         return PrivateScore(released.privacy, rmse=rmse, mae=mae, notes=notes)
-    return PrivateScore(released.privacy, r2=r2, rmse=rmse, mae=mae, notes=tuple(_warnings(errors[0])))
+    return PrivateScore(released.privacy, r2=r2, rmse=rmse, mae=mae)

@@ -34,7 +34,6 @@ from quietgrad.core.plans.schedule import Plan, Schedule, Slot, calibrate_plan
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
-from quietgrad.estimators.scoring import class_codes
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     predict_row_independent,
@@ -43,6 +42,7 @@ from quietgrad.estimators.validation import (
 )
 from quietgrad.methods.dp_sgd import DPGD
 from quietgrad.methods.whitened_gd import WhitenedGD
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.privacy_units import Combine, UnitGrouping
 from quietgrad.tables.queries.counts import MeanScore, Scoring
 from quietgrad.tables.table import Array
@@ -175,17 +175,19 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         whole = Charge(plan.event)
         for model in rounds:
             model._accept(X, labels)
+            model._counted_before = size.counted
             whole.part(model._plan(public_train, features, whom=whom).event, budget)
         session = curator.open(plan, note="search")
         best = None
         for k in range(_rounds(self.mean_rounds, session.uniform("rounds"))):
             pick = int(session.uniform(f"pick/{k}") * len(grid))
             model = clone(rounds[pick])
-            model._within = session.charge
+            model._within, model._counted_before = session.charge, size.counted
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", TooNoisyWarning)  # how often it warned would tell the rounds
                 model.fit(_safe_indexing(X, train), labels[train], person=trained)
-            model._within = None  # a later fit of the chosen model is a fit of its own
+            # A later fit of the chosen model is a fit of its own.
+            model._within, model._counted_before = None, False
             total = session.release("round", MeanScore(partial(each, model), test))
             if best is None or total[0] > best[0]:
                 best = (float(total[0]), model, grid[pick])
@@ -332,20 +334,22 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
 
 def _right(model: Any, X: object, y: Array) -> Any:
-    return np.asarray(predict_row_independent(model, "predict", X) == y) * 1.0
+    known = ClassLabels.of(model.classes_)
+    return known.agree(model.predict(X), y) * 1.0
 
 
 def _likelihood(model: Any, X: object, y: Array) -> Any:
     """1 − (log loss)/5, from 1 for a certain right answer to 0 for a chance below e^−5."""
-    chances = predict_row_independent(model, "predict_proba", X)
-    own = chances[np.arange(len(y)), np.maximum(class_codes(model.classes_, y), 0)]  # other labels: the first class
+    known = ClassLabels.of(model.classes_)
+    chances = predict_row_independent(model, "predict_proba", X, len(known))
+    own = chances[np.arange(len(y)), known.encode_known(y)]  # other labels: the first class
     return 1.0 + np.log(np.maximum(own, math.exp(-5.0))) / 5.0
 
 
 def _closeness(model: Any, X: object, y: Array) -> Any:
     """1 − (error ÷ a quarter of the targets' range)²."""
     low, high = model.target_range_
-    close = 1.0 - ((predict_row_independent(model, "predict", X) - y) / (0.25 * (high - low))) ** 2
+    close = 1.0 - ((predict_row_independent(model, "predict", X, None) - y) / (0.25 * (high - low))) ** 2
     return np.where(np.isnan(close), 0.0, close)
 
 

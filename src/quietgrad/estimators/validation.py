@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +23,10 @@ from sklearn.utils.validation import validate_data
 
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import DataError, DeclaredWarning
+from quietgrad.estimators.dates import dates_as_days
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.minimizing import check_people, how_people_count
+from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.privacy_units import (
     Combine,
     RecordsWithIds,
@@ -104,20 +107,14 @@ def with_labels(X: object, y: object, labels: Callable[[Any], Any] | None) -> An
     return X, y if labels is None else labels(y)
 
 
-def coder(X: object, declared: Array) -> Callable[[Any], Any]:
-    """How labels become positions among the ``declared`` classes: by their values, or by a scan's own codes."""
+def coder(X: object, known: ClassLabels) -> Callable[[Any], Any]:
+    """How the labels of records become codes of the ``known`` classes: by their values, or by a scan's own codes.
+
+    A label too rare to be found, or not declared, counts as the first class.
+    """
     if is_scan(X) and X.classes is not None:
-        return partial(np.take, codes_of(declared, np.asarray(X.classes)))
-    return partial(codes_of, declared)
-
-
-def codes_of(classes: Array, y: Array) -> Array:
-    """The position of each label among the sorted ``classes``."""
-    codes = np.searchsorted(classes, y)
-    codes[codes == len(classes)] = 0
-    # One too rare to be found, or not declared, counts as the first class: a rule for every record by itself.
-    codes[classes[codes] != y] = 0
-    return codes
+        return partial(np.take, known.encode_known(ClassLabels.of(X.classes).values))
+    return known.encode_known
 
 
 def predict_to(model: Any, scan: object, path: str | Path) -> int:
@@ -273,9 +270,7 @@ def checked_rows(estimator: BaseEstimator, X: object, *targets: object, **option
 
     What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
     """
-    for name, kind in getattr(getattr(X, "dtypes", None), "items", dict)():
-        if str(getattr(kind, "kind", "")) in ("m", "M"):
-            raise DataError(f"X: column {name!r} holds dates. Pass numbers, such as days since a public date.")
+    X = dates_as_days(X)
     refuse_text(X, "X")
     if is_frame(X) and len(set(map(str, X.columns))) < len(X.columns):
         raise ValueError("X: two columns have the same name. Rename or drop one of them.")
@@ -294,18 +289,19 @@ def checked_rows(estimator: BaseEstimator, X: object, *targets: object, **option
 
 
 def check_labels(y: Array, declared: Sequence[object] | None) -> None:
-    """Refuse labels that no classifier takes: some text and some not, or numbers without end.
+    """Refuse labels that no classifier takes: gaps, and undeclared ones that are of two kinds or measurements.
 
-    Where classes are declared, a label that is none of them counts as the first. Only if no label is one of them
-    are labels refused like undeclared ones.
+    Where classes are declared, a label that is none of them counts as the first, whatever it is and however many
+    such labels there are.
     """
     check_finite(y)
+    if declared is not None:
+        return
     if y.dtype.kind == "O" and len({isinstance(label, str) for label in y.tolist()}) > 1:
         raise DataError("y: some labels are text and some are not. Make them all of one kind.")
-    if declared is None or not np.isin(y, np.asarray(declared)).any():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one about many different labels comes and goes with a record
-            check_classification_targets(y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one about many different labels comes and goes with a record
+        check_classification_targets(y)
 
 
 def check_finite(y: Array) -> None:
@@ -324,7 +320,7 @@ def read_table(estimator: Any, X: object, categories: Vocabularies | None, *, re
     Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
     """
     refuse_scan(X, "an additive model")
-    table: Any = X if is_frame(X) or sparse.issparse(X) else np.asarray(X)
+    table: Any = dates_as_days(X if is_frame(X) or sparse.issparse(X) else np.asarray(X))
     if reset:
         is_table = not sparse.issparse(table) and len(table.shape) == 2 and 0 not in table.shape
         columns = ColumnSchema.of(table, categories) if is_table else ColumnSchema([], named=False)
@@ -438,42 +434,30 @@ def drop_person_column(X: object, column: str | None) -> Any:
     return X[[name for name in X.columns if name != column]]
 
 
-def predict_row_independent(model: object, verb: str, X: object) -> Array:
-    """``model.verb`` of every record, each answer from that record alone.
+def predict_row_independent(model: object, verb: str, X: object, width: int | None) -> Floats:
+    """``model.verb`` of every record in numbers, each answer from that record alone: ``width`` of them, or one.
 
     A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
     answer. This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked
     about one record at a time: a step that standardises or ranks the rows it is given then sees one, and no product
     of matrices rounds differently for another number of rows. Models of scikit-learn keep nothing of what they are
-    asked; any other one is copied for each record. A record that the model cannot answer about is answered by NaN
-    (``None`` where answers are no numbers), since an error would tell that there is one.
-
-    Raises:
-        DataError: the model could answer about no record; nothing was reserved.
+    asked; any other one is copied for each record. How many numbers an answer has is public. An answer of another
+    form, and a record that the model cannot answer about, are NaN, since an error would tell that there is one.
     """
     if isinstance(model, AskedOnce):
-        return model.answers(verb, X)
+        return model.answers(verb, X, width)
     if _is_ours(model):
-        return np.asarray(getattr(model, verb)(X))
+        return np.asarray(getattr(model, verb)(X), dtype=np.float64)
     copied: Callable[[Any], Any] = (lambda one: one) if _keeps_nothing(model) else deepcopy
-    found: list[Any] = []
+    answers = np.full((rows_in(X), 1 if width is None else width), np.nan)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")  # one about a value would tell of the record that has it
-        for row in range(rows_in(X)):
-            try:
-                answered = getattr(copied(model), verb)(_safe_indexing(X, [row]))
-                found.append(np.asarray(np.asarray(answered)[0]))
-            except Exception:  # foreign code: its message may show a record
-                found.append(None)
-    like = next((answer for answer in found if answer is not None), None)
-    if like is None:
-        raise DataError(f"X: the model could answer about no record. Call model.{verb} on a row to see why.")
-    kind = np.result_type(like.dtype, np.float64) if like.dtype.kind in "biuf" else np.dtype(object)
-    answers = np.full((len(found), *like.shape), np.nan if kind.kind == "f" else None, dtype=kind)
-    for row, answer in enumerate(found):
-        if answer is not None and answer.shape == like.shape:
-            answers[row] = answer
-    return answers
+        for row in range(len(answers)):
+            with suppress(Exception):  # foreign code: its message may show a record
+                answered = np.ravel(np.asarray(getattr(copied(model), verb)(_safe_indexing(X, [row])))[0])
+                if answered.shape == answers[row].shape:
+                    answers[row] = answered.astype(np.float64)
+    return answers[:, 0] if width is None else answers
 
 
 class AskedOnce:
@@ -481,16 +465,16 @@ class AskedOnce:
 
     def __init__(self, model: object) -> None:
         self._model = model
-        self._known: dict[str, tuple[object, Array]] = {}
+        self._known: dict[str, tuple[object, Floats]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def answers(self, verb: str, X: object) -> Array:
+    def answers(self, verb: str, X: object, width: int | None) -> Floats:
         """What :func:`predict_row_independent` says of these rows."""
         rows, found = self._known.get(verb, (None, None))
         if found is None or rows is not X:
-            found = predict_row_independent(self._model, verb, X)
+            found = predict_row_independent(self._model, verb, X, width)
             self._known[verb] = X, found
         return found
 

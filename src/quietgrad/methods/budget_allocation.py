@@ -48,7 +48,7 @@ def for_table(
     if row_bound is not None:
         Within(0.0, 1e150, closed=False).check("row_bound", row_bound)
     mu = budget_mu(budget)
-    tightness = (features + 1) ** 1.5 / (n * mu)
+    tightness = error_tightness(n, features, budget)
     if inference is None:
         inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
     elif inference and outputs > 1:
@@ -87,6 +87,11 @@ def for_table(
         inference_share=0.5 if inference else 0.0,
         clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
+
+
+def error_tightness(n: int, features: int, budget: Budget) -> float:
+    """p^1.5/(nμ): above :data:`~quietgrad.methods.whitened_gd.CROWDED` no standard errors are sold."""
+    return float((features + 1) ** 1.5 / (n * budget_mu(budget)))
 
 
 def is_crowded(

@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import Indices, Numbers
 from quietgrad.tables.linear import LinearObjective, Task
 from quietgrad.tables.table import Floats, Packed, Targets
@@ -255,12 +254,8 @@ class PoissonDeviance(OneScoreLoss):
         return None, self.largest, self.largest
 
     def _coded(self, y: Targets) -> npt.NDArray[Any]:
-        if (y < 0.0).any():
-            raise DataError(
-                "y contains negative values, and a count is 0 or more. Correct or drop such records, or fit "
-                "another model. No privacy budget was spent."
-            )
-        return super()._coded(y)
+        # A count below 0 counts as 0. A refusal would tell that a record holds one.
+        return np.asarray(np.maximum(super()._coded(y), 0.0))
 
     def predict(self, data: object, params: Floats) -> Floats:
         return self.residual(self.decision(data, params), np.zeros(()), self.largest)

@@ -10,6 +10,7 @@ numbers in the same order, and a run that is resumed finds its sums again bit fo
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
@@ -58,9 +59,6 @@ from quietgrad.tables.whitening import (
     WhitenedGradient,
     WhitenedInformation,
 )
-
-MOST_LABELS = 100_000
-"""The most different labels of a scan that are held in memory before it is known which are frequent."""
 
 Floats = npt.NDArray[np.float64]
 Value = TypeVar("Value")
@@ -307,7 +305,7 @@ class Scanned(StreamedRecords):
         self, indices: Indices | None, key: bytes | None
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
         """Labels and how often each occurs, a person counting once: secret."""
-        counts = self.source.total(_CountLabels(key), self.tasks(indices), _join_counts) or {}
+        counts = self.source.total(_CountLabels(key), self.tasks(indices), _join_counts) or Counter()
         found = np.array(sorted(counts))
         return found, np.array([counts[label] for label in found.tolist()], dtype=np.float64)
 
@@ -338,23 +336,20 @@ class _CountLabels:
 
     key: bytes | None = field(repr=False)
 
-    def __call__(self, parts: PartReader, task: Task) -> dict[Any, int]:
-        counts: dict[Any, int] = {}
+    def __call__(self, parts: PartReader, task: Task) -> Counter[Any]:
+        counts: Counter[Any] = Counter()
         for data in parts.blocks(task):
             rows = data.data if isinstance(data, RecordsWithIds) else data
             labels = np.asarray(rows[1])
             if isinstance(data, RecordsWithIds):
                 labels = labels[data.person.one_each(None, self.key)]
             values, sizes = np.unique(labels, return_counts=True)
-            counts = _join_counts(counts, dict(zip(values.tolist(), sizes.tolist(), strict=True)))
+            counts.update(dict(zip(values.tolist(), sizes.tolist(), strict=True)))
         return counts
 
 
-def _join_counts(a: dict[Any, int], b: dict[Any, int]) -> dict[Any, int]:
-    both = {label: a.get(label, 0) + b.get(label, 0) for label in {**a, **b}}
-    if len(both) > MOST_LABELS:
-        raise DataError(
-            f"y: has more than {MOST_LABELS} different labels, which are too many to estimate privately. Is it the "
-            "target? Declare the classes, or fit a regression."
-        )
-    return both
+def _join_counts(a: Counter[Any], b: Counter[Any]) -> Counter[Any]:
+    """Both together, however many labels there are: a limit would tell when one record more exceeds it."""
+    more, less = (a, b) if len(a) >= len(b) else (b, a)
+    more.update(less)
+    return more

@@ -21,6 +21,7 @@ from quietgrad.core.files import read_json, write_atomically
 from quietgrad.core.sanitize import sanitize
 from quietgrad.core.session.statement import Privacy, contradiction, refuted
 from quietgrad.methods.result import Result, digest_of, ledger_of, load, problems_of
+from quietgrad.methods.score_noise import is_too_noisy, score_text
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -253,20 +254,32 @@ def _evaluation(path: Path) -> Evaluation | None:
         if said["result"] != digest_of(path.parent):
             return None  # of a run that was here before
         privacy = Privacy.from_json(said["privacy"])
+        noisy = {**said.get("too_noisy", {})} | {
+            key: said[key][1] for key in _NUMBERS if key in said and _is_drowned(key, *said[key])
+        }
         numbers = [
-            (label, f"{said[key][0]:.4f} ± {said[key][1]:.4f}") for key, label in _NUMBERS.items() if key in said
+            (label, score_text(*((None, noisy[key]) if key in noisy else said[key])))
+            for key, label in _NUMBERS.items()
+            if key in said or key in noisy
         ]
         classes = [str(c) for c in said.get("classes") or []]
         rows = [[float(x) for x in row] for row in said.get("confusion") or []]
         curve = [[float(x) for x in row] for row in said.get("calibration") or [] if None not in row]
         shares = [[f"{x:.3f}" for x in row] for row in rows]
         confusion = list(zip(classes, shares, strict=True)) if rows else []
-        if rows:  # the most frequent class in the same noisy table: what a constant answer would score
+        if (
+            rows and "accuracy" not in noisy
+        ):  # the most frequent class in the same noisy table: what a constant answer would score
             numbers.insert(1, ("majority class alone", f"{max(map(sum, rows)):.4f}"))
         people = "training" if said.get("people") == "training" else "held-out"
         notes = [str(note) for note in said.get("notes", [])]
         why = contradiction(privacy)
         return Evaluation(why, privacy, numbers, _calibration(curve), classes, confusion, notes, people)
+
+
+def _is_drowned(name: str, value: float | None, error: float | None) -> bool:
+    """Whether a number that an older version wrote would not be stated today."""
+    return value is None or error is None or is_too_noisy(name, float(value), float(error))
 
 
 def _shape(shape: Mapping[str, Any]) -> str:

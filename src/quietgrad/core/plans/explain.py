@@ -47,6 +47,7 @@ def _records(plan: Plan) -> str:
     lines = [
         head,
         f"guarantee: {_NEIGHBOURS[relation]} ({relation}) changes an output's odds by at most e^ε, but for δ",
+        *([] if plan.delta_caution is None else [f"caution: {plan.delta_caution}"]),
         *("  " + _slot(plan, slot, relation) for slot in plan.schedule.slots),
     ]
     composition = {

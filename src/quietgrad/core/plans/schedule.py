@@ -90,6 +90,19 @@ class Plan:
         return f"{self.counts}, both {DECLARED}"
 
     @property
+    def delta_caution(self) -> str | None:
+        """What is to be said before the plan is paid for if its δ is not below 1/n; ``None`` if it is below.
+
+        n is declared, public or counted privately, never the secret number itself.
+
+        >>> Plan("dp-gd", {}, Schedule(()), 200, Budget(1.0, 0.01, "replace-one"), 1.0).delta_caution
+        'δ is not below 1/n: a mechanism that publishes a random record would satisfy it'
+        """
+        if self.budget is None or self.budget.delta * self.n_public < 1.0:
+            return None
+        return self.unit.in_words("δ is not below 1/n: a mechanism that publishes a random record would satisfy it")
+
+    @property
     def digest(self) -> str:
         """A digest of what decides samples and noise: the slots, how they compose, n and the noise multiplier."""
         slots = [slot.to_json() for slot in self.schedule.slots]

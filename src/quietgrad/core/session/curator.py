@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import numpy as np
 
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, DeltaWarning
 from quietgrad.core.ledger.account import COUNTED, EPOCH, Account, Charge
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
@@ -116,6 +117,9 @@ class CentralCurator:
             part: the data may be a part of a table that the account knows, such as a fold.
         """
         self._check(plan)
+        if plan.budget is not None and plan.delta_caution is not None and within is None:
+            again = "This run is not charged yet; choose a δ well below 1/n."
+            warnings.warn(f"δ = {plan.budget.delta:g}: {plan.delta_caution}. {again}", DeltaWarning, stacklevel=4)
         if plan.is_private and within is None:
             self.settle()
         run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex

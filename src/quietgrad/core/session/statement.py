@@ -153,8 +153,8 @@ def privacy_statement(session: Session, spent: SessionCost, account: str | None,
         # Another count would have led to another plan; the guarantee of all of them is the budget.
         epsilon, releases = max(epsilon, budget.epsilon), {COUNT: 1, **releases}
         notes = (the_plan.counted.describe(the_plan.unit), *notes)
-    if budget.delta * the_plan.n_public >= 1.0:
-        notes = ("δ is not below 1/n: a mechanism that publishes a random record would satisfy it", *notes)
+    if the_plan.delta_caution is not None:
+        notes = (the_plan.delta_caution, *notes)
     if session.epochs > 1:
         again = "resumed on other sums than it was interrupted on: fresh noise was drawn and charged again"
         notes = (again, *notes)
