@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.cli.scoring import expected_error, hold_out_records, remember_trained, were_trained_on
 from quietgrad.core.accounting.budget import Budget, Relation
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, DeltaWarning
 from quietgrad.data import Dataset, read_schema
 from quietgrad.data.drafting import draft_schema
 from quietgrad.data.tables import parse_csv
@@ -142,6 +146,90 @@ def test_a_delta_above_one_in_n_and_bounds_that_clip_are_told(
     assert "is above 1/n" in said
     assert "declared bounds of dose" in said
     assert "age" not in said
+
+
+def small_csv(path: Path, classes: tuple[str, str] | None, n: int = 1500, rare: bool = False) -> str:
+    rng = np.random.default_rng(0)
+    X = rng.uniform(-1.0, 1.0, (n, 3))
+    yes = np.arange(n) % 500 == 0 if rare else X[:, 0] > 0.0
+    y = 2.0 + X[:, 0] if classes is None else np.where(yes, classes[1], classes[0])
+    lines = [",".join([*(f"{v:.4f}" for v in row), str(label)]) for row, label in zip(X, y, strict=True)]
+    path.write_text("\n".join(["a,b,c,y", *lines]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("model", ["linear", "additive", "svc", "least-squares"])
+def test_exact_scores_of_held_out_rows_are_given_for_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    classes = None if model == "least-squares" else ("nein", "ja")
+    told = ["--task", "regression"] if classes is None else ["--classes", ",".join(classes)]
+    data = small_csv(tmp_path / "t.csv", classes)
+    asked = ["--epsilon", "8", "--relation", "replace-one", "--model", model, "--holdout", "0.3", "--exact-score"]
+    if classes is None:
+        columns = "".join(f"[columns.{name}]\nbounds = [-1, 1]\n" for name in "abc")
+        (tmp_path / "s.toml").write_text(f'[label]\ncolumn = "y"\nbounds = [0, 4]\n{columns}')
+        told = ["--schema", str(tmp_path / "s.toml")]
+    assert main(["train", data, *told, *asked, "--out", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    metrics = json.loads((tmp_path / "run" / "result.json").read_text())["metrics"]
+    assert metrics["private"] is False
+    if classes is None:
+        assert metrics["test_rmse"] < 0.3
+        assert "test rmse" in said
+    else:
+        assert metrics["test_accuracy"] > 0.9
+        assert "test accuracy" in said
+    assert "they are data, not private" in said
+
+
+def test_what_noise_drowns_is_said_so_in_print_result_report_and_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One record in 500 is of the second class: no AUC can be told, and accuracy can."""
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    data = small_csv(tmp_path / "t.csv", ("no", "yes"), 3000, rare=True)
+    asked = ["--classes", "no,yes", "--epsilon", "3", "--relation", "replace-one", "--model", "linear"]
+    run = tmp_path / "run"
+    assert main(["train", data, *asked, "--holdout", "0.4", "--out", str(run)]) == 0
+    assert re.search(r"test auc\s+too noisy to state", capsys.readouterr().out)
+    metrics = json.loads((run / "result.json").read_text())["metrics"]
+    assert "test_auc" not in metrics
+    assert "test_auc" in metrics["too_noisy"]
+    assert metrics["test_accuracy"] > 0.9
+    assert main(["card", str(run)]) == 0
+    capsys.readouterr()
+    shown = (
+        (run / "MODEL_CARD.md").read_text(),
+        (run / "model_card.html").read_text(),
+        (run / "report.html").read_text(),
+    )
+    assert all("too noisy to state" in text for text in shown)
+    fresh = small_csv(tmp_path / "new.csv", ("no", "yes"), 2500, rare=True)
+    again = ["--epsilon", "1", "--relation", "replace-one", "--training-people"]
+    assert main(["evaluate", str(run), fresh, *again]) == 0
+    assert re.search(r"auc\s+too noisy to state", capsys.readouterr().out)
+
+
+def test_a_delta_above_one_in_n_is_said_before_the_charge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    data, book = small_csv(tmp_path / "t.csv", ("no", "yes")), tmp_path / "ledger.jsonl"
+    asked = ["train", data, "--classes", "no,yes", "--epsilon", "1", "--delta", "0.01", "--ledger", str(book)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeltaWarning)  # stops where it is said
+        for named in ([], ["--model", "linear"], ["--model", "additive"]):
+            assert main([*asked, "--relation", "replace-one", *named, "--out", str(tmp_path / "run")]) != 0
+            assert "δ is not below 1/n" in capsys.readouterr().err
+    assert not book.exists() or not qg.Ledger(book).book().held
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", DeltaWarning)
+        assert main([*asked, "--relation", "replace-one", "--out", str(tmp_path / "said"), "--quiet"]) == 0
+    assert "Nothing is charged yet" in capsys.readouterr().err
+    assert main(["plan", "dp-gd", "--n", "1500", "--epsilon", "1", "--delta", "0.01", "--steps", "5"]) == 0
+    assert "caution: δ is not below 1/n" in capsys.readouterr().out
 
 
 def test_a_schema_tells_all_its_problems_at_once() -> None:

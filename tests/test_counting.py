@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from quietgrad.cli import main
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, PrivacyUnit, Relation
-from quietgrad.core.errors import BudgetError
+from quietgrad.core.errors import BudgetError, DeltaWarning
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.state import run_of
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian
@@ -185,3 +186,50 @@ def test_the_estimators_count_people() -> None:
     assert any("people were counted privately" in note for note in model.privacy_.notes)
     assert abs(model.result_.n_public - 1000) < 200
     assert isinstance(model.privacy_.events, events.Composed)
+
+
+def _front_ends(path: Path) -> dict[str, Any]:
+    """Ways to spend (1, 0.01) on 400 records of replace-one, all charged to one ledger."""
+    X = np.random.default_rng(0).uniform(-1.0, 1.0, (400, 2))
+    y = (X[:, 0] > 0).astype(int)
+    asked: dict[str, Any] = {"epsilon": 1.0, "delta": 0.01, "relation": "replace-one", "ledger": path}
+    box: dict[str, Any] = {"feature_bounds": [(-1, 1)] * 2}
+    fitted = estimators.PrivateLogisticRegression(classes=[0, 1], epsilon=2.0, **box).fit(X, y)
+    budget = qg.Budget(1.0, 0.01, "replace-one")
+    method = qg.DPGD(steps=3, learning_rate=1.0)
+    return {
+        "minimize": lambda: qg.minimize(qg.objectives.Logistic(), (X, y), method, budget=budget, ledger=path),
+        "estimator": lambda: estimators.PrivateLogisticRegression(classes=[0, 1], **box, **asked).fit(X, y),
+        "additive": lambda: estimators.PrivateAdditiveClassifier(classes=[0, 1], **box, **asked).fit(X, y),
+        "describe": lambda: estimators.describe({"a": X[:, 0]}, {"a": {"bounds": [-1, 1]}}, **asked),
+        "score": lambda: estimators.private_score(fitted, X, y, **asked),
+        "scaler": lambda: estimators.PrivateScaler(**asked).fit(X),
+    }
+
+
+@pytest.mark.parametrize("name", ["minimize", "estimator", "additive", "describe", "score", "scaler"])
+def test_a_delta_that_is_not_below_one_in_n_is_said_before_anything_is_charged(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    spend = _front_ends(path)[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeltaWarning)  # stops where it is said
+        with pytest.raises(DeltaWarning, match="Nothing is charged yet"):
+            spend()
+    assert not path.exists() or not qg.Ledger(path).book().held
+    with pytest.warns(DeltaWarning):
+        spend()
+    assert qg.Ledger(path).book().held
+
+
+def test_a_delta_beside_a_counted_n_is_said_right_after_the_count(tmp_path: Path) -> None:
+    """The number of records is secret before: nothing is said of it that was not released."""
+    X = np.random.default_rng(0).uniform(-1.0, 1.0, (4000, 2))
+    path = tmp_path / "ledger.jsonl"
+    model = estimators.PrivateLogisticRegression(
+        1.0, 0.01, classes=[0, 1], feature_bounds=[(-1, 1)] * 2, ledger=path
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeltaWarning)
+        with pytest.raises(DeltaWarning, match="Nothing but the private count of n"):
+            model.fit(X, (X[:, 0] > 0) * 1)
+    assert qg.Ledger(path).spent("default", delta=0.01, relation="add-remove").epsilon < 0.25

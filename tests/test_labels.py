@@ -145,6 +145,56 @@ def test_a_search_scores_labels(scoring: str) -> None:
     assert search.fit(X, y).best_score_ > 0.8
 
 
+class _Frames:
+    """The same table in every kind of frame, with labels of every kind of text or category."""
+
+    def __init__(self, n: int = 4000) -> None:
+        rng = np.random.default_rng(0)
+        self.columns = {"a": rng.uniform(-1, 1, n), "b": rng.uniform(-1, 1, n)}
+        self.y = np.where(self.columns["a"] > 0, "ja", "nein")
+
+    def make(self, kind: str) -> Any:
+        import pandas as pd
+        import polars as pl
+        import pyarrow as pa
+
+        words = self.y.tolist()
+        made: dict[str, Any] = {
+            "polars": lambda: pl.DataFrame({**self.columns, "y": words}),
+            "polars categorical": lambda: pl.DataFrame(
+                {**self.columns, "y": pl.Series(words).cast(pl.Categorical)}
+            ),
+            "polars enum": lambda: pl.DataFrame(
+                {**self.columns, "y": pl.Series(words).cast(pl.Enum(["nein", "ja"]))}
+            ),
+            "pyarrow": lambda: pa.table({**self.columns, "y": words}),
+            "pyarrow large": lambda: pa.table({**self.columns, "y": pa.array(words, pa.large_string())}),
+            "pyarrow view": lambda: pa.table({**self.columns, "y": pa.array(words, pa.string_view())}),
+            "pyarrow dictionary": lambda: pa.table({**self.columns, "y": pa.array(words).dictionary_encode()}),
+            "pandas object": lambda: pd.DataFrame({**self.columns, "y": pd.Series(words, dtype=object)}),
+            "pandas string": lambda: pd.DataFrame({**self.columns, "y": pd.array(words, dtype="string")}),
+            "pandas categorical": lambda: pd.DataFrame({**self.columns, "y": pd.Categorical(words)}),
+        }
+        return made[kind]()
+
+
+FRAMES = ["polars", "polars categorical", "polars enum", "pyarrow", "pyarrow large", "pyarrow view",
+          "pyarrow dictionary", "pandas object", "pandas string", "pandas categorical"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+@pytest.mark.parametrize("declared", [None, ["nein", "ja"]])
+@pytest.mark.parametrize("estimator", [PrivateLogisticRegression, PrivateAdditiveClassifier])
+def test_a_frame_names_a_target_of_words(kind: str, declared: Any, estimator: Any) -> None:
+    frames = _Frames()
+    asked = {"epsilon": 4.0, "classes": declared, "feature_bounds": {"a": (-1, 1), "b": (-1, 1)}}
+    model = estimator(relation="replace-one", **asked).fit(frames.make(kind), "y")
+    import pandas as pd
+
+    assert model.classes_.tolist() == ["ja", "nein"]
+    assert float(np.mean(model.predict(pd.DataFrame(frames.columns)) == frames.y)) > 0.9
+
+
 # --- every command --------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import quietgrad as qg
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.errors import BudgetError
+from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.queries import Batch
 from quietgrad.estimators import PrivateLogisticRegression, private_score
 from quietgrad.estimators.validation import predict_row_independent, row_products
@@ -194,3 +195,91 @@ def test_a_record_that_a_model_cannot_answer_about_raises_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert private_score(forest, X, y, epsilon=2.0, n_public=300).accuracy is not None
+
+
+class AnswersRows:
+    """Answers about rows whose first number is above a limit, and raises about all others."""
+
+    classes_ = np.array(["no", "yes"])
+
+    def __init__(self, limit: float, width: int = 2) -> None:
+        self.limit, self.width = limit, width
+
+    def predict_proba(self, X: Any) -> Any:
+        if X[0, 0] <= self.limit:
+            raise RuntimeError("a record")
+        return np.full((1, self.width), 1.0 / self.width)
+
+
+def test_a_model_that_answers_about_no_record_is_scored_as_one_that_answers_about_one() -> None:
+    """It was refused at 500 rows and answered at 501 of which one could be answered about."""
+    X = np.full((501, 1), -1.0)
+    X[500] = 1.0
+    y = np.array(["no", "yes"] * 250 + ["yes"])
+    for rows in (500, 501):
+        score = private_score(AnswersRows(0.0), X[:rows], y[:rows], epsilon=8.0, relation="replace-one")
+        assert score.accuracy is not None
+        assert score.accuracy[0] < 0.05  # no answer is a wrong one, of either class
+
+
+def test_no_record_decides_what_form_the_answers_of_others_have() -> None:
+    class Widens:
+        def predict_proba(self, X: Any) -> Any:
+            return np.full((1, 3 if X[0, 0] < 0.0 else 2), 0.25)
+
+    X = np.array([[-1.0], [1.0], [1.0]])
+    first, other = (predict_row_independent(Widens(), "predict_proba", rows, 2) for rows in (X, X[1:]))
+    assert np.isnan(first[0]).all()
+    assert (first[1:] == other).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_no_answer_is_wrong_whatever_the_class_is(classes: int) -> None:
+    class Silent:
+        classes_ = np.arange(classes)
+
+        def decision_function(self, X: Any) -> Any:
+            raise RuntimeError("a record")
+
+    for label in range(classes):
+        y = np.full(400, label)
+        score = private_score(Silent(), np.zeros((400, 1)), y, epsilon=8.0, relation="replace-one")
+        assert score.accuracy is not None
+        assert score.accuracy[0] < 0.05
+
+
+def test_no_answer_of_a_regressor_is_the_farther_end() -> None:
+    class Silent:
+        def predict(self, X: Any) -> Any:
+            raise RuntimeError("a record")
+
+    y = np.tile([1.0, 9.0], 200)
+    asked: Any = {"target_bounds": (0.0, 10.0), "epsilon": 8.0, "relation": "replace-one"}
+    score = private_score(Silent(), np.zeros((400, 1)), y, **asked)
+    assert score.mae is not None
+    assert score.mae[0] == pytest.approx(9.0, abs=0.5)
+
+
+def test_each_number_is_judged_by_its_own_error() -> None:
+    """Of one rare class accuracy is known well and AUC not at all: it was printed as 0.0000 ± 0.2289."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((2000, 1))
+    y = (np.arange(2000) == 7).astype(int)
+    score = private_score(Fixed([0, 1]), X - 3.0, y, epsilon=1.0, relation="replace-one")
+    assert "accuracy" in score.stated
+    assert "auc" in score.too_noisy
+    assert "auc too noisy to state" in str(score)
+    written = score.to_json()
+    assert "auc" not in written
+    assert "auc" in written["too_noisy"]
+    assert written["accuracy"] == list(score.stated["accuracy"])
+    json.dumps(written, allow_nan=False)
+
+
+def test_a_model_of_other_columns_is_refused_before_anything_is_spent(tmp_path: Path) -> None:
+    X, y = people(500, np.random.default_rng(3))
+    model = PrivateLogisticRegression(epsilon=2.0, classes=[0, 1], row_bound=4.0).fit(X, y)
+    path = tmp_path / "ledger.jsonl"
+    with pytest.raises(DataError, match="has 2 columns, the model was fitted on 1"):
+        private_score(model, np.hstack([X, X]), y, ledger=path)
+    assert not path.exists()

@@ -236,8 +236,34 @@ def test_a_summary_that_would_say_nothing_is_refused() -> None:
     small = PrivateLogisticRegression(epsilon=0.5, classes=[0, 1], feature_bounds=[(-6, 6)] * 6)
     with pytest.raises(TooNoisyError, match="would do"):
         small.fit(X, y).summary()
-    with pytest.raises(ValueError, match="would do"):
-        small.set_params(inference=True).fit(X, y)
+    with pytest.raises(ValueError, match="would do"):  # n is public: nothing was released before
+        small.set_params(inference=True, relation="replace-one").fit(X, y)
+
+
+def test_standard_errors_that_a_counted_n_cannot_pay_for_are_left_out_with_a_statement(tmp_path: Path) -> None:
+    """The count is a release: a refusal after it had cost the budget of the count and left no model."""
+    X, y = table(800)
+    asked = {"epsilon": 0.5, "classes": [0, 1], "feature_bounds": [(-6, 6)] * 6, "inference": True}
+    model = PrivateLogisticRegression(ledger=tmp_path / "ledger.jsonl", **asked)
+    with pytest.warns(TooNoisyWarning, match="not bought"):
+        model.fit(X, y)
+    assert any("not bought" in note for note in model.privacy_.notes)
+    assert model.result_.config["inference_share"] == 0.0
+    with pytest.raises(TooNoisyError, match="would do"):
+        model.summary()
+    search = PrivateSearch(PrivateLogisticRegression(**asked), {"regularization": [0.0, 0.1]}, epsilon=0.5)
+    search.fit(X, y)
+    assert not search.best_estimator_.result_.config["inference_share"]
+
+
+@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
+def test_a_refusal_for_the_number_of_records_says_what_was_charged(relation: str, tmp_path: Path) -> None:
+    X, y = table(60)
+    charged = "count of the records was charged" if relation == "add-remove" else "No privacy budget was spent"
+    with pytest.raises(DataError, match=f"Pass a public range.*{charged}"):
+        PrivateLinearRegression(epsilon=0.1, relation=relation).fit(X, X[:, 0])
+    with pytest.raises(DataError, match=f"too small for two such classes.*{charged}"):
+        PrivateLogisticRegression(epsilon=0.1, relation=relation).fit(X, y)
 
 
 def test_a_fit_that_bought_standard_errors_always_has_them() -> None:
@@ -269,15 +295,18 @@ def test_bounds_that_are_all_too_wide_are_narrowed_alike() -> None:
     assert min(widest) <= 16.0
 
 
-def test_negative_counts_are_refused_before_anything_is_charged(tmp_path: Path) -> None:
-    X = np.random.default_rng(0).standard_normal((2000, 2))
-    y = np.arange(2000) % 5 - (np.arange(2000) == 1234)
-    path = tmp_path / "ledger.jsonl"
-    with pytest.raises(DataError, match=r"negative values.*No privacy budget was spent") as told:
-        PrivatePoissonRegressor(ledger=path).fit(X, np.where(y == y.min(), -3.5, y))
-    assert "1234" not in str(told.value)
-    assert "3.5" not in str(told.value)
-    assert not path.exists() or not qg.Ledger(path).book().held
+@pytest.mark.parametrize("bounds", [(0, 20), None])
+def test_a_count_below_zero_counts_as_zero(bounds: Any) -> None:
+    """A refusal told that a record has one."""
+    X = np.random.default_rng(0).standard_normal((4000, 2))
+    y = np.arange(4000) % 5
+    fits = []
+    for lowest in (0.0, -1.0, -1e9):
+        model = PrivatePoissonRegressor(target_bounds=bounds, relation="replace-one", random_state=3)
+        with pytest.warns(UserWarning, match="not private"):
+            fits.append(model.fit(X, np.where(y == 0, lowest, y)).coef_.tolist())
+        assert np.isfinite(model.score(X, np.where(y == 0, lowest, y)))
+    assert fits[0] == fits[1] == fits[2]
 
 
 def test_a_refusal_after_looking_costs_the_whole_plan(tmp_path: Path) -> None:

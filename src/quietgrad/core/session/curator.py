@@ -118,8 +118,9 @@ class CentralCurator:
         """
         self._check(plan)
         if plan.budget is not None and plan.delta_caution is not None and within is None:
-            again = "This run is not charged yet; choose a δ well below 1/n."
-            warnings.warn(f"δ = {plan.budget.delta:g}: {plan.delta_caution}. {again}", DeltaWarning, stacklevel=4)
+            spent = "Nothing" if plan.counted is None else "Nothing but the private count of n"
+            advice = f"{spent} is charged yet; choose a δ well below 1/n."
+            warnings.warn(f"δ = {plan.budget.delta:g}: {plan.delta_caution}. {advice}", DeltaWarning, stacklevel=4)
         if plan.is_private and within is None:
             self.settle()
         run = self.run if transcript is not None or not self._opened else uuid.uuid4().hex
