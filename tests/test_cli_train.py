@@ -72,7 +72,8 @@ def test_train_leaves_everything_it_promises(
     wanted = {"epsilon", "delta", "relation", "accountant", "sampling", "noise_multiplier", "releases", "adversary"}
     assert wanted | {"account", "is_private"} <= set(privacy)
     assert result["metrics"]["private"] is True
-    assert result["metrics"]["test_accuracy_error"] > 0.0
+    noisy = result["metrics"]["too_noisy"]  # few are held out: by chance its error may be too large to state it
+    assert noisy.get("test_accuracy", 0.0) > 0.0 or result["metrics"]["test_accuracy_error"] > 0.0
     assert not any(name.startswith("train") or name == "gradient_norm" for name in result["metrics"])
     ledger = Ledger(out / "ledger.jsonl")
     assert ledger.verify().ok

@@ -44,6 +44,7 @@ BEYOND = {
     "check_classifier_data_not_an_array": RANDOM,
     "check_classifiers_classes": DECLARED,
     "check_classifiers_train": DECLARED,
+    "check_classifiers_regression_target": DECLARED,
     "check_decision_proba_consistency": DECLARED,
 }
 
