@@ -250,7 +250,11 @@ def test_a_stop_before_the_end_costs_the_plan(how: str, tmp_path: Path) -> None:
     made.train()
     assert made.state.global_step == 2
     paid = epsilon(4)
+    assert made.state.log_history[-1]["epsilon"] == pytest.approx(paid, rel=1e-3)
+    assert made.state.log_history[-1]["epsilon"] == made.privacy.epsilon
     assert made.epsilon(1e-5) == pytest.approx(paid)
+    made.log({"learning_rate": 1.0})
+    assert made.state.log_history[-1]["epsilon"] == made.privacy.epsilon
     assert made.privacy.epsilon == pytest.approx(paid, rel=1e-3)
     assert qg.Ledger(ledger).spent("default", delta=1e-5, relation="add-remove").epsilon == pytest.approx(
         paid, rel=1e-3

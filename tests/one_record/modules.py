@@ -1,8 +1,7 @@
 """Modules that mix rows, keep state, draw numbers or differentiate inside, and losses and programs around them.
 
-Ordinary layers are compared with autograd in tests/test_per_example.py. A tensor that a program keeps outside its
-module dies with its pass, so its next use ends in an error. Numbers that a program keeps in closures, classes or
-globals are its own affair, as docs/torch.md says.
+Ordinary layers are compared with autograd in tests/test_per_example.py. What a program keeps between records has a
+table of its own in tests/one_record/keeping.py.
 """
 
 from __future__ import annotations
@@ -525,4 +524,4 @@ REMEMBERING: dict[str, Case] = {
     "a dictionary in the loss's closure": Case(_linear, mirrored, loss=_largest_in_a_dict()),
     "a hook that keeps activations": Case(_Hooked, mirrored),
 }
-"""These are refused: a tensor of one record is not there for the next."""
+"""A tensor of one record is not there for the next."""

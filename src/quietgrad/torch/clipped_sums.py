@@ -22,7 +22,7 @@ from quietgrad.tables.privacy_units import Combine, check_combination
 from quietgrad.torch.networks.engine import MATTERS, PerExampleEngine
 from quietgrad.torch.networks.records import RecordGroup
 from quietgrad.torch.networks.trees import PyTree, mapped, tensors_of
-from quietgrad.torch.networks.usable import LossFunction
+from quietgrad.torch.networks.usable import Errors, LossFunction
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 _ENGINES: WeakKeyDictionary[nn.Module, tuple[Any, PerExampleEngine]] = WeakKeyDictionary()
@@ -36,11 +36,13 @@ def clipped_gradient_sum(
     *,
     person: object = None,
     combine: Combine = "mean",
+    errors: Errors = "zero",
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return Σ_i clip_C(g_i) by parameter name, and the norms ‖g_i‖ before clipping.
 
     g_i is the gradient of the loss of record i, a batch of one, by all trainable parameters together, and
-    clip_C(g) = g·min(1, C/‖g‖). A record whose norm is not finite counts as zero. With ``person`` what is clipped
+    clip_C(g) = g·min(1, C/‖g‖). A record whose norm is not finite counts as zero; so does one on which model or
+    loss raise an exception, with a norm that is not a number. With ``person`` what is clipped
     is each person's mean, or sum, of the g_i; a person with a norm that is not finite counts as zero.
 
     Args:
@@ -51,6 +53,7 @@ def clipped_gradient_sum(
         person: the id of the person that each record is about; the norms are then those of people, in the order
             of their first records. All records of a person must be in the batch.
         combine: ``"mean"`` if every person counts once, ``"sum"`` if records count.
+        errors: ``"raise"`` ends the call at an exception of model or loss: for debugging, on public data.
 
     How the model is run is found out in the first call and kept with the model.
 
@@ -63,7 +66,7 @@ def clipped_gradient_sum(
     >>> clipped_gradient_sum(model, lambda output, y: output.squeeze(1), (x, y), 1.0, person=["ann", "ann"])
     ({'weight': tensor([[0.6000, 0.8000]])}, tensor([2.7500], dtype=torch.float64))
     """
-    engine = _engine(model, loss_fn)
+    engine = _engine(model, loss_fn, errors)
     theta = engine.flatten(dict(model.named_parameters()))
     return _sum(engine, (theta,), batch, ClippingRule.gradient(clip), person, combine)
 
@@ -97,12 +100,13 @@ def clipped_difference_sum(
     return _sum(engine, points, batch, ClippingRule.difference(clip), person, combine)
 
 
-def _engine(model: nn.Module, loss_fn: LossFunction) -> PerExampleEngine:
+def _engine(model: nn.Module, loss_fn: LossFunction, errors: Errors = "zero") -> PerExampleEngine:
     trained = tuple(id(p) for p in model.parameters() if p.requires_grad)
     hooked = tuple(bool(m._backward_hooks or m._backward_pre_hooks) for m in model.modules())
     known = _ENGINES.get(model)
-    if known is None or known[0] != (trained, hooked) or known[1].loss is not loss_fn:
-        known = (trained, hooked), PerExampleEngine(model, loss_fn)
+    form = trained, hooked, errors
+    if known is None or known[0] != form or known[1].loss is not loss_fn:
+        known = form, PerExampleEngine(model, loss_fn, raises=errors == "raise")
         _ENGINES[model] = known
     return known[1]
 

@@ -88,6 +88,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
     """
 
     model: Any
+    # What a loss of one record may keep something in, among the many things that a Trainer holds.
+    _program_attributes = ("compute_loss", "compute_loss_func", "label_smoother")
 
     def __init__(
         self,
@@ -249,8 +251,20 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         """Log what is public, and the scores of the evaluation data."""
         told = self._allowed(logs)
         if self._begun is not None and not any(key.startswith("eval_") for key in told):
-            told["epsilon"] = self._loop.plan.epsilon_by(self._loop.handed_out)  # an upper bound, at no cost
+            told["epsilon"] = self._charged()
         super().log(told, *args, **kwargs)
+
+    def _charged(self) -> float:
+        """ε of the steps so far, while more may follow; of a training that ends, what it is charged."""
+        loop = self._loop
+        if not self.is_in_train and not loop.paused:  # the Trainer's last line is written after its last step
+            charged = loop.close().epsilon
+            if charged is not None:
+                return charged
+        # Once a callback has asked for a stop the whole plan is charged, also in lines before the last one.
+        ended = not self.is_in_train or self.control.should_training_stop
+        steps = loop.plan.schedule.releases if ended else loop.handed_out
+        return loop.plan.epsilon_by(steps)  # an upper bound, at no cost
 
     def _allowed(self, logs: Mapping[str, Any]) -> dict[str, Any]:
         told = {key: value for key, value in logs.items() if key in _PUBLIC or key.startswith("eval_")}

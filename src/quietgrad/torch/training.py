@@ -25,7 +25,7 @@ from quietgrad.tables.privacy_units import Combine, with_privacy_unit
 from quietgrad.torch.loops.distributed import is_distributed
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
-from quietgrad.torch.networks.usable import LossFunction, modes_kept
+from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
 
 log = logging.getLogger("quietgrad")
 
@@ -65,6 +65,7 @@ def fit(
     collate_fn: Collate | None = None,
     pad: int | Multiple | Padding | None = None,
     seed: int | None = None,
+    errors: Errors = "zero",
 ) -> Result:
     """Train ``model`` privately and leave the trained parameters in it.
 
@@ -107,6 +108,9 @@ def fit(
         checkpoint_seconds: Least time between two checkpoints.
         micro_batch: Examples per pass; a larger sample takes several passes.
         memory_budget: Bytes of per-example gradients kept at a time.
+        errors: ``"zero"``: a record on which model or loss raise an exception counts as zero, as one whose gradient
+            is not finite does. ``"raise"`` ends the run there, which tells that such a record is in the data: it is
+            for debugging on public data, and refused with a budget.
 
     >>> import quietgrad as qg
     >>> model = nn.Linear(2, 2)
@@ -118,10 +122,16 @@ def fit(
     >>> bool((result.params[:4].view(2, 2) == model.weight).all())
     True
     """
+    if errors == "raise" and budget is not None:
+        raise ValueError(
+            'errors="raise": a run that ends at a record tells that the record is in the data. It is for debugging '
+            "on public data, without privacy: give budget=None, or leave errors out. No privacy budget was spent."
+        )
     run = _Training(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
-        evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress, regularizer=regularizer,
-        micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad, views=views,
+        errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
+        regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
+        collate_fn=collate_fn, pad=pad, views=views,
     )  # fmt: skip
 
     def minimize(callback: Callback) -> Result:
@@ -166,6 +176,8 @@ def resume(
     ``progress``, ``micro_batch``, ``memory_budget``, ``collate_fn`` and ``pad``. In an unchanged environment the
     model is bit for bit that of an undisturbed run and nothing is spent twice.
     """
+    if "errors" in settings:
+        raise ValueError("errors: a resumed run counts a record that raises an exception as zero; leave it out.")
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:

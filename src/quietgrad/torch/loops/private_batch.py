@@ -8,6 +8,8 @@ then on its ε is conditional, because nothing checks what the loop's own code d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -336,9 +338,16 @@ class _Reduced(Function):
         return grad.expand(ctx.count), None, None
 
 
-def noted(values: Tensor, call: Call) -> Tensor:
-    """The values of an output; if a gradient comes back to them, the call knows."""
-    made: Tensor = applied(_Noted, values, call) if values.requires_grad else values
+def noted(values: Tensor, call: Call, own: Pass) -> Tensor:
+    """The values of an output of a pass; if a gradient comes back to them, the call knows."""
+    if not values.requires_grad:
+        return values
+    # A loop with a condition may ask for gradients of inputs, or of gradients: its graph is left whole.
+    if own.runner is not None and call.sample.loop.condition is None:
+        anchor = torch.zeros((), requires_grad=True)
+        apart: Tensor = applied(_NotedApart, anchor, values.detach(), [values], call, own)
+        return apart
+    made: Tensor = applied(_Noted, values, call)
     return made
 
 
@@ -364,6 +373,32 @@ class _Noted(Function):
         with full_precision():
             torch.autograd.backward(ctx.values, grads[0], retain_graph=True)
         return None, None
+
+
+class _NotedApart(Function):
+    """The same for a pass in which code of the program's own runs on the way back.
+
+    It goes back apart from all others, with the state that its pass found, and leaves nothing. If that raises an
+    exception, the pass counts as zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, behind: list[Tensor], call: Call, own: Pass) -> Tensor:
+        ctx.call, ctx.behind, ctx.own = call, behind, own
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.call.reached = True
+        runner = ctx.own.runner
+
+        def back(values: list[Tensor]) -> None:
+            copy_context().run(partial(torch.autograd.backward, values, [grads[0]], retain_graph=True))
+
+        with full_precision(), torch.enable_grad(), runner.release(ctx.call.sample.row_keys):
+            if not runner.goes_back(ctx.behind, back):
+                ctx.own.sites = []
+        return None, None, None, None, None
 
 
 class _Undone(Function):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.tables.privacy_units import UserLevelRecords
 from quietgrad.torch.loops.base import Loop
@@ -37,7 +37,8 @@ from quietgrad.torch.loops.private_batch import (
     together,
     undone,
 )
-from quietgrad.torch.networks.one_record import each_record
+from quietgrad.torch.networks.gradients import synthetic_like
+from quietgrad.torch.networks.one_record import RecordProgram, each_record
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.records import Examples, RecordGroup
 from quietgrad.torch.networks.trees import (
@@ -133,7 +134,10 @@ class CustomLoop(Loop):
         sample.calls.append(call)
         made = []
         for number, column in enumerate(zip(*(tensors_of(each.outputs) for each in call.passes), strict=True)):
-            parts = [RecordBlock(each.rows, tensor) for each, tensor in zip(call.passes, column, strict=True)]
+            parts = [
+                RecordBlock(each.rows, noted(tensor, call, each))
+                for each, tensor in zip(call.passes, column, strict=True)
+            ]
             made.append(self._output(call, number, parts, groups[0].record))
         return refilled(call.passes[0].outputs, iter(made))
 
@@ -147,10 +151,9 @@ class CustomLoop(Loop):
             if len(several) == len(shape) + 1 and several[0] == 2:  # the module squeezed its batch of one
                 parts = [RecordBlock(rows, values.unsqueeze(1)) for rows, values in parts]
             elif not shape and parts[0].values.is_floating_point():  # the module's own loss of a record
-                return reduced(sample, [RecordBlock(rows, noted(values, call)) for rows, values in parts], "mean")
+                return reduced(sample, parts, "mean")
             elif len(several) == len(shape):
                 axis = next((k for k, size in enumerate(several) if size == 2 * shape[k]), 0)
-        parts = [RecordBlock(rows, noted(values, call)) for rows, values in parts]
         return Handle.of(
             sample, parts, lambda: undone(together(parts, axis if shape else None), call, outputs=True)
         )
@@ -268,6 +271,8 @@ class PrivateCriterion(nn.Module):
     def __init__(self, criterion: Called, loop: CustomLoop, reduction: str) -> None:
         super().__init__()
         self.criterion, self._loop, self.reduction = criterion, loop, reduction
+        self._runner = RecordProgram(beside=criterion)
+        self._tried = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the records in hand; of plain tensors what the criterion itself gives."""
@@ -281,9 +286,29 @@ class PrivateCriterion(nn.Module):
         parts = []
         for rows, stacked in aligned(values):
             record = refilled(given, iter(stacked))
-            losses = each_record(self._of_one, record, sample.row_keys.rows(rows), self.criterion)
+            self._try_out(record)
+            losses = each_record(self._of_one, record, sample.row_keys.rows(rows), self._runner)
             parts.append(RecordBlock(rows, losses))
         return reduced(sample, parts, self.reduction)
+
+    def _try_out(self, record: PyTree) -> None:
+        """Raise what the criterion raises on every synthetic record, once: on a real one it counts as zero."""
+        runner, failed = self._runner, None
+        if self._tried:
+            return
+        runner.synthetic = True
+        for numbers in ("few", "ones", "zeros"):
+            try:
+                each_record(self._of_one, synthetic_like(record, numbers), runner=runner)
+            except QuietgradError as error:
+                failed = failed or error
+            else:
+                failed = None
+                break
+        runner.synthetic = False
+        if failed is not None:
+            raise failed
+        self._tried = True
 
     def _of_one(self, record: PyTree) -> Tensor:
         with _NoParameters():

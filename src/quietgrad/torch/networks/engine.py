@@ -14,12 +14,14 @@ backward pass per point do so for all records of a pass, and kernels make norms 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.gradients import (
     Collector,
@@ -72,10 +74,12 @@ class PerExampleEngine:
         loss: loss(output, target), or loss(model, *record), of a batch of one: one number.
         memory_budget: bytes of per-record gradients kept at a time. What does not fit is computed from
             factors: less memory, somewhat more time. What has no kernel is written out, in passes that fit.
+        raises: whether an exception on one record ends the run, which tells that the record is there.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
     Modules in half precision are computed with in float32, norms in float64. A record whose norm is not finite
-    counts as zero. Each record draws its own random numbers (dropout), the same at both points of a difference.
+    counts as zero, and so does one on which model or loss raise an exception. Each record draws its own random
+    numbers (dropout), the same at both points of a difference.
 
     >>> from torch import nn
     >>> model = nn.Linear(2, 1, bias=False).double()
@@ -90,13 +94,15 @@ class PerExampleEngine:
     """
 
     def __init__(
-        self, module: nn.Module, loss: LossFunction | None = None, *, memory_budget: float = 512e6
-    ) -> None:
+        self, module: nn.Module, loss: LossFunction | None = None, *, memory_budget: float = 512e6,
+        raises: bool = False,
+    ) -> None:  # fmt: skip
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
         self.module = module
         self.loss = loss
         self.memory_budget = memory_budget
+        self.raises = raises
         self.loss_of: Any = None if loss is None else RecordLoss(module, loss)
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not trainable:
@@ -216,9 +222,10 @@ class PerExampleEngine:
                 return made if isinstance(made, np.ndarray) else (whose is not None, made)
 
             most = self._pass_size(known, mix) or len(group.rows)
-            for left in mine.passes(most):
-                for rows, (whole, made) in in_passes(left, run):
-                    yield group.rows[rows], whole, made
+            with known.program.release(mine):
+                for left in mine.passes(most):
+                    for rows, (whole, made) in in_passes(left, run):
+                        yield group.rows[rows], whole, made
 
     def _together(
         self, program: RecordProgram, points: Sequence[Tensor], record: PyTree, keys: RecordSeeds,
@@ -234,9 +241,8 @@ class PerExampleEngine:
                 if isinstance(done, np.ndarray):
                     return done
                 collector.begin(done.sites, first=number < len(points) - 1)
-                if done.outputs.requires_grad:
-                    with torch.enable_grad():
-                        torch.autograd.backward(done.outputs.sum())
+                if done.outputs.requires_grad and not program.goes_back(done.outputs):
+                    break
                 collector.end(done.sites)
             else:
                 return collector.gradients()
@@ -272,9 +278,23 @@ class PerExampleEngine:
             record = self.on_device(call.record)
             known = self._known(record, calls=True)
             for made in known.program.passes(self._call, leaves, record, keys.rows(call.rows)):
+                if made.failed:
+                    made.outputs = self._blank(known, leaves, mapped(record, itemgetter(made.rows)))
                 made.rows = call.rows[made.rows]
                 passes.append(made)
         return passes
+
+    def _blank(self, known: ProgramProfile, leaves: Mapping[str, Tensor], record: PyTree) -> Any:
+        """What stands in for the outputs of a record that the model failed on: zeros, without a way back."""
+        keys = RecordSeeds(bytes(32), np.arange(1))
+        for fill in (torch.zeros_like, torch.ones_like):  # a record of the same shape; a length of zero fails too
+            (made,) = known.program.passes(self._call, leaves, mapped(record, fill), keys)
+            if not made.failed:
+                return mapped(made.outputs, lambda tensor: torch.zeros_like(tensor, requires_grad=False))
+        raise DataError(
+            "the model fails on records of zeros and of ones, so its outputs have no form that could stand in for "
+            "those of a record it fails on. Call it within a loss: qt.PrivateLoop(model, loss, data)."
+        )
 
     @torch.no_grad()
     def add_recorded(
@@ -296,7 +316,7 @@ class PerExampleEngine:
             program, mine = self._known(record).program, keys.rows(group.rows)
             for made in program.passes(self.loss_of, self._leaves(theta), record, mine):
                 where = torch.from_numpy(group.rows[made.rows]).to(found.device)
-                found[where] = made.outputs.detach().to(found)
+                found[where] = torch.nan if made.failed else made.outputs.detach().to(found)
         return found
 
     def _call(self, record: PyTree) -> Any:
@@ -334,6 +354,7 @@ class PerExampleEngine:
         if key not in self.programs:
             refuse_mixing_layers(self.module)
             self.programs[key] = known = ProgramProfile(self.module, self.slices, self.loss)
+            known.program.raises = self.raises
             leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))
             known.try_out(self._call if calls else self.loss_of, leaves, record)
         return self.programs[key]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from quietgrad.core.errors import QuietgradError
 from quietgrad.torch.networks.kernels import TiedGradients
-from quietgrad.torch.networks.one_record import Pass, Program, RecordProgram, full_precision
+from quietgrad.torch.networks.one_record import Pass, Program, RecordProgram, full_precision, go_back
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.taps import TapSite, Vectors
-from quietgrad.torch.networks.trees import PyTree, mapped, tensors_of
+from quietgrad.torch.networks.trees import PyTree, mapped
 from quietgrad.torch.networks.vectors import (
     GradientTerms,
     LayerCall,
@@ -338,10 +338,10 @@ class ProgramProfile:
         """One pass of a few synthetic records, compared with plain autograd."""
         runner, keys = self.program, RecordSeeds(bytes(32), np.arange(_RECORDS))
         alone, runner.synthetic = runner.alone, True
-        with preserved(), torch.no_grad():
+        with preserved(), torch.no_grad(), runner.release(keys):
             for numbers in ("few", "ones", "zeros"):
                 try:
-                    self._check(program, params, _synthetic_like(record, numbers), keys)
+                    self._check(program, params, synthetic_like(record, numbers), keys)
                 except QuietgradError as error:  # numbers that the model does not take, or its own fault
                     self.failed = self.failed or error
                     runner.alone = alone
@@ -380,7 +380,7 @@ class ProgramProfile:
             return True
         self.sites = [(site.operation, site.names, site.copied, site.kernel is not None) for site in done.sites]
         self.copied = sum(site.copied for site in done.sites)
-        _go_back(done.outputs)
+        go_back(done.outputs)
         first = next(iter(params.values()))
         wide = any(p.dtype == torch.float64 for p in params.values())
         like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=first.device)
@@ -407,23 +407,16 @@ def vectors_by_autograd(
     vectors = torch.zeros((count, dim), dtype=dtype, device=first.device)
     for row in range(count):
         own = runner.by_itself(program, params, record, keys, row)
-        _go_back(own.outputs)
+        if own.failed or not runner.goes_back(own.outputs):
+            vectors[row] = torch.nan  # counts as zero
+            continue
         for site in own.sites:
             for slot, values in site.content(dtype) or ():
                 vectors[row, slot] = values[0]
     return vectors
 
 
-def _go_back(outputs: PyTree) -> None:
-    """The way back from every output, each number with a weight of its own, so that nothing cancels by symmetry."""
-    with torch.enable_grad():
-        floats = [t.reshape(len(t), -1) for t in tensors_of(outputs) if t.requires_grad]
-        values = [(t * torch.linspace(1.0, 1.5, t.shape[1]).to(t)).sum() for t in floats]
-        if values:
-            torch.autograd.backward(values)
-
-
-def _synthetic_like(record: PyTree, numbers: str) -> Any:
+def synthetic_like(record: PyTree, numbers: str) -> Any:
     """A few records of the same shape: floats uniform in [0, 1), whole numbers 0 and 1, all 1, or all 0."""
     generator = torch.Generator().manual_seed(0)
 

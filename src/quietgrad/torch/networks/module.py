@@ -21,7 +21,7 @@ from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
 from quietgrad.torch.networks.trees import ModuleState, mapped, name_of
-from quietgrad.torch.networks.usable import LossFunction, modes_kept
+from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 _MOST_AT_ONCE = 1024  # examples per pass unless micro_batch says otherwise
@@ -34,7 +34,7 @@ class ModuleObjective(BaseObjective):
         module, loss: called with one record at a time; ``loss`` is ``None`` if a loop calls the module.
         regularizer: a public term r.
         micro_batch: records per pass. A larger batch is a virtual one: its sums add up over passes.
-        memory_budget, collate_fn, pad, views: as in :func:`quietgrad.torch.fit`.
+        memory_budget, collate_fn, pad, views, errors: as in :func:`quietgrad.torch.fit`.
 
     >>> from quietgrad import Budget, DPSRM, minimize
     >>> objective = ModuleObjective(nn.Linear(3, 2), nn.CrossEntropyLoss())
@@ -55,13 +55,16 @@ class ModuleObjective(BaseObjective):
         collate_fn: Collate | None = None,
         pad: int | Multiple | Padding | None = None,
         views: int = 1,
+        errors: Errors = "zero",
     ) -> None:
+        if errors not in ("zero", "raise"):
+            raise ValueError(f"errors={errors!r}: must be 'zero' or 'raise'.")
         if isinstance(views, bool) or not isinstance(views, int) or views < 1:
             raise ValueError(f"views={views!r}: must be a whole number ≥ 1.")
         if micro_batch is not None and micro_batch < 1:
             raise ValueError(f"micro_batch={micro_batch}: must be ≥ 1, or None.")
         self.pad = as_padding(pad)
-        self.engine = PerExampleEngine(module, loss, memory_budget=memory_budget)
+        self.engine = PerExampleEngine(module, loss, memory_budget=memory_budget, raises=errors == "raise")
         self.regularizer: Regularizer = NoRegularizer() if regularizer is None else regularizer
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.collate_fn = collate_fn

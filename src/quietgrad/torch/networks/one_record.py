@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -20,12 +21,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch._functorch.autograd_function as autograd_function
+import torch._tensor_str as tensor_text
+import torch.utils._python_dispatch as dispatch_modes
 import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch.func import vmap
 
 import quietgrad.torch.networks.operations  # noqa: F401  # fills the table of operations
 from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.torch.networks.program_state import ProgramState, lazily_copied
 from quietgrad.torch.networks.randomness import (
     OwnGenerators,
     PerRecordRNG,
@@ -68,6 +72,8 @@ class Pass:
     outputs: PyTree
     sites: list[TapSite]
     alone: bool = False
+    failed: bool = False  # the program raised an exception on this record, which counts as zero
+    runner: RecordProgram | None = None  # if code of the program's runs on the way back: who goes back for it
 
 
 def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[Rows, Made]]:
@@ -83,6 +89,18 @@ def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[
         yield rows, made
 
 
+def go_back(outputs: PyTree) -> None:
+    """The way back from every output, each number with a weight of its own, so that nothing cancels by symmetry.
+
+    A loss is one number, and its weight is 1.
+    """
+    with torch.enable_grad():
+        floats = [t.reshape(len(t), -1) for t in tensors_of(outputs) if t.requires_grad]
+        values = [(t * torch.linspace(1.0, 1.5, t.shape[1]).to(t)).sum() for t in floats]
+        if values:
+            copy_context().run(torch.autograd.backward, values)
+
+
 class RecordProgram:
     """Runs programs of one record on a module with given parameters.
 
@@ -96,12 +114,21 @@ class RecordProgram:
         self.module = nn.Identity() if module is None else module
         self.slices = slices or {}
         self.places = ModuleState(self.module, beside)
+        self.state = ProgramState(self.module, beside)
         self.draws = False  # by operations that only the dispatcher sees
         self.factories = False
         self.alone: str | None = None  # why each record is run by itself
         if any(layer._backward_hooks or layer._backward_pre_hooks for layer in self.places.layers):
             self.alone = "a layer has a backward hook, which may change gradients"
+        elif self.state.names_internals:
+            self.alone = "its code names internals of torch, below vmap, where all records lie together"
         self.synthetic = False  # whether records are synthetic, so that errors may be shown as they are
+        self.own_functions = False  # whether it has autograd functions of its own
+        self.raises = False  # whether an exception on one record ends the run: for debugging on public data
+
+    def release(self, keys: RecordSeeds) -> AbstractContextManager[None]:
+        """All passes of a release: each finds the state that the first one found, and none leaves anything."""
+        return self.state.release(keys.shared)
 
     def passes(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds
@@ -111,11 +138,12 @@ class RecordProgram:
         def run(rows: Rows) -> Pass | Rows | None:
             return self.together(program, params, record, keys, rows)
 
-        for rows, found in in_passes(np.arange(len(keys.indices)), run):
-            if found is None:
-                yield from (self.by_itself(program, params, record, keys, int(row)) for row in rows)
-            else:
-                yield found
+        with self.release(keys):
+            for rows, found in in_passes(np.arange(len(keys.indices)), run):
+                if found is None:
+                    yield from (self.by_itself(program, params, record, keys, int(row)) for row in rows)
+                else:
+                    yield found
 
     def together(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
@@ -129,8 +157,6 @@ class RecordProgram:
             known = self.draws, self.factories
             try:
                 return self._vmapped(program, params, record, keys, rows, arrived)
-            except QuietgradError:
-                raise
             except EachItsOwn:
                 return None  # these records, and maybe no others
             except DivergentRecords as apart:
@@ -138,12 +164,18 @@ class RecordProgram:
                 return most
             except (NotTogether, UnplannedDraw) as reason:
                 self.alone = str(reason)
-            except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, LookupError) as error:
+            except Exception as error:
+                if is_out_of_memory(error) or (self.synthetic and isinstance(error, QuietgradError)):
+                    raise
                 if (self.draws, self.factories) != known:
                     continue
                 if not self.factories:
                     self.factories = True  # most often a record was written into a tensor that was made for none
                     continue
+                if not self.synthetic:
+                    # One of them may raise an exception, and the others do not answer for it. One by one they are
+                    # rounded otherwise; the one that counts as zero leaves all of C for that.
+                    return None
                 text = str(error).split("\n")[0]
                 self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
         return None
@@ -159,12 +191,14 @@ class RecordProgram:
         if not whole:
             where = torch.from_numpy(rows).to(device)
             tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
+        # Whatever the program writes into a parameter is gone with these.
+        params = {name: lazily_copied(param).requires_grad_() for name, param in params.items()}
         taps = Taps(params, self.slices, len(rows), self.factories)
         taps.draws = PerRecordRNG(mine.draws, True, device)
         kept: list[Any] = [None]
 
         def one(*own: Tensor) -> list[Tensor]:
-            taps.level = functorch.current_level()
+            taps.level, taps.modes = functorch.current_level(), int(self.draws)
             with taps:
                 outputs = program(refilled(record, iter(own)))
             kept[0] = outputs  # for its structure
@@ -172,7 +206,9 @@ class RecordProgram:
 
         with self._context(params, mine, taps.draws if self.draws else None), torch.enable_grad():
             before = torch.default_generator.get_state()
-            outputs = vmap(one, randomness="different")(*tensors) if tensors else []
+            with _nothing_below():
+                run = vmap(one, randomness="different")
+                outputs = copy_context().run(run, *tensors) if tensors else []
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:
             self.draws = True
@@ -180,7 +216,7 @@ class RecordProgram:
         sites = taps.done()
         for site in sites:
             site.arrived = arrived
-        return Pass(rows, refilled(kept[0], iter(outputs)), sites)
+        return Pass(rows, refilled(kept[0], iter(outputs)), sites, runner=self if self.own_functions else None)
 
     def by_itself(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, row: int
@@ -203,22 +239,42 @@ class RecordProgram:
         before = torch.default_generator.get_state()
         with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
             try:
-                outputs = program(part)
-            except QuietgradError:
-                raise
+                outputs = copy_context().run(program, part)
             except Exception as error:
-                # Without a word of what a record holds.
-                raise DataError(
-                    f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with "
-                    "what collate_fn makes of one record: try them on one yourself. Other records are not in reach "
-                    "there (a contrastive loss, a batch statistic)."
-                ) from (error if self.synthetic else None)
+                if is_out_of_memory(error):
+                    raise
+                if self.synthetic or self.raises:
+                    raise self._refusal(error) from (error if self.synthetic else None)
+                # Counted as zero: an exception that ended the run would tell that the record is there.
+                return Pass(np.array([row]), None, [], alone=True, failed=True)
             outputs = mapped(outputs, lambda tensor: tensor[None])
             drew = not torch.equal(before, torch.default_generator.get_state())
         if drew and not self.draws:
             self.draws = True
             return self.by_itself(program, params, record, keys, row)
-        return Pass(np.array([row]), outputs, sites, alone=True)
+        return Pass(np.array([row]), outputs, sites, alone=True, runner=self)
+
+    def goes_back(self, outputs: PyTree, back: Callable[[PyTree], None] = go_back) -> bool:
+        """Go back from outputs; false if that raises an exception, as one record's may."""
+        try:
+            back(outputs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if self.synthetic or self.raises:
+                raise self._refusal(error) from (error if self.synthetic else None)
+            return False
+        return True
+
+    def _refusal(self, error: Exception) -> QuietgradError:
+        """What is said of an exception, without a word of what a record holds."""
+        if isinstance(error, QuietgradError):
+            return error
+        return DataError(
+            f"model or loss failed on a batch of one record ({type(error).__name__}). Both are called with "
+            "what collate_fn makes of one record: try them on one yourself. Other records are not in reach "
+            "there (a contrastive loss, a batch statistic)."
+        )
 
     @contextmanager
     def _context(
@@ -231,10 +287,11 @@ class RecordProgram:
             word = keys.shared
             random.seed(word)
             np.random.seed([word % 2**32, word >> 32])  # noqa: NPY002
-            stack.enter_context(self.places.attributes_kept())
+            stack.enter_context(self.state.release(word))
+            self.state.begin_pass()
             stack.enter_context(self.places.holding(params, _copied))
             stack.enter_context(full_precision())
-            stack.enter_context(_torch_as_needed())
+            stack.enter_context(_torch_as_needed(self))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "There is a performance drop")  # without a rule: slower, and right
             warnings.filterwarnings("ignore", "Using padding='same'")
@@ -254,7 +311,16 @@ def _tell(site: TapSite, leaf: Tensor) -> None:
 
 def _copied(buffer: Tensor) -> Tensor:
     """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
-    return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else buffer.clone()
+    return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else lazily_copied(buffer)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the machine failed, and not the record.
+
+    It depends on what else is in memory, on the other records of a pass too. Counted as zero, it would let one
+    record silence others; so it ends the run, as any failure of the machine does.
+    """
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc_cpu" in str(error)
 
 
 @contextmanager
@@ -277,24 +343,52 @@ class _NotCheckpointed:
         return function(*args)
 
 
-def _refuse_own_rule(function: type[torch.autograd.Function]) -> bool:
+def _refuse_own_rule(program: RecordProgram, function: type[torch.autograd.Function]) -> bool:
+    program.own_functions = True
     if _has_own_rule(function):
         raise NotTogether(f"{function.__name__} has a rule for vmap of its own, which would see all records")
     return False
 
 
 _has_own_rule = autograd_function.has_overridden_vmap_rule
+_push_mode = dispatch_modes._push_mode
+
+
+def _refuse_mode(mode: Any) -> None:
+    if not isinstance(mode, PerRecordRNG):
+        raise NotTogether(f"{type(mode).__name__} is a dispatch mode, which would see all records")
+    _push_mode(mode)
+
+
+def _refuse_text(*_: object) -> str:
+    raise NotTogether("it makes a text of a tensor, which would show all records")
 
 
 @contextmanager
-def _torch_as_needed() -> Iterator[None]:
+def _nothing_below() -> Iterator[None]:
+    """Code of the user's that torch would call below vmap, with the tensors of all records, ends the pass.
+
+    Dispatch modes, hooks on what autograd saves, and the text of a tensor; tensors of the user's own classes are
+    found by the taps.
+    """
+    hooks = torch._C._autograd
+    if hooks._top_saved_tensors_default_hooks(True) is not None:
+        raise NotTogether("hooks on saved tensors are active, which would see all records")
+    below = replaced(dispatch_modes, {"_push_mode": _refuse_mode})
+    texts = replaced(tensor_text, {"_functorch_wrapper_str_intern": _refuse_text})
+    with below, texts, torch.autograd.graph.disable_saved_tensors_hooks("they would see all records"):
+        yield
+
+
+@contextmanager
+def _torch_as_needed(program: RecordProgram) -> Iterator[None]:
     """Two things of torch's, while a program runs.
 
     Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. And an
     ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one.
     """
     once = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _run_once}
-    own = {"has_overridden_vmap_rule": _refuse_own_rule}
+    own = {"has_overridden_vmap_rule": partial(_refuse_own_rule, program)}
     with replaced(checkpointing, once), replaced(autograd_function, own):
         yield
 
@@ -303,10 +397,12 @@ def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:
     return next(iter((*params.values(), *tensors_of(record))), torch.empty(0)).device
 
 
-def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = None, beside: object = None) -> Any:
+def each_record(
+    function: Program, record: PyTree, keys: RecordSeeds | None = None, runner: RecordProgram | None = None
+) -> Any:
     """``function`` of each record of a stacked structure, (n, …); what it returns, stacked.
 
-    What it keeps in the module or object ``beside`` is forgotten.
+    What it keeps in what ``runner`` watches is forgotten. A record on which it raises an exception gets 0.
 
     >>> each_record(lambda record: record[0].sum() * record[1], (torch.ones(2, 1, 3), torch.tensor([[1.0], [2.0]])))
     tensor([[3.],
@@ -314,7 +410,10 @@ def each_record(function: Program, record: PyTree, keys: RecordSeeds | None = No
     """
     count = len(tensors_of(record)[0])
     keys = keys or RecordSeeds.of(None, np.arange(count))
-    parts = list(RecordProgram(beside=beside).passes(function, {}, record, keys))
+    parts = list((runner or RecordProgram()).passes(function, {}, record, keys))
+    for part in parts:
+        if part.failed:
+            part.outputs = torch.zeros(1, device=tensors_of(record)[0].device)
     return stacked(parts, count)
 
 

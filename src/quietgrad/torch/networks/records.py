@@ -7,6 +7,7 @@ same are stacked and run together, so that no record's shape changes what is com
 from __future__ import annotations
 
 import pickle
+import struct
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
@@ -243,7 +244,7 @@ def _reader(data: _MapStyle, collate: Collate, pad: Padding | None) -> Callable[
                 seed_generators(word)
                 record = _one(data, index, collate, pad)
                 tensors = tensors_of(record)
-                shape = tuple((t.shape, t.dtype) for t in tensors), _constants(record)
+                shape = tuple((t.shape, t.dtype, t.device, t.layout) for t in tensors), _constants(record)
                 rows, stacks, _ = groups.setdefault(shape, ([], [], record))
                 rows.append(row)
                 stacks.append(tensors)
@@ -284,18 +285,22 @@ def _numbers_to_tensors(batch: PyTree) -> Any:
 
 
 def _constants(value: PyTree) -> Any:
-    """What of a record is no tensor: records that differ there are not run together."""
+    """What of a record is no tensor: records that differ there, in a type or in a bit, are not run together.
+
+    ``1 == True == 1.0`` and ``0.0 == -0.0``, and an object's own ``==`` may leave something out.
+    """
     if isinstance(value, Tensor):
         return ...
-    if isinstance(value, dict):
-        return tuple((key, _constants(item)) for key, item in value.items())
-    if isinstance(value, tuple | list):
-        return tuple(_constants(item) for item in value)
-    try:
-        hash(value)
-    except TypeError:
-        return pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
-    return value
+    if type(value) in (dict, tuple, list):
+        items = value.items() if isinstance(value, dict) else value
+        return type(value), tuple(_constants(item) for item in items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value), tuple(_constants(item) for item in value)
+    if value is None or type(value) in (bool, int, str, bytes):
+        return type(value), value
+    if type(value) is float:
+        return type(value), value.hex() if value == value else struct.pack("d", value)
+    return type(value), pickle.dumps(value)  # whole: what repr leaves out of a long array may differ
 
 
 def refuse_repeated_records(data: object) -> None:

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quietgrad.torch.networks.kernels import Kernel, embedding_kernel, kernel_vectors
 from quietgrad.torch.networks.randomness import PerRecordRNG, refuse_own_generator
+from quietgrad.torch.networks.reachable import has_own_dispatch
 from quietgrad.torch.networks.trees import Args, Called, Kwargs, Options, PyTree, applied, name_of
 from quietgrad.torch.networks.vectors import LayerCall
 
@@ -166,6 +167,7 @@ class Taps(TorchFunctionMode):
         self.factories = factories
         self.sites: list[TapSite] = []
         self.level = -1
+        self.modes = 0  # dispatch modes that are active outside of the program
         self.anchor = torch.zeros((), requires_grad=True)
         self.draws: PerRecordRNG | None = None  # what each record draws
         self._params, self._slices = dict(params), {name: slices[name] for name in params}
@@ -185,9 +187,16 @@ class Taps(TorchFunctionMode):
             return self._ask(func, args, kwargs)
         if isinstance(func, OpOverload | OpOverloadPacket) and str(func).partition(".")[0] != "aten":
             raise NotTogether("an operation of another library may have a rule for vmap of its own")
+        if torch._C._len_torch_dispatch_stack() != self.modes:
+            raise NotTogether("a dispatch mode is active, which would see all records")
+        nested = functorch.current_level() != self.level
         operation = OPERATIONS.get(func)
         shared, together = False, False
         for leaf in _tensors(args, kwargs):
+            if type(leaf) not in _PLAIN and has_own_dispatch(type(leaf)):
+                raise NotTogether(f"a {type(leaf).__name__} has a dispatch of its own, which would see all records")
+            if nested and self._is_of_records(leaf):
+                raise NotTogether("records are inside another transform of torch.func")
             if id(leaf) in self._known:
                 shared = True
             elif not together:
@@ -249,6 +258,14 @@ class Taps(TorchFunctionMode):
         if functorch.maybe_get_level(value) != self.level or not functorch.is_batchedtensor(value):
             raise NotTogether("parameters are used inside another transform of torch.func")
         return True
+
+    def _is_of_records(self, value: Tensor) -> bool:
+        """Whether a value has the level of the records among those of its wrappers."""
+        while functorch.is_functorch_wrapped_tensor(value):
+            if functorch.maybe_get_level(value) == self.level:
+                return True
+            value = functorch.get_unwrapped(value)
+        return False
 
     def rows(self, value: Tensor) -> Tensor:
         """The tensor behind a value, records first: (n, …)."""
@@ -413,19 +430,26 @@ class Taps(TorchFunctionMode):
         if not self.is_records(value):
             raise NotTogether("it asks a tensor of another transform for its value")
         rows = self.rows(value).detach()
-        self._go_apart(rows.reshape(self.count, -1))
+        self._go_apart(rows)
         with self.outside():
             return func(rows[0], *args[1:], **kwargs)
 
     def _go_apart(self, answers: Tensor) -> None:
-        """End the pass unless all records answer alike."""
-        first = answers[0]
-        if bool(((answers == first) | ((answers != answers) & (first != first))).all()):
+        """End the pass unless all records answer alike, bit by bit: 0.0 == −0.0, and no NaN equals another."""
+        if not answers.numel():
             return
-        _, group, sizes = torch.unique(answers.cpu(), dim=0, return_inverse=True, return_counts=True)
+        bits = _bits(answers)
+        if bool((bits == bits[0]).all()):
+            return
+        _, group, sizes = torch.unique(bits.cpu(), dim=0, return_inverse=True, return_counts=True)
         if len(sizes) > _ANSWERS:
             raise EachItsOwn("it asks each record for a number of its own (.item(), a branch)")
         raise DivergentRecords((group == int(sizes.argmax())).nonzero().flatten())
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bit patterns of numbers, (n, …) → (n, bytes)."""
+    return values.contiguous().view(len(values), -1).view(torch.uint8)
 
 
 def _tensors(args: Args, kwargs: Options) -> Iterator[Tensor]:
@@ -484,6 +508,7 @@ _COMPARISONS: dict[Any, Callable[..., Tensor]] = {
     torch.allclose: torch.isclose,
     Tensor.allclose: torch.isclose,
 }
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _QUESTIONS = {
     Tensor.__bool__, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.tolist,
     torch.is_nonzero, Tensor.is_nonzero, *_COMPARISONS,

@@ -7,7 +7,7 @@ import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,20 +77,13 @@ def _fields(value: PyTree) -> dict[str, Any]:
 
 
 class ModuleState:
-    """Where a module keeps its parameters, buffers and other attributes, found once.
-
-    ``beside`` is what else a program may keep something in: a loss that is a module, or an object with a state.
-    """
+    """Where a module keeps its parameters and buffers, found once; ``beside`` may be a loss that is a module."""
 
     def __init__(self, module: nn.Module, beside: object = None) -> None:
         names = {id(param): name for name, param in module.named_parameters()}
         self.layers = list(module.modules())
         if isinstance(beside, nn.Module):
             self.layers += [layer for layer in beside.modules() if layer not in set(self.layers)]
-        self._objects = [layer.__dict__ for layer in self.layers]
-        owner = beside.__self__ if isinstance(beside, MethodType) else beside
-        if not isinstance(owner, nn.Module | FunctionType | ModuleType | type) and hasattr(owner, "__dict__"):
-            self._objects.append(owner.__dict__)
         self.params: list[tuple[dict[str, Any], str, str]] = []
         self.buffers: list[tuple[dict[str, Any], str]] = []
         for layer in self.layers:
@@ -122,33 +115,6 @@ class ModuleState:
         finally:
             for store, key, value in held:
                 store[key] = value
-
-    @contextmanager
-    def attributes_kept(self) -> Iterator[None]:
-        """Whatever a program keeps in the module's attributes is forgotten: the next record must not see it."""
-        held = []
-        for own in self._objects:
-            kept = {key: value for key, value in own.items() if key not in _OWN}
-            held.append((own, kept, {k: copy.copy(v) for k, v in kept.items() if type(v) in (list, dict, set)}))
-        try:
-            yield
-        finally:
-            for own, kept, copies in held:
-                for key in [key for key in own if key not in _OWN and key not in kept]:
-                    del own[key]
-                for key, value in kept.items():
-                    if own.get(key, own) is not value:
-                        own[key] = value
-                for key, before in copies.items():
-                    value = own[key]
-                    if isinstance(value, list):
-                        value[:] = before
-                    else:
-                        value.clear()
-                        value.update(before)
-
-
-_OWN = set(nn.Module().__dict__)
 
 
 @contextmanager

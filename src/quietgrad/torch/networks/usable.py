@@ -11,7 +11,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from quietgrad.core.errors import DataError
 from quietgrad.torch.networks.trees import PyTree
 
 LossFunction = Callable[..., Tensor]
+Errors = Literal["zero", "raise"]  # what an exception of model or loss on one record does
 _TARGETS = ("labels", "label", "target", "targets", "y")
 
 

@@ -1,0 +1,518 @@
+"""What a program can reach: the objects in which it could keep something, by its code and by what it holds.
+
+Followed are the attributes of modules and objects, the items of containers, the closures and defaults of functions,
+the globals that their code names, the classes that the user wrote and, by the names in the code, the attributes of
+other Python modules. Installed packages (torch, numpy, the standard library, whatever lies in site-packages) are
+taken as they are: their objects' attributes are followed, their globals and classes are not.
+"""
+
+from __future__ import annotations
+
+import abc
+import array
+import contextvars
+import copy
+import dis
+import functools
+import io
+import logging
+import operator
+import queue
+import random
+import sys
+import sysconfig
+import threading
+import types
+import warnings
+import weakref
+from _ctypes import CFuncPtr
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quietgrad.torch.networks.containers import (
+    MISSING,
+    Bytes,
+    Cell,
+    ClassBody,
+    Container,
+    Empty,
+    Entries,
+    FunctionParts,
+    Items,
+    Members,
+    Names,
+    OwnGenerator,
+    Slots,
+    contents,
+    member,
+)
+
+Put = Callable[[Any], None] | None  # puts another object in the place where one was found
+
+_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_VALUES: tuple[type, ...] = (
+    int, float, complex, str, bytes, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice,
+    types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.ClassMethodDescriptorType, types.FrameType, types.TracebackType, np.generic,
+    np.dtype, np.ufunc, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    operator.itemgetter, operator.attrgetter, operator.methodcaller, type(vars(abc.ABC)["_abc_impl"]),
+)  # fmt: skip
+# What these hold is outside of the program, as files are: it is the machine's, and a proof says so.
+_OUTSIDE: tuple[type, ...] = (
+    logging.Logger, logging.Handler, threading.Thread, threading.Event, threading.Condition, threading.Semaphore,
+    type(threading.Lock()), type(threading.RLock()), queue.SimpleQueue, CFuncPtr,
+)  # fmt: skip
+_IN_MEMORY = (io.StringIO, io.BytesIO)
+_ENGINES = ("torch._", "torch.fx", "torch.jit", "torch.library", "torch.cuda", "torch.distributed", "torch.export")
+_DYNAMIC = frozenset({
+    "getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter", "__setattr__", "__getattribute__",
+})  # fmt: skip
+_INTERNALS = frozenset({
+    "_functorch", "functorch", "get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "DisableTorchFunction",
+    "_push_on_torch_dispatch_stack",
+})  # fmt: skip  # of torch, where the records of a pass lie together
+_EVERY_GLOBAL = frozenset({"globals", "eval", "exec"})
+_NOT_CALLED = frozenset(
+    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__doc__", "__module__"}
+)
+
+
+@dataclass
+class Found:
+    """What a program can reach, by how it is put back."""
+
+    containers: list[Container] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+    generators: list[OwnGenerator] = field(default_factory=list)
+    caches: list[Callable[[], None]] = field(default_factory=list)
+    copied: list[Callable[[], None]] = field(default_factory=list)  # each puts a fresh copy into the program's hand
+    names_internals: bool = False  # whether the code names what is below torch's vmap
+
+
+@functools.cache
+def has_own_dispatch(cls: Any) -> bool:
+    """Whether a class of tensors does its operations itself, below all that torch does before."""
+    dispatch: object = cls.__torch_dispatch__
+    return dispatch is not torch._C._disabled_torch_dispatch_impl
+
+
+@functools.cache
+def _is_installed_file(path: str) -> bool:
+    return path.startswith((*_INSTALLED, "<frozen"))
+
+
+def _is_installed(module: str | None) -> bool:
+    """Whether a Python module is an installed package's, by its file; ``quietgrad`` counts as one."""
+    root = (module or "").partition(".")[0]
+    if (root in sys.stdlib_module_names and root != "__main__") or root in ("torch", "numpy", "quietgrad"):
+        return True
+    own = sys.modules.get(module or "")
+    path = getattr(own, "__file__", None)
+    return path is not None and _is_installed_file(path)
+
+
+@dataclass(frozen=True)
+class _CodeNames:
+    globals: frozenset[str]
+    attributes: frozenset[str]  # and texts, which may name one
+    imports: frozenset[str]
+
+
+@functools.cache
+def _names_in(code: types.CodeType) -> _CodeNames:
+    named: set[str] = set()
+    imports: set[str] = set()
+    for step in dis.get_instructions(code):
+        if step.opname.endswith(("_GLOBAL", "_NAME")) and isinstance(step.argval, str):
+            (imports if step.opname == "IMPORT_NAME" else named).add(step.argval)
+    attributes = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            inner = _names_in(constant)
+            named |= inner.globals
+            attributes |= inner.attributes
+            imports |= inner.imports
+        else:
+            parts = constant if isinstance(constant, tuple) else (constant,)
+            attributes.update(part for part in parts if isinstance(part, str))
+    return _CodeNames(frozenset(named), frozenset(attributes), frozenset(imports))
+
+
+def reach(roots: Iterable[object]) -> Found:
+    """Everything that the roots can reach. Raises ValueError for an object that cannot be put back."""
+    walk = _Walk()
+    for root in roots:
+        if root is not None:
+            walk.add(root, None, type(root).__name__)
+    walk.run()
+    return walk.found
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.found = Found()
+        self._seen: dict[int, object] = {}
+        self._near: list[tuple[Any, Put, str]] = []
+        self._mentioned: set[str] = set()  # names in the program's code
+        self._every_name = False  # whether its code makes names up
+        # Attributes that the program reaches only by name: by that name, until the code mentions it.
+        self._waiting: dict[str, list[tuple[Any, Put, str]]] = {}
+        self._spaces: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        self._files: list[dict[str, Any]] = []  # globals of the user's Python modules, reached as objects
+        self._bodies: set[type] = set()  # classes whose definitions are watched
+        self._called: set[type] = set()  # classes that the program may call
+        self._empty = Empty()
+        self.found.containers.append(self._empty)
+
+    def add(self, value: Any, put: Put, where: str) -> None:
+        if not _is_without_state(value):
+            self._near.append((value, put, where))
+
+    def add_if_mentioned(self, name: str, value: Any, put: Put, where: str) -> None:
+        if self._every_name or name in self._mentioned:
+            self.add(value, put, where)
+        elif not _is_without_state(value):
+            self._waiting.setdefault(name, []).append((value, put, where))
+
+    def mention(self, names: Iterable[str]) -> None:
+        fresh = set(names) - self._mentioned
+        self.found.names_internals |= not fresh.isdisjoint(_INTERNALS)
+        self._mentioned |= fresh
+        if fresh & _DYNAMIC and not self._every_name:
+            self._every_name = True
+            fresh |= set(self._waiting)
+        for name in fresh & self._waiting.keys():
+            self._near += self._waiting.pop(name)
+
+    def run(self) -> None:
+        while self._near:
+            value, put, where = self._near.pop()
+            # A copy is put into every place; all else is followed once.
+            if id(value) in self._seen and not _is_foreign(value):
+                continue
+            self._seen[id(value)] = value
+            self._follow(value, put, where)
+        for file in self._files:
+            every = set(file) if self._every_name else set()
+            self._spaces.setdefault(id(file), (file, set()))[1].update(self._mentioned | every)
+        for space, names in self._spaces.values():
+            self.found.containers.append(Names(space, tuple(names), space.__setitem__, space.__delitem__))
+
+    # --- kinds of objects -----------------------------------------------------------------------------------------
+
+    def _follow(self, value: Any, put: Put, where: str) -> None:
+        cls = type(value)
+        if isinstance(value, type):
+            self._class(value, called=True)
+        elif isinstance(value, types.ModuleType):
+            if not _is_installed(value.__name__):
+                self._files.append(vars(value))
+                for name, item in vars(value).items():
+                    self.add_if_mentioned(name, item, None, name)
+        elif isinstance(value, types.FunctionType):
+            self._function(value)
+        elif isinstance(value, types.CellType):
+            self.found.containers.append(Cell(value))
+            held = contents(value)
+            if held is not MISSING:
+                self.add(held, functools.partial(setattr, value, "cell_contents"), where)
+        elif isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, nn.Module):
+            self._module(value)
+        elif isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
+            self.found.names_internals |= str(getattr(value, "__module__", "")).startswith("torch._C._functorch")
+            self.add(value.__self__, None, where)
+            self.add(getattr(value, "__func__", None), None, where)
+        elif cls.__module__.partition(".")[0] == "quietgrad":
+            self._named_attributes(value)
+        elif not self._standard(value, put, where):
+            self._object(value, put, where)
+
+    def _standard(self, value: Any, put: Put, where: str) -> bool:
+        """Follow an object of the standard library or numpy whose contents are not in attributes alone."""
+        found = self.found
+        if type(value) in (dict, OrderedDict) and not value:
+            self._empty.held.append(value)
+            if type(value) is OrderedDict:  # which may have attributes
+                self._empty.held.append(vars(value))
+            return True
+        if isinstance(value, dict):
+            found.containers.append(Entries(value))
+            for key, item in dict.items(value):
+                self.add(key, None, where)
+                self.add(item, functools.partial(dict.__setitem__, value, key), f"{where}[…]")
+        elif isinstance(value, list):
+            found.containers.append(Items(value))
+            for place, item in enumerate(list.__iter__(value)):
+                self.add(item, functools.partial(list.__setitem__, value, place), f"{where}[…]")
+        elif isinstance(value, deque):
+            found.containers.append(Items(value))
+            for place, item in enumerate(deque.__iter__(value)):
+                self.add(item, functools.partial(deque.__setitem__, value, place), f"{where}[…]")
+        elif isinstance(value, set | frozenset | tuple):
+            if isinstance(value, set):
+                found.containers.append(Members(value))
+            for item in value:
+                self.add(item, None, where)
+        elif isinstance(value, bytearray | array.array):
+            found.containers.append(Bytes(value))
+        elif isinstance(value, np.ndarray):
+            self._array(value, where)
+        elif isinstance(value, np.random.Generator):
+            found.generators.append(OwnGenerator(value.bit_generator))
+        elif isinstance(value, random.Random | np.random.RandomState | np.random.BitGenerator | torch.Generator):
+            found.generators.append(OwnGenerator(value))
+        elif isinstance(value, functools.partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.add(part, None, where)
+            self.add(value.keywords, None, where)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            if not _is_installed(value.__module__):
+                found.caches.append(value.cache_clear)
+                self.add(value.__wrapped__, None, where)
+        elif isinstance(value, staticmethod | classmethod):
+            self.add(value.__func__, None, where)
+        elif isinstance(value, property):
+            for part in (value.fget, value.fset, value.fdel):
+                self.add(part, None, where)
+        elif isinstance(value, weakref.ref):
+            self.add(value(), None, where)
+        elif isinstance(value, contextvars.ContextVar):
+            self.add(value.get(None), None, where)  # a pass has variables of its own
+        elif isinstance(value, threading.local):
+            self.add(value.__dict__, None, where)
+        elif isinstance(value, types.MappingProxyType):
+            for item in value.values():
+                self.add(item, None, where)
+        elif isinstance(value, memoryview):
+            self.add(value.obj, None, where)
+        else:
+            return False
+        if hasattr(value, "__dict__") or type(value).__module__ != "builtins":
+            self._attributes(value, where)
+        return True
+
+    def _function(self, value: types.FunctionType) -> None:
+        for cell in value.__closure__ or ():
+            self.add(cell, None, value.__name__)
+        self.add(value.__defaults__, None, value.__name__)
+        self.add(value.__kwdefaults__, None, value.__name__)
+        if _is_installed_file(value.__code__.co_filename) or _is_installed(value.__globals__.get("__name__")):
+            if value.__dict__:
+                self.add(value.__dict__, None, value.__name__)
+            return
+        self.add(value.__dict__, None, value.__name__)
+        self.found.containers.append(FunctionParts(value))
+        names = _names_in(value.__code__)
+        space = value.__globals__
+        self.mention(names.attributes)
+        wanted = set(space) if names.globals & _EVERY_GLOBAL else set(names.globals)
+        known = self._spaces.setdefault(id(space), (space, set()))[1]
+        for name in wanted - known:
+            self.add(space.get(name), functools.partial(space.__setitem__, name), name)
+        known |= wanted
+        for module in names.imports:
+            self.found.names_internals |= not _INTERNALS.isdisjoint(module.split("."))
+            self.add(sys.modules.get(module), None, module)
+
+    def _class(self, cls: type, *, called: bool) -> None:
+        """Classes of the user's: what they define, and by name their functions and values."""
+        for each in cls.__mro__:
+            if _is_installed(each.__module__):
+                continue
+            if called and each not in self._called:
+                self._called.add(each)
+                for name in _NOT_CALLED & vars(each).keys():
+                    self.add(vars(each)[name], None, name)
+            if each in self._bodies:
+                continue
+            self._bodies.add(each)
+            self.found.containers.append(ClassBody(each))
+            whole = issubclass(each, torch.autograd.Function)
+            for name, value in vars(each).items():
+                special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+                if special or whole or (name == "forward" and issubclass(each, nn.Module)):
+                    self.add(value, None, name)
+                else:
+                    self.add_if_mentioned(name, value, functools.partial(type.__setattr__, each, name), name)
+
+    def _tensor(self, value: Tensor) -> None:
+        if type(value).__module__.partition(".")[0] == "quietgrad":  # a private batch is nothing to look at
+            return
+        self.add(vars(value), None, "tensor")
+        if value.is_leaf and value.grad is not None:
+            self.add(value.grad, None, "grad")
+        hooks = value._backward_hooks
+        if hooks is not None:
+            self.add(hooks, None, "hooks")
+        if has_own_dispatch(type(value)):  # its numbers are in tensors among its attributes
+            return
+        try:
+            value.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse
+            parts = (value._indices(), value._values()) if value.layout == torch.sparse_coo else ()
+            for part in parts:
+                self.add(part, None, "tensor")
+            return
+        self.found.tensors.append(value)
+
+    def _module(self, value: nn.Module) -> None:
+        self._class(type(value), called=False)
+        own, every = vars(value), _is_installed(type(value).__module__)
+        self.found.containers.append(Entries(own))
+        for name, item in own.items():
+            put = functools.partial(own.__setitem__, name)
+            if name == "_parameters":
+                # Trained parameters are others while a program runs; frozen ones are what they are.
+                self._seen[id(item)] = item
+                self.found.containers.append(Entries(item))
+                for param in item.values():
+                    if param is not None and not param.requires_grad:
+                        self.add(param, None, name)
+            elif not every and (_is_foreign(item) or _is_of_a_package(item)):
+                self.add_if_mentioned(name, item, put, name)
+            else:
+                self.add(item, put, name)
+
+    def _object(self, value: Any, put: Put, where: str) -> None:
+        cls = type(value)
+        if cls.__module__.startswith(_ENGINES):
+            return
+        if _is_foreign(value):
+            self._foreign(value, put, where)
+            return
+        self._attributes(value, where)
+
+    def _attributes(self, value: Any, where: str) -> None:
+        """The attributes and slots of an object: all of a package's object, of the user's those the code names."""
+        cls: Any = type(value)
+        self._class(cls, called=False)
+        every = _is_installed(cls.__module__)
+        self.mention(getattr(cls, "_program_attributes", ()))
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict):
+            self.found.containers.append(Entries(own))
+            for name, item in own.items():
+                self._attribute(name, item, functools.partial(own.__setitem__, name), every)
+        slots = _slots(cls)
+        if slots:
+            self.found.containers.append(Slots(value, slots))
+            for each in slots:
+                item = member(value, each)
+                if item is not MISSING:
+                    self._attribute(each.__name__, item, functools.partial(each.__set__, value), every)
+
+    def _attribute(self, name: str, item: Any, put: Put, every: bool) -> None:
+        if every:
+            self.add(item, put, name)
+        else:
+            self.add_if_mentioned(name, item, put, name)
+
+    def _named_attributes(self, value: Any) -> None:
+        for name in getattr(type(value), "_program_attributes", ()):
+            self.add(getattr(value, name, None), None, name)
+
+    def _array(self, value: Any, where: str) -> None:
+        if value.dtype.hasobject:
+            for item in value.ravel().tolist():
+                self.add(item, None, where)
+        if value.flags.writeable:
+            self.found.arrays.append(value)
+        elif isinstance(value.base, np.ndarray):
+            self.add(value.base, None, where)
+
+    # --- what has no contents that Python shows -----------------------------------------------------------------
+
+    def _foreign(self, value: Any, put: Put, where: str) -> None:
+        """Give the program a fresh copy in each pass, or refuse."""
+        cls = type(value)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # itertools: copied until Python 3.14
+                trial = copy.deepcopy(value)
+        except Exception:
+            trial = None
+        if trial is value:
+            return
+        if trial is None or put is None:
+            raise ValueError(
+                f"{where!r} holds a {cls.__module__}.{cls.__qualname__}, which the model or the loss can reach. "
+                "What a record leaves in it can be neither put back nor copied, so the next record would see it. "
+                "Keep it out of model and loss, or make it anew in each call. No privacy budget was spent."
+            )
+
+        def put_copy() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                put(copy.deepcopy(value))
+
+        self.found.copied.append(put_copy)
+
+
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made at run time
+_KNOWN: tuple[type, ...] = (
+    type, types.ModuleType, types.FunctionType, types.CellType, types.MethodType, types.BuiltinMethodType,
+    types.MethodWrapperType, Tensor, dict, list, deque, set, frozenset, tuple, bytearray, array.array, np.ndarray,
+    np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator,
+    functools.partial, functools._lru_cache_wrapper, staticmethod, classmethod, property, weakref.ref,
+    contextvars.ContextVar, types.MappingProxyType, memoryview, types.SimpleNamespace, threading.local,
+    BaseException,
+)  # fmt: skip
+
+
+def _is_without_state(value: object) -> bool:
+    cls = type(value)
+    if cls is object or isinstance(value, _OUTSIDE):
+        return True
+    if isinstance(value, io.IOBase):
+        return not isinstance(value, _IN_MEMORY)
+    return isinstance(value, _VALUES) and cls.__dictoffset__ == 0
+
+
+def _is_foreign(value: object) -> bool:
+    """Whether an object is, or is made on, one of an extension in C, whose contents are in no attribute."""
+    cls: Any = type(value)
+    return not _is_without_state(value) and not isinstance(value, _KNOWN) and _is_extension(cls)
+
+
+def _is_of_a_package(value: object) -> bool:
+    plain = _is_without_state(value) or isinstance(value, (*_KNOWN, nn.Module))
+    return not plain and _is_installed(type(value).__module__)
+
+
+@functools.cache
+def _is_extension(cls: Any) -> bool:
+    hashed: Any = cls.__hash__
+    if hashed is not None and hashed is not object.__hash__:
+        return False  # what is compared by value is a value
+    return any(
+        base is not object and base.__module__.partition(".")[0] not in ("torch", "numpy") and _is_in_c(base)
+        for base in cls.__mro__
+    )
+
+
+def _is_in_c(cls: type) -> bool:
+    """A class that Python's ``class`` made has a dictionary for each object, or says its slots."""
+    return not cls.__flags__ & _HEAP or (
+        cls.__dictoffset__ == 0 and not any("__slots__" in vars(base) for base in cls.__mro__)
+    )
+
+
+@functools.cache
+def _slots(cls: Any) -> tuple[Any, ...]:
+    """The slots that a class and those above it declare, and the factory of a dictionary's defaults."""
+    return tuple(
+        each
+        for base in cls.__mro__
+        if "__slots__" in vars(base) or base is defaultdict
+        for each in vars(base).values()
+        if isinstance(each, types.MemberDescriptorType)
+    )
