@@ -14,13 +14,21 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
-from quietgrad.assurance.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
-from quietgrad.charts import Chart, Intervals, Lines, Series
-from quietgrad.core.errors import boundary
-from quietgrad.core.files import read_json, write_atomically
-from quietgrad.core.sanitize import sanitize
-from quietgrad.core.session.statement import Privacy, contradiction, refuted
-from quietgrad.methods.result import Result, digest_of, ledger_of, load, problems_of
+from quietgrad.charts import Chart, Intervals, Lines, Series, colour_of
+from quietgrad.errors import boundary
+from quietgrad.files import read_json, write_atomically
+from quietgrad.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
+from quietgrad.sanitize import sanitize
+from quietgrad.training.result import (
+    Privacy,
+    Result,
+    contradiction,
+    digest_of,
+    ledger_of,
+    load,
+    problems_of,
+    refuted,
+)
 
 _METRICS = {
     "test_accuracy": "test accuracy",
@@ -164,7 +172,7 @@ def page_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(plain=_plain, clauses=_clauses)
+    environment.filters.update(plain=_plain, clauses=_clauses, colour=colour_of)
     environment.filters["odds"] = lambda epsilon: math.exp(min(epsilon, 700.0))
     return environment
 
