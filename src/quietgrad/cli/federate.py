@@ -12,10 +12,10 @@ from quietgrad.cli.federate_roles import (
     approval,
     coordinate,
     member_logger,
-    remember_reading,
     simulated,
     take_part,
     threat_rows,
+    write_options,
 )
 from quietgrad.cli.options import Explain, Json, Quiet, answer, say, show_json, show_rows, usage
 from quietgrad.cli.run_spec import RunSpec, with_options
@@ -191,7 +191,6 @@ def server(
         take_part(mine, tell, patience=patience)
         return
     result = coordinate(mine, wait=wait, patience=patience, tell=tell)
-    remember_reading(mine.file, out)
     show_result(result, out, as_json=as_json, explain=explain)
 
 
@@ -224,7 +223,6 @@ def party(
     if cap_epsilon is not None and ledger is None:
         tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
     facts = take_part(mine, tell, patience=patience, listen=listen)
-    remember_reading(mine.file, out)
     rows = [(key, str(value)) for key, value in facts.items() if key != "words"]
     answer(as_json, facts, table=(f"{mine.credentials.name}: {facts['words']}", rows))
 
@@ -253,6 +251,8 @@ def approve(
     )  # fmt: skip
     if mine.credentials.name != "coordinator":
         mine.member().close()  # errors in keys, records or cap are raised here
+    if mine.credentials.name not in mine.file.plan.servers:
+        write_options(mine)
     mine.write(file)
     rows = [("approval", str(file)), ("plan digest", mine.digest), ("folder", mine.out)]
     answer(as_json, dict(rows), table=(f"{mine.credentials.name} approved {mine.file.name}", rows))

@@ -26,15 +26,20 @@ from quietgrad.federation.approved import Approved, readable_digest
 from quietgrad.federation.coordinator import AGGREGATES
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.plan_file import PlanFile, parse_plan, read_text
+from quietgrad.federation.plan_file import parse_plan, read_text
 from quietgrad.federation.planning import adversary, multiplicity
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.secure.identity import DropoutError
 from quietgrad.federation.secure.terms import threat_model
 from quietgrad.federation.transport.local_socket import serve
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
-from quietgrad.methods.callbacks import Progress
-from quietgrad.methods.result import Result
+from quietgrad.files import write_atomically
+from quietgrad.privacy.budget import PrivacyUnit
+from quietgrad.sanitize import sanitize
+from quietgrad.secure.identity import DropoutError
+from quietgrad.secure.terms import threat_model
+from quietgrad.training.callbacks import Progress
+from quietgrad.training.result import Result
 
 Tell = Callable[[str], None]
 NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases is exact"
@@ -144,6 +149,7 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
+    write_options(mine)
     where = f"{file.host}:{transport.port}"
     tell(f"plan {readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
     if over:
@@ -179,6 +185,8 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         tell(NOT_PRIVATE)
     member = mine.member(tell)
     try:
+        if isinstance(member, PartyCurator):
+            write_options(mine)
         site = mine.site(member, tell)
         where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
         plan = f"plan {readable_digest(file.digest)}"
@@ -225,8 +233,15 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     return {**facts, "ledger": str(mine.books)}
 
 
-def remember_reading(file: PlanFile, out: Path) -> None:
-    """Leave what `quietgrad predict` needs to read other files like the parties'."""
-    options = {key: value for key, value in file.reading.items() if key != "n_features"}
+def write_options(mine: Approved) -> None:
+    """Write ``run.json`` before anything is asked: how files like the parties' are read, and what pays."""
+    file, out = mine.file, mine.folder
+    options: dict[str, Any] = {**file.table.options(), "account": mine.account}
+    out.mkdir(parents=True, exist_ok=True)
+    if (schema := file.table.schema_text()) is not None:
+        write_atomically(out / "schema.json", schema.encode())
+        options["schema"] = out / "schema.json"
+    if mine.books is not None:
+        options["ledger"] = mine.books
     budget = {"non_private": True} if file.budget is None else file.budget.to_json()
     RunSpec.from_options(**options, **budget).save(out)

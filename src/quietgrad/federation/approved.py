@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,15 @@ from quietgrad.federation.secure.identity import ProtocolError, Roster
 from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.methods.callbacks import Callback, Progress
-from quietgrad.methods.result import Result, load
-from quietgrad.tables.person_ids import factorize_ids
-from quietgrad.tables.privacy_units import RecordsWithIds
+from quietgrad.files import os_error_text, parse_json, read_bytes, read_json, write_atomically
+from quietgrad.objectives.person_ids import factorize_ids
+from quietgrad.objectives.privacy_units import RecordsWithIds
+from quietgrad.privacy.budget import Budget
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.secure.identity import ProtocolError, Roster
+from quietgrad.settings import check_types, fields_of
+from quietgrad.training.callbacks import Callback, Progress
+from quietgrad.training.result import Privacy, Result, contradiction, load
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset
@@ -136,14 +141,16 @@ class Approved:
     @classmethod
     def read(cls, path: str | Path) -> Approved:
         try:
-            content = read_json(path)
-            if content.pop("format") != _FORMAT or content.keys() != {each.name for each in fields(cls)}:
-                raise ValueError
+            content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
+            if content.pop("format", None) != _FORMAT or content.keys() != fields_of(cls).keys():
+                raise ValueError("its fields are those of another version.")
             return cls(**content)
         except FileNotFoundError:
             raise DataError(f"{path}: no such approval; make it with `quietgrad federate approve`.") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{path}: not an approval of this version; approve again.") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({os_error_text(error)}).") from None
+        except ValueError as error:
+            raise DataError(f"{path}: not an approval of this version: {error} Approve again.") from None
 
     @cached_property
     def file(self) -> PlanFile:
@@ -350,7 +357,15 @@ class Approved:
         if problem is not None:
             raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
         folder.mkdir(parents=True, exist_ok=True)
-        statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
+        # The run here is the entry that pays for it in this party's own ledger, under its own account.
+        details = {
+            **statement["details"],
+            "said_by": COORDINATOR,
+            "coordinator_run": statement["details"].get("run"),
+        }
+        details["run"] = party.approval.journal.entry
+        privacy = {**statement["privacy"], "account": party.approval.account if file.budget else None}
+        statement = {**statement, "privacy": privacy, "details": details}
         write_atomically(folder / "model.safetensors", to_safetensors({"params": params}))
         write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
 
@@ -404,11 +419,7 @@ def readable_digest(digest: str) -> str:
 
 
 def records(file: PlanFile, path: str | Path) -> Dataset:
-    from quietgrad.data import load as load_table
-
-    data = load_table(path, **file.reading)
-    if data.d != file.features:
-        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    data = file.table.load(path)
     data.refuse_uncounted(file.budget)
     return data
 

@@ -262,6 +262,11 @@ class Approval:
         self._charges: list[Charge] = []  # one, and one more for each time the journal was not as it was left
 
     @property
+    def account(self) -> str:
+        """The account that pays, as its lines in the party's ledger have it."""
+        return self._account.name
+
+    @property
     def in_use(self) -> bool:
         return bool(self._charges) and not self.journal.ended
 
