@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +95,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "federation": {"trust": "local", "parties_per_person": 2, "records_public": 2 * ROWS},
         "data": {"schema": {"label": LABEL, "columns": COLUMNS}, "person": "patient"},
     },
-    "masks": {"federation": {"trust": "secure", "secure": "masks", "colluders": 1, "quorum": 2, "weights": "equal"}},
+    "masks": {
+        "federation": {"trust": "secure", "secure": "masks", "colluders": 1, "quorum": 2, "weights": "equal"},
+    },
     "servers": {"federation": {"trust": "secure", "secure": "servers", "servers": 2}, "party": WEIGHED},
     "not private": {"federation": {"trust": "curator", "private": False}, "budget": None},
 }  # fmt: skip
@@ -224,7 +225,7 @@ def test_a_schema_of_numbers_is_not_for_a_loss_of_classes() -> None:
     with pytest.raises(DataError, match="is of numbers, and the loss is for binary"):
         parse_plan(written({**BASE, "data": REGRESSION}))
     with pytest.raises(DataError, match="is of classes, and the loss is for regression"):
-        parse_plan(written({**BASE, "objective": {"name": "huber"}, **{"data": RUNS["schema"]["data"]}}))
+        parse_plan(written({**BASE, "objective": {"name": "huber"}, "data": RUNS["schema"]["data"]}))
 
 
 def test_the_schema_of_the_page_plans() -> None:

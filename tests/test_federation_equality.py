@@ -149,7 +149,7 @@ def test_networks_federate_too() -> None:
 def test_a_party_sums_networks_as_widely_as_one_curator() -> None:
     """One record more moves the sum of 131 073 aligned records of a float32 network by what it contributes.
 
-    A sum in float32 moves by multiples of 1/64 there: at 300 002 records one of them was found to move it by 1.0156 C.
+    A sum in float32 moves by multiples of 1/64 there; of 300 002 records one moved it by 1.0156 C.
     """
     torch = pytest.importorskip("torch")
     from quietgrad.objectives.networks.module import ModuleObjective

@@ -21,7 +21,10 @@ from quietgrad.federation.secure.identity import DropoutError, ProtocolError
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.tables.losses import Logistic
+from quietgrad.objectives.tables.losses import Logistic
+from quietgrad.privacy import events
+from quietgrad.privacy.ledger import Ledger
+from quietgrad.secure.identity import DropoutError
 from tests.faults import Fault, Faulty, faulty
 from tests.talk import people
 

@@ -146,7 +146,7 @@ def test_random_edits_of_one_partys_messages_cost_no_round(mode: str, seed: int)
 
 
 def test_false_envelopes_are_found_before_a_question_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A party deals shares that are not those she committed to: all refuse because of her, and nothing is charged."""
+    """A party deals shares that are not those she committed to: all refuse because of her, at no charge."""
     prepare, honest = MaskingParty.prepare, secret_sharing.deal
 
     def false(*args: Any, **sizes: Any) -> Any:

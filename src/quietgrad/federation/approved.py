@@ -29,6 +29,7 @@ from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
 from quietgrad.federation.party import PartyCurator, SumMember
+from quietgrad.federation.pins import readable_digest
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
@@ -156,7 +157,8 @@ class Approved:
     def file(self) -> PlanFile:
         file = parse_plan(self.plan, "the approved plan")
         if file.digest != self.digest:
-            raise BudgetError(f"the approval names plan {self.digest[:16]}… and holds {file.digest[:16]}…")
+            names, holds = readable_digest(self.digest), readable_digest(file.digest)
+            raise BudgetError(f"the approval names plan {names} and holds {holds}; approve again.")
         if self.address is None:
             return file
         host, port = address_of(self.address)
@@ -407,15 +409,6 @@ def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Map
 def model_digest(folder: Path) -> str:
     """SHA-256 of a saved model; it must be the same at all members."""
     return hashlib.sha256(read_bytes(folder / "model.safetensors")).hexdigest()
-
-
-def readable_digest(digest: str) -> str:
-    """The first 80 bits of a digest in groups to read aloud.
-
-    >>> readable_digest("0123456789abcdef0123456789abcdef")
-    '0123 4567 89ab cdef 0123'
-    """
-    return " ".join(digest[k : k + 4] for k in range(0, 20, 4))
 
 
 def records(file: PlanFile, path: str | Path) -> Dataset:

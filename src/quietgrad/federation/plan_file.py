@@ -286,5 +286,5 @@ def write_job(file: PlanFile, engine: str, folder: Path) -> list[Path]:
         made["pyproject.toml"] = _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP)
     for name, text in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        files.write_atomically(folder / name, text.encode())
     return [folder / name for name in made]
