@@ -7,12 +7,14 @@ way out, as a broken or hostile party would send them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.cli import main
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.simulation import InProcess, assemble, train
 from quietgrad.federation.transport import Bytes
@@ -20,7 +22,11 @@ from quietgrad.federation.wire import Array, Message, decode, encode
 from quietgrad.objectives.tables.losses import Logistic
 from quietgrad.secure import secret_sharing
 from quietgrad.secure.masking import MaskingParty
-from tests.talk import people
+from tests.hostile import HOSTILE
+from tests.talk import people, toml_plan
+from tests.test_federate_network import ended, folder, plan_text, start
+
+__all__ = ["folder", "start"]
 
 STEPS = 4
 ALGORITHM = qg.DPGD(steps=STEPS, learning_rate=1.0)
@@ -190,3 +196,31 @@ def test_rounds_that_a_quorum_completed_are_not_called_lost() -> None:
     result = train(ALGORITHM, curator, plan, np.zeros(3))
     assert result.details["lost_rounds"] == 0
     assert any("party-2" in note for note in result.privacy.notes)
+
+
+@pytest.mark.parametrize(("secure", "how"), [("masks", "short"), ("servers", "altered")])
+def test_processes_finish_without_the_party_that_sends_malformed_vectors(
+    secure: str, how: str, folder: Path, start: Any
+) -> None:
+    """Five parties over TLS, no spare round, a quorum of four."""
+    text = toml_plan(
+        dict.fromkeys("abcde", 40), f'trust = "secure"\nsecure = "{secure}"\nquorum = 4', steps=3, features=3,
+        coordinator='address = "127.0.0.1:7443"\ntimeout = 40\ngrace = 40',
+    )  # fmt: skip
+    Path("plan.toml").write_text(plan_text(text))
+    assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
+    rng = np.random.default_rng(0)
+    running = [start("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")]
+    for k in (1, 2) if secure == "servers" else ():
+        running.append(start("server", "plan.toml", "--keys", f"keys/server-{k}"))
+    for name in "abcde":
+        X = rng.normal(size=(40, 3))
+        np.savez(f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
+        program = (HOSTILE, how) if name == "b" else ("-m", "quietgrad")
+        words = ("party", "plan.toml", "--keys", f"keys/{name}", "--data", f"{name}.npz", "--out", name)
+        running.append(start(*words, program=program))
+    outcomes = [ended(process) for process in running]
+    assert [code for code, *_ in outcomes] == [0] * len(running), outcomes
+    result = qg.load("model")
+    assert result.details["lost_rounds"] == 0
+    assert any("b " in note for note in result.privacy.notes)

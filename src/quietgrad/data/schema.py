@@ -22,7 +22,7 @@ from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
 from quietgrad.errors import DataError
 from quietgrad.sanitize import sanitize
-from quietgrad.settings import check_types
+from quietgrad.settings import check_types, has_type
 
 Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 
@@ -225,7 +225,7 @@ def _column(said: Said) -> ColumnKind:
         return Categorical(categories, bool(said.get("drop_first", False)), flagged)
     if "bounds" in said or kind is not None:
         limits = list(said.get("bounds", ()))
-        if len(limits) not in (0, 2):
+        if len(limits) not in (0, 2) or not has_type(limits, list[float | str]):
             raise DataError("bounds must be [low, high], or [] to have the range found privately")
         pair = (float(limits[0]), float(limits[1])) if limits else None
         written = (str(said.get("decimal", ".")), str(said.get("thousands", "")))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +43,9 @@ from quietgrad.objectives.person_ids import factorize_ids
 from quietgrad.objectives.privacy_units import RecordsWithIds
 from quietgrad.privacy.budget import Budget
 from quietgrad.privacy.ledger import Ledger
+from quietgrad.privacy.ledger_state import check_account_name
 from quietgrad.secure.identity import ProtocolError, Roster
-from quietgrad.settings import check_types, fields_of
+from quietgrad.settings import Within, check_types, fields_of
 from quietgrad.training.callbacks import Callback, Progress
 from quietgrad.training.result import Privacy, Result, contradiction, load
 
@@ -145,7 +147,9 @@ class Approved:
             content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
             if content.pop("format", None) != _FORMAT or content.keys() != fields_of(cls).keys():
                 raise ValueError("its fields are those of another version.")
-            return cls(**content)
+            found = cls(**content)
+            found.check_own()
+            return found
         except FileNotFoundError:
             raise DataError(f"{path}: no such approval; make it with `quietgrad federate approve`.") from None
         except OSError as error:
@@ -200,8 +204,23 @@ class Approved:
             raise BudgetError("this plan adds no noise and has no ε: no cap can hold. Leave the cap out.")
         return Budget(self.cap_epsilon, self.file.budget.delta, self.file.budget.relation)
 
+    def check_own(self) -> None:
+        """Raise ``ValueError`` if what this member says beside the plan cannot be meant."""
+        check_account_name(self.account)
+        if self.address is not None:
+            address_of(self.address)
+        if self.cap_epsilon is not None:
+            Within(0.0, sys.float_info.max, closed=False).check("cap_epsilon", self.cap_epsilon)
+        paths = {"keys": self.keys, "out": self.out, "data": self.data, "ledger": self.ledger}
+        for name, path in paths.items():
+            if path is not None and (not path or "\0" in path):
+                raise ValueError(f"{name}={path!r}: is not a path.")
+        if self.ledger is not None and Path(self.ledger).is_dir():
+            raise ValueError(f"ledger={self.ledger!r}: is a folder; name a file.")
+
     def check(self) -> None:
         """Raise if something in the approval cannot work, before anything is begun."""
+        self.check_own()
         _ = self.file, self.credentials, self.cap
 
     def check_coordinator(self) -> None:

@@ -182,9 +182,14 @@ class MaskingMember(_Roles[MaskingParty]):
         super().__init__(plan, identity, roster, seed=seed)
         self.kinds |= {
             "prepare": self._step("frame", lambda role, t, _: _frame(role.prepare(t))),
-            "deliver": self._step("delivered", lambda role, t, m: role.deliver(t, m.blob("frame")) or {}),
+            "deliver": self._step("delivered", self._deliver),
             "reveal": self._step("frame", lambda role, t, m: _frame(role.reveal(t, m.blob("frame")))),
         }
+
+    @staticmethod
+    def _deliver(role: MaskingParty, t: int, message: Message) -> dict[str, Array]:
+        role.deliver(t, message.blob("frame"))
+        return {}
 
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
