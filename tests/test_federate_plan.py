@@ -12,7 +12,8 @@ import pytest
 
 from quietgrad.cli import main
 from quietgrad.cli.federate_roles import cannot_listen
-from quietgrad.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.pins import pin_of, readable_digest
 from quietgrad.federation.plan_file import parse_plan, read_plan

@@ -14,9 +14,9 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.plan_file import PARTY, SECTIONS, parse_plan, read_plan
-from quietgrad.privacy.ledger import Ledger
 from tests.test_federate_network import ended, folder, plan_text, start
 
 __all__ = ["folder", "start"]

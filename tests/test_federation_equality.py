@@ -13,15 +13,12 @@ from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.sampling import Poisson, SinglePass
 from quietgrad.core.sampling.samplers import RowScan, SlotSampler, hashed_slots
 from quietgrad.core.session.curator import CentralCurator
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, deal
 from quietgrad.federation.simulation import assemble, simulate
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.regularizers import Nonconvex
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy.rng import SecureStream
-from quietgrad.sampling import Poisson, SinglePass
-from quietgrad.sampling.samplers import RowScan, SlotSampler, hashed_slots
-from quietgrad.training import plan, run
+from quietgrad.methods import plan, run
+from quietgrad.tables.losses import Logistic
+from quietgrad.tables.regularizers import Nonconvex
 from tests.talk import ask, say
 
 Floats = npt.NDArray[np.float64]
@@ -152,7 +149,7 @@ def test_a_party_sums_networks_as_widely_as_one_curator() -> None:
     A sum in float32 moves by multiples of 1/64 there; of 300 002 records one moved it by 1.0156 C.
     """
     torch = pytest.importorskip("torch")
-    from quietgrad.objectives.networks.module import ModuleObjective
+    from quietgrad.torch.networks.module import ModuleObjective
 
     n, clip = 131_073, 1.0
     network = torch.nn.Linear(1, 1, bias=False)

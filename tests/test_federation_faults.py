@@ -17,14 +17,11 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation import Party
 from quietgrad.federation.coordinator import FederatedCurator
 from quietgrad.federation.exchange import Envelope, Exchange, body
-from quietgrad.federation.secure.identity import DropoutError, ProtocolError
+from quietgrad.federation.secure.identity import DropoutError
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.privacy import events
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.secure.identity import DropoutError
+from quietgrad.tables.losses import Logistic
 from tests.faults import Fault, Faulty, faulty
 from tests.talk import people
 

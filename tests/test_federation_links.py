@@ -12,13 +12,13 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import provision, request, revoke
-from quietgrad.objectives.base import GradientQuery
-from quietgrad.objectives.tables.losses import Logistic
+from quietgrad.tables.losses import Logistic
 from tests.talk import approval, ask, opened, toml_plan
 
 SECRET = b"not yours: 0123456789abcdef0123456789abcdef"

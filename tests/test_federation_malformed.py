@@ -16,12 +16,12 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.coordinator import FederatedCurator
+from quietgrad.federation.secure import secret_sharing
+from quietgrad.federation.secure.masking import MaskingParty
 from quietgrad.federation.simulation import InProcess, assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Array, Message, decode, encode
-from quietgrad.objectives.tables.losses import Logistic
-from quietgrad.secure import secret_sharing
-from quietgrad.secure.masking import MaskingParty
+from quietgrad.tables.losses import Logistic
 from tests.hostile import HOSTILE
 from tests.talk import people, toml_plan
 from tests.test_federate_network import ended, folder, plan_text, start
@@ -211,8 +211,8 @@ def test_processes_finish_without_the_party_that_sends_malformed_vectors(
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
     rng = np.random.default_rng(0)
     running = [start("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")]
-    for k in (1, 2) if secure == "servers" else ():
-        running.append(start("server", "plan.toml", "--keys", f"keys/server-{k}"))
+    helpers = ("server-1", "server-2") if secure == "servers" else ()
+    running += [start("server", "plan.toml", "--keys", f"keys/{name}") for name in helpers]
     for name in "abcde":
         X = rng.normal(size=(40, 3))
         np.savez(f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))

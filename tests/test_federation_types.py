@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.data.schema import read_schema
-from quietgrad.errors import DataError, QuietgradError
 from quietgrad.federation import plan_file
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.plan_file import PlanFile, parse_plan

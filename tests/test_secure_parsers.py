@@ -25,12 +25,9 @@ from quietgrad.federation import (
     SumServer,
 )
 from quietgrad.federation.secure.channel import Channel, FrameType
-from quietgrad.federation.secure.identity import WITNESS_BYTES, pack_members, read_hello
+from quietgrad.federation.secure.identity import WITNESS_BYTES, DropoutError, pack_members, read_hello
 from quietgrad.federation.secure.secret_sharing import SHARE_BYTES, ShareCommitments
 from quietgrad.federation.transport.tls_connection import receive
-from quietgrad.secure.channel import Channel, FrameType
-from quietgrad.secure.identity import WITNESS_BYTES, DropoutError, pack_members, read_hello
-from quietgrad.secure.secret_sharing import SHARE_BYTES, ShareCommitments
 from tests.test_secure_faults import D, Masked, Shared
 
 PAYLOADS = st.one_of(

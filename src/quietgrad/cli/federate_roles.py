@@ -20,6 +20,7 @@ from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.train import check_folder, finish
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.files import write_atomically
 from quietgrad.core.sanitize import sanitize
 from quietgrad.federation import approved
 from quietgrad.federation.approved import Approved
@@ -34,13 +35,8 @@ from quietgrad.federation.secure.identity import DropoutError
 from quietgrad.federation.secure.terms import threat_model
 from quietgrad.federation.transport.local_socket import serve
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
-from quietgrad.files import write_atomically
-from quietgrad.privacy.budget import PrivacyUnit
-from quietgrad.sanitize import sanitize
-from quietgrad.secure.identity import DropoutError
-from quietgrad.secure.terms import threat_model
-from quietgrad.training.callbacks import Progress
-from quietgrad.training.result import Result
+from quietgrad.methods.callbacks import Progress
+from quietgrad.methods.result import Result
 
 Tell = Callable[[str], None]
 NOT_PRIVATE = "nobody: NOT PRIVATE, this plan adds no noise and what it releases is exact"

@@ -22,10 +22,12 @@ from safetensors.numpy import save as to_safetensors
 
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
-from quietgrad.core.files import parse_json, read_bytes, read_json, write_atomically
+from quietgrad.core.files import os_error_text, parse_json, read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import check_account_name
 from quietgrad.core.session.statement import Privacy, contradiction
 from quietgrad.core.session.transcript import LockedAppendFile
+from quietgrad.core.settings import Within, check_types, fields_of
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
@@ -38,16 +40,10 @@ from quietgrad.federation.secure.identity import ProtocolError, Roster
 from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.files import os_error_text, parse_json, read_bytes, read_json, write_atomically
-from quietgrad.objectives.person_ids import factorize_ids
-from quietgrad.objectives.privacy_units import RecordsWithIds
-from quietgrad.privacy.budget import Budget
-from quietgrad.privacy.ledger import Ledger
-from quietgrad.privacy.ledger_state import check_account_name
-from quietgrad.secure.identity import ProtocolError, Roster
-from quietgrad.settings import Within, check_types, fields_of
-from quietgrad.training.callbacks import Callback, Progress
-from quietgrad.training.result import Privacy, Result, contradiction, load
+from quietgrad.methods.callbacks import Callback, Progress
+from quietgrad.methods.result import Result, load
+from quietgrad.tables.person_ids import factorize_ids
+from quietgrad.tables.privacy_units import RecordsWithIds
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset

@@ -19,11 +19,9 @@ from typing import NamedTuple
 
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.files import os_error_text
-from quietgrad.federation.secure.identity import Identity, ProtocolError, is_signed
+from quietgrad.federation.secure.identity import Identity, is_signed
 from quietgrad.federation.transport import Away, Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, blobs, decode, encode, refusal
-from quietgrad.files import os_error_text
-from quietgrad.secure.identity import Identity, is_signed
 
 ASK, FINISH, WHO = 1, 2, 3
 _HEAD = struct.Struct("<3sBQ16s32s4x")  # 64 bytes, so that the message behind it begins on a word

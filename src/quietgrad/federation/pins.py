@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from quietgrad.errors import BudgetError
+from quietgrad.core.errors import BudgetError
 from quietgrad.federation.plan_file import PlanFile
 
 DIGITS = 32

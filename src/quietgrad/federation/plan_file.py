@@ -23,13 +23,12 @@ from quietgrad.core import files
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.files import check_path_name
+from quietgrad.core.settings import check_types
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.table_format import SETTINGS, TableFormat
-from quietgrad.files import check_path_name
-from quietgrad.objectives.registry import loss_entry, make_objective
-from quietgrad.privacy.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.settings import check_types
+from quietgrad.methods.registry import entry
+from quietgrad.tables.registry import loss_entry, make_objective
 
 
 def needed(section: Mapping[str, object], key: str, where: str) -> Any:

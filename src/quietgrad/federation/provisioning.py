@@ -28,10 +28,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from quietgrad.errors import DataError
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import check_path_name, read_json, write_atomically
 from quietgrad.federation.pins import readable_digest
-from quietgrad.files import check_path_name, read_json, write_atomically
-from quietgrad.secure.identity import Identity, Roster, is_signed
+from quietgrad.federation.secure.identity import Identity, Roster, is_signed
 
 COORDINATOR = "coordinator"
 _AUTHORITY = "quietgrad federation"

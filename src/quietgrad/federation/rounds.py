@@ -19,11 +19,7 @@ import numpy.typing as npt
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.secure.discrete_gaussian import check_length
-from quietgrad.federation.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
-from quietgrad.federation.secure.masking import MaskingServer
-from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
-from quietgrad.secure.discrete_gaussian import check_length
-from quietgrad.secure.identity import (
+from quietgrad.federation.secure.identity import (
     HELLO_BYTES,
     DropoutError,
     Identity,
@@ -31,8 +27,9 @@ from quietgrad.secure.identity import (
     Roster,
     SumOutOfBoundsError,
 )
-from quietgrad.secure.masking import MaskingServer
-from quietgrad.secure.servers import share_bytes
+from quietgrad.federation.secure.masking import MaskingServer
+from quietgrad.federation.secure.servers import share_bytes
+from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 
 Floats = npt.NDArray[np.float64]
 _ROUNDING = 1.0 + 1e-6

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quietgrad.core.errors import DataError
 from quietgrad.data.schema import Schema, read_schema
-from quietgrad.errors import DataError
 
 if TYPE_CHECKING:
     from quietgrad.data import Dataset

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quietgrad.objectives.base import Batch, Query, RecordAdapter, StreamedRecords
-from quietgrad.vectors import Vector, wide_zeros
+from quietgrad.core.session.queries import Batch, Query, RecordAdapter, StreamedRecords
+from quietgrad.core.vectors import Vector, wide_zeros
 
 
 def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: Vector, *, private: bool) -> Vector:

@@ -36,11 +36,17 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.privacy.rng import SecureStream, seed_key
-from quietgrad.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, derive
-from quietgrad.secure.discrete_gaussian import Vector, Words, alias_table, gaussian_masses
-from quietgrad.secure.identity import DropoutError, Hello, ProtocolError
-from quietgrad.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS, SecureSumConfig
+from quietgrad.core.noise.rng import SecureStream, seed_key
+from quietgrad.federation.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, derive
+from quietgrad.federation.secure.discrete_gaussian import Vector, Words, alias_table, gaussian_masses
+from quietgrad.federation.secure.identity import DropoutError, Hello, ProtocolError
+from quietgrad.federation.secure.terms import (
+    COARSE_SIGMA,
+    COARSE_STEP,
+    COARSE_TOP,
+    COARSE_WORD_BITS,
+    SecureSumConfig,
+)
 
 _SEED = 32
 
