@@ -179,7 +179,7 @@ def test_show_and_simulate(folder: Path, capfd: pytest.CaptureFixture[str]) -> N
     [
         ("server none.toml --keys keys", 1, "no plan file"),
         ("server plan.toml --keys keys", 1, "member.json is missing"),
-        ("party plan.toml --keys keys --data none.npz --pin 0123456789abcdef", 1, "not the approved"),
+        ("party plan.toml --keys keys --data none.npz --pin " + "0" * 64, 1, "not the approved"),
         ("provision plan.toml --request nobody", 2, "'nobody' is not one of"),
         ("simulate breast-cancer --parties 0 --epsilon 1", 1, "m=0 parties"),
         ("simulate breast-cancer", 2, "--epsilon"),

@@ -14,8 +14,8 @@ from quietgrad.cli import main
 from quietgrad.cli.federate_roles import cannot_listen
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
-from quietgrad.federation.approved import readable_digest
 from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.pins import pin_of, readable_digest
 from quietgrad.federation.plan_file import parse_plan, read_plan
 from quietgrad.federation.provisioning import Credentials, asker, check_none_revoked, provision, request
 from quietgrad.federation.wire import Message, decode, encode
@@ -187,7 +187,7 @@ def test_keys_and_options_of_somebody_else(folder: Path, capfd: pytest.CaptureFi
     assert "are the keys of 'a', not the coordinator's" in say
     say = refusal(capfd, "party plan.toml --keys keys/coordinator --data rows.csv --out run")
     assert "'coordinator' is no party" in say
-    assert "at least 16" in refusal(capfd, "party plan.toml --keys keys/a --data rows.csv --pin abc", 2)
+    assert "has 3 digits" in refusal(capfd, "party plan.toml --keys keys/a --data rows.csv --pin abc", 2)
     (folder / "keys/a/cert.pem").write_bytes((folder / "keys/b/cert.pem").read_bytes())
     assert "member.json is of 'a' and cert.pem of another" in refusal(capfd, "show plan.toml --keys keys/a")
     assert not (folder / "run").exists()
@@ -247,10 +247,34 @@ def test_revoke_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None
 def test_digests_can_be_read_out_and_typed_in(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     digest = parse_plan(PLAN).digest
     groups = readable_digest(digest)
-    assert groups.replace(" ", "") == digest[:20]
-    assert main(["federate", "show", "plan.toml"]) == 0
-    assert groups in capfd.readouterr().out
+    assert groups.replace(" ", "") == digest[:32]
+    pin = pin_of(parse_plan(PLAN))
+    assert pin == f"ε=1.0 δ=1e-05 n=8 {groups}"
+    assert main(["federate", "show", "plan.toml", "--keys", "keys/a"]) == 0
+    out = capfd.readouterr().out
+    assert pin in out
+    fingerprint = Credentials.read("keys/a").fingerprint
+    assert f"identities=3 {readable_digest(fingerprint)}" in out
+    words = ["federate", "approve", "plan.toml", "--keys", "keys/a", "--data", "rows.csv", "--out", "run", "--pin"]
+    for good in (pin, f"eps=1, delta=0.00001, n=8: {groups.upper()}", digest, f"{pin} {digest[32:]}"):
+        assert main([*words, good]) == 0, good
+    other = ("1" if digest[0] == "0" else "0") + digest[1:]
+    for bad in (other, pin.replace("ε=1.0", "ε=2.0"), pin.replace("n=8", "n=9"), pin.replace("1e-05", "1e-04")):
+        capfd.readouterr()
+        assert main([*words, bad]) == 1, bad
+        assert "nothing was given" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("digits", [0, 1, 16, 20, 31, 32, 63])
+def test_short_pins_are_refused_with_what_to_give(
+    digits: int, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """64 bits were forged in 420 s: two plans with the same 16 digits, ε = 1 and ε = 50."""
+    pin = parse_plan(PLAN).digest[:digits]
     words = ["approve", "plan.toml", "--keys", "keys/a", "--data", "rows.csv", "--out", "run", "--pin"]
-    assert main(["federate", *words, groups.upper()]) == 0
-    assert main(["federate", *words, ("1" if groups[0] == "0" else "0") + groups[1:]]) == 1
-    assert "nothing was given" in capfd.readouterr().err
+    assert main(["federate", *words, pin]) == 2
+    told = capfd.readouterr().err
+    assert "`quietgrad federate show PLAN` prints" in " ".join(told.split())
+    assert not (folder / "run").exists()
+    if digits < 32:
+        assert main(["federate", *words, f"ε=1.0 δ=1e-05 n=8 {pin}"]) == 2

@@ -12,16 +12,17 @@ from quietgrad.cli.federate_roles import (
     approval,
     coordinate,
     member_logger,
-    remember_reading,
     simulated,
     take_part,
     threat_rows,
+    write_options,
 )
 from quietgrad.cli.options import Explain, Json, Quiet, answer, say, show_json, show_rows, usage
 from quietgrad.cli.run_spec import RunSpec, with_options
 from quietgrad.cli.train import show as show_result
 from quietgrad.federation import provisioning
-from quietgrad.federation.approved import read_status, readable_digest
+from quietgrad.federation.approved import read_status
+from quietgrad.federation.pins import pin_of
 from quietgrad.federation.plan_file import CLASSES, read_plan, write_job
 from quietgrad.federation.provisioning import Credentials
 
@@ -34,7 +35,7 @@ app = typer.Typer(
 Plan = Annotated[Path, Argument(help="The plan that all members agreed on, a TOML file.", show_default=False)]
 Keys = Annotated[Path, Option(help="This member's folder of keys, made by `provision`.", show_default=False)]
 Ledger = Annotated[Path | None, Option(help="Ledger file; else ledger.jsonl in the folder.")]
-Pin = Annotated[str | None, Option(help="Digest of the plan that was approved; refuse any other.")]
+Pin = Annotated[str | None, Option(help="The plan's pin, as `show` prints it; refuse any other plan.")]
 Account = Annotated[str, Option(help="Ledger account to charge: a name for the people in the data.")]
 CapEpsilon = Annotated[float | None, Option(help="Refuse if the account would exceed this ε.")]
 Address = Annotated[str | None, Option(help="HOST:PORT, if not the plan's.")]
@@ -135,18 +136,21 @@ def show(
     credentials = None if keys is None else Credentials.read(keys)
     threats = threat_rows(file.plan)
     if as_json:
-        show_json({"digest": file.digest, "epsilon": file.plan.epsilon() if file.budget else None,
+        show_json({"digest": file.digest, "pin": pin_of(file),
+                   "epsilon": file.plan.epsilon() if file.budget else None,
                    "identities": credentials.fingerprint if credentials else None,
+                   "identities_pin": credentials.readable if credentials else None,
                    "plan": file.plan.to_json(), "threats": dict(threats)})  # fmt: skip
         return
     say(file.plan.explain())
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threats)
     say(f"digest of this plan, the same at all members: {file.digest}")
-    say(f"to compare by telephone: {readable_digest(file.digest)}")
+    say(f"its pin, to compare by telephone: {pin_of(file)}")
     if credentials is not None:
         show_rows("identities", [(name, key.hex()) for name, key in credentials.publics.items()])
         say(f"digest of these identities, the same at all members: {credentials.fingerprint}")
+        say(f"to compare by telephone: {credentials.readable}")
 
 
 @app.command(epilog="Example: quietgrad federate revoke hospital-2 --keys keys/coordinator --reason 'keys stolen'")
@@ -191,7 +195,6 @@ def server(
         take_part(mine, tell, patience=patience)
         return
     result = coordinate(mine, wait=wait, patience=patience, tell=tell)
-    remember_reading(mine.file, out)
     show_result(result, out, as_json=as_json, explain=explain)
 
 
@@ -224,19 +227,19 @@ def party(
     if cap_epsilon is not None and ledger is None:
         tell(f"the cap counts what {out / 'ledger.jsonl'} holds; share one --ledger FILE among all runs")
     facts = take_part(mine, tell, patience=patience, listen=listen)
-    remember_reading(mine.file, out)
     rows = [(key, str(value)) for key, value in facts.items() if key != "words"]
     answer(as_json, facts, table=(f"{mine.credentials.name}: {facts['words']}", rows))
 
 
 @app.command(
-    epilog="Example: quietgrad federate approve plan.toml --pin '0123 4567 89ab cdef' --keys my-keys --data h1.csv "
-    "--out /srv/quietgrad --file local/quietgrad.json"
+    epilog="Example: quietgrad federate approve plan.toml --pin 'ε=1.0 δ=1e-05 n=456 "
+    "0123 4567 89ab cdef 0123 4567 89ab cdef' --keys my-keys --data h1.csv --out /srv/quietgrad "
+    "--file local/quietgrad.json"
 )
 def approve(
     plan: Plan,
     keys: Keys,
-    pin: Annotated[str, Option(help="Digest of the plan, as all members compared it.", show_default=False)],
+    pin: Annotated[str, Option(help="The plan's pin, as all members compared it.", show_default=False)],
     out: Annotated[Path, Option(help="Folder for this member's ledger, journal and model.")] = Path("party"),
     data: Annotated[Path | None, Option(help="A party's records; servers have none.")] = None,
     file: Annotated[Path, Option(help="The approval; FLARE looks for it in the site's local folder.")] = Path(
@@ -253,6 +256,8 @@ def approve(
     )  # fmt: skip
     if mine.credentials.name != "coordinator":
         mine.member().close()  # errors in keys, records or cap are raised here
+    if mine.credentials.name not in mine.file.plan.servers:
+        write_options(mine)
     mine.write(file)
     rows = [("approval", str(file)), ("plan digest", mine.digest), ("folder", mine.out)]
     answer(as_json, dict(rows), table=(f"{mine.credentials.name} approved {mine.file.name}", rows))

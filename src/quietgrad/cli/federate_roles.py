@@ -20,13 +20,15 @@ from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.train import check_folder, finish
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.files import write_atomically
 from quietgrad.core.sanitize import sanitize
 from quietgrad.federation import approved
-from quietgrad.federation.approved import Approved, readable_digest
+from quietgrad.federation.approved import Approved
 from quietgrad.federation.coordinator import AGGREGATES
 from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.pins import check_pin, pin_of, readable_digest
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.plan_file import PlanFile, parse_plan, read_text
+from quietgrad.federation.plan_file import parse_plan, read_text
 from quietgrad.federation.planning import adversary, multiplicity
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.secure.identity import DropoutError
@@ -60,18 +62,20 @@ def approval(
 ) -> Approved:  # fmt: skip
     """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
     text = read_text(plan)
-    digest = parse_plan(text, str(plan)).digest
-    pin = None if pin is None else "".join(pin.split())  # as it was read out, in groups
-    if pin is not None and len(pin) < 16:
-        raise typer.BadParameter(f"{pin!r}: give at least 16 digits of the digest.", param_hint="--pin")
-    if pin is not None and (not digest.startswith(pin.lower())):
-        raise BudgetError(f"{plan}: its digest is {digest}, not the approved {pin}; nothing was given.")
+    file = parse_plan(text, str(plan))
+    if pin is not None:
+        try:
+            check_pin(pin, file)
+        except BudgetError as error:
+            raise BudgetError(f"{plan}: {error}") from None
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--pin") from None
 
     def absolute(path: Path | None) -> str | None:
         return None if path is None else str(path.resolve())
 
     found = Approved(
-        plan=text, digest=digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
+        plan=text, digest=file.digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
         ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, address=address,
     )  # fmt: skip
     with usage():
@@ -144,8 +148,9 @@ def coordinate(mine: Approved, *, wait: float, patience: float, tell: Tell) -> R
     except OSError as error:
         raise DataError(cannot_listen(file.host, file.port, error)) from None
     out.mkdir(parents=True, exist_ok=True)
+    write_options(mine)
     where = f"{file.host}:{transport.port}"
-    tell(f"plan {readable_digest(file.digest)}, listening on {where} for {', '.join(everyone)}")
+    tell(f"plan {pin_of(file)}, listening on {where} for {', '.join(everyone)}")
     if over:
         tell(f"{out} holds the finished run of this plan: its model is handed out, and no party is asked again")
     elif (out / AGGREGATES).exists():
@@ -179,9 +184,11 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
         tell(NOT_PRIVATE)
     member = mine.member(tell)
     try:
+        if isinstance(member, PartyCurator):
+            write_options(mine)
         site = mine.site(member, tell)
         where = f"calling {file.host}:{file.port}" if listen is None else f"listening at {listen}"
-        plan = f"plan {readable_digest(file.digest)}"
+        plan = f"plan {pin_of(file)}"
         if not isinstance(member, PartyCurator):
             words = f"adding up for {plan}"
         else:
@@ -218,15 +225,22 @@ def take_part(mine: Approved, tell: Tell, *, patience: float, listen: Path | Non
     facts |= {
         "model": str(out / "model.safetensors"),
         "model digest": readable_digest(approved.model_digest(out)),
-        "plan digest": readable_digest(file.digest),
+        "plan": pin_of(file),
     }  # fmt: skip
     if file.budget is None:
         return {**facts, "privacy": NOT_PRIVATE, "ledger": "none: this plan has no noise"}
     return {**facts, "ledger": str(mine.books)}
 
 
-def remember_reading(file: PlanFile, out: Path) -> None:
-    """Leave what `quietgrad predict` needs to read other files like the parties'."""
-    options = {key: value for key, value in file.reading.items() if key != "n_features"}
+def write_options(mine: Approved) -> None:
+    """Write ``run.json`` before anything is asked: how files like the parties' are read, and what pays."""
+    file, out = mine.file, mine.folder
+    options: dict[str, Any] = {**file.table.options(), "account": mine.account}
+    out.mkdir(parents=True, exist_ok=True)
+    if (schema := file.table.schema_text()) is not None:
+        write_atomically(out / "schema.json", schema.encode())
+        options["schema"] = out / "schema.json"
+    if mine.books is not None:
+        options["ledger"] = mine.books
     budget = {"non_private": True} if file.budget is None else file.budget.to_json()
     RunSpec.from_options(**options, **budget).save(out)

@@ -50,16 +50,21 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     return found
 
 
-def read_bytes(path: str | os.PathLike[str], *, most: int | None = None) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, most: int | None = None, follow: bool = True) -> bytes:
     """The bytes of a plain file of at most ``most`` bytes; ``OSError`` as ``open`` raises it.
+
+    Without ``follow`` a link is refused: files of our own are none.
 
     >>> read_bytes("/dev/null")
     Traceback (most recent call last):
     quietgrad.core.errors.DataError: /dev/null: is a pipe, socket or device, not a file.
     """
+    if not follow and os.path.islink(path):
+        raise DataError(f"{os.fspath(path)}: is a link, and this file is never one; remove it.")
     check_regular(path)
     # A pipe may be put there between check and opening: do not wait for it, and check again.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise DataError(f"{os.fspath(path)}: is not a plain file.")
@@ -110,11 +115,13 @@ def _check_depth(value: object) -> None:
     raise ValueError(f"nested more than {_DEEPEST} deep")
 
 
-def write_atomically(path: Path, content: bytes, *, private: bool = False, sync_name: bool = True) -> None:
+def write_atomically(
+    path: Path, content: bytes, *, private: bool = False, sync: bool = True, sync_name: bool = True
+) -> None:
     """Replace ``path`` by ``content`` in one step; with ``private`` only its owner may read it.
 
     A link at ``path`` is replaced by the file, not followed. Without ``sync_name`` a power cut may bring the old
-    file back.
+    file back. Without ``sync`` it may leave neither.
     """
     fresh = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
     # The number of rights is cut by the umask, as for every file that a user makes.
@@ -122,14 +129,15 @@ def write_atomically(path: Path, content: bytes, *, private: bool = False, sync_
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(fresh, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(fresh)
         raise
-    if sync_name:
+    if sync and sync_name:
         sync_folder(path.parent)
 
 

@@ -12,6 +12,7 @@ import math
 import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -109,6 +110,56 @@ def fields_of(kind: type) -> dict[str, Any]:
     """
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def has_type(value: object, wanted: Any) -> bool:
+    """Whether a value of a TOML or JSON file is of a type.
+
+    A whole number is a number too, unless it is beyond the floats. Neither true nor false is one.
+
+    >>> has_type([1, 2.5], list[float]), has_type(True, int), has_type(None, str | None), has_type([1], list[str])
+    (True, False, True, False)
+    """
+    if get_origin(wanted) in (Union, types.UnionType):
+        return any(has_type(value, option) for option in get_args(wanted))
+    if get_origin(wanted) is list:
+        return isinstance(value, list) and all(has_type(item, get_args(wanted)[0]) for item in value)
+    if wanted in (int, float):
+        whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+        return whole or (wanted is float and isinstance(value, float))
+    if isinstance(value, datetime):  # which Python takes for a date
+        return wanted is datetime
+    return isinstance(value, wanted)
+
+
+def check_types(table: object, where: str, allowed: Mapping[str, Any], *, others: bool = False) -> dict[str, Any]:
+    """Return a table of a TOML or JSON file if each of its values has the type that ``allowed`` states.
+
+    Other keys are refused unless ``others``.
+
+    >>> check_types({"steps": "3"}, "[plan]", {"steps": int})
+    Traceback (most recent call last):
+    ValueError: [plan] steps='3': must be a whole number.
+    """
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where} must be a table.")
+    for key, value in table.items():
+        if key not in allowed and others:
+            continue
+        if key not in allowed:
+            raise ValueError(f"{where} has no setting {key!r}; it has {', '.join(allowed)}.")
+        if not has_type(value, allowed[key]):
+            shown = sanitize(repr(value), most=_SHOWN)
+            raise ValueError(f"{where} {key}={shown}: must be {_type_in_words(allowed[key])}.")
+    return dict(table)
+
+
+def _type_in_words(wanted: Any) -> str:
+    if get_origin(wanted) in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_type_in_words(each) for each in get_args(wanted)))
+    if get_origin(wanted) is list:
+        return f"a list, each {_type_in_words(get_args(wanted)[0])}"
+    return {**_WORDS, str: "a text", dict: "a table", date: "a date"}.get(wanted, str(wanted))
 
 
 def build_dataclass(

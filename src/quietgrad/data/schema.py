@@ -19,6 +19,7 @@ import numpy as np
 from quietgrad.core import files
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
+from quietgrad.core.settings import check_types, has_type
 from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
 
 Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
@@ -60,6 +61,8 @@ class Schema:
         given = (self.classes is not None) + (self.label_bounds is not None)
         if given == 2 or (given == 0 and self.label_kind != "number"):
             raise DataError("schema: give the label either `classes` (classification) or `bounds` (regression).")
+        if self.label_bounds is not None and not -np.inf < self.label_bounds[0] < self.label_bounds[1] < np.inf:
+            raise DataError(f"schema: label bounds={list(self.label_bounds)}: must be [low, high], both finite.")
 
     @property
     def width(self) -> int:
@@ -87,6 +90,22 @@ class Schema:
 
 
 SchemaSource: TypeAlias = Schema | Said | str | Path
+
+# The types of what a schema says, in one place: TOML has dates, JSON has null.
+_WORDS: TypeAlias = list[str | int | float | bool]
+_TABLE: dict[str, Any] = {
+    "label": dict, "columns": dict, "delimiter": str, "names": list[str], "missing": list[str],
+    "drop_incomplete": bool, "encoding": str,
+}  # fmt: skip
+_LABEL: dict[str, Any] = {
+    "column": str, "kind": str | None, "classes": _WORDS | None, "bounds": list[float | str] | None, "decimal": str,
+    "thousands": str,
+}  # fmt: skip
+_COLUMN: dict[str, Any] = {
+    "kind": str | None, "missing": str | None, "bounds": list[float | str | date], "categories": _WORDS,
+    "drop_first": bool, "log": bool, "fill": float | None, "decimal": str, "thousands": str, "format": str,
+    "parts": list[str], "since": str | date,
+}  # fmt: skip
 
 
 def read_schema(source: SchemaSource) -> Schema:
@@ -120,10 +139,12 @@ def read_schema(source: SchemaSource) -> Schema:
         if not isinstance(source, Mapping):
             raise DataError(f"{where}: must be a JSON object with `label` and `columns`.")
     try:
-        label, problems = source["label"], []
+        check_types(source, "schema:", _TABLE, others=True)
+        label, problems = check_types(source["label"], "label:", _LABEL, others=True), []
         columns: dict[str, ColumnKind] = {}
         ids: list[str] = []
         for name, said in source["columns"].items():
+            check_types(said, f"column {name!r}:", _COLUMN, others=True)
             if said.get("kind") in ("id", "text"):
                 ids += [str(name)] if said["kind"] == "id" else []
                 continue
@@ -150,10 +171,8 @@ def read_schema(source: SchemaSource) -> Schema:
         )
     except DataError:
         raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-        why = (
-            f"{error} is missing" if isinstance(error, KeyError) else "a value is of another kind than it should be"
-        )
+    except (KeyError, IndexError, ValueError, OverflowError) as error:
+        why = f"{error} is missing" if isinstance(error, KeyError) else sanitize(error, most=200).rstrip(".")
         raise DataError(
             f"{where}: is not laid out as a schema ({why}). "
             'Expected {"label": {"column": …, "classes": […]}, '
@@ -204,7 +223,7 @@ def _column(said: Said) -> ColumnKind:
         return Categorical(categories, bool(said.get("drop_first", False)), flagged)
     if "bounds" in said or kind is not None:
         limits = list(said.get("bounds", ()))
-        if len(limits) not in (0, 2):
+        if len(limits) not in (0, 2) or not has_type(limits, list[float | str]):
             raise DataError("bounds must be [low, high], or [] to have the range found privately")
         pair = (float(limits[0]), float(limits[1])) if limits else None
         written = (str(said.get("decimal", ".")), str(said.get("thousands", "")))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,17 @@ from safetensors.numpy import save as to_safetensors
 
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
-from quietgrad.core.files import parse_json, read_bytes, read_json, write_atomically
+from quietgrad.core.files import os_error_text, parse_json, read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.state import check_account_name
 from quietgrad.core.session.statement import Privacy, contradiction
 from quietgrad.core.session.transcript import LockedAppendFile
+from quietgrad.core.settings import Within, check_types, fields_of
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
 from quietgrad.federation.party import PartyCurator, SumMember
+from quietgrad.federation.pins import readable_digest
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
 from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
@@ -136,20 +140,25 @@ class Approved:
     @classmethod
     def read(cls, path: str | Path) -> Approved:
         try:
-            content = read_json(path)
-            if content.pop("format") != _FORMAT or content.keys() != {each.name for each in fields(cls)}:
-                raise ValueError
-            return cls(**content)
+            content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
+            if content.pop("format", None) != _FORMAT or content.keys() != fields_of(cls).keys():
+                raise ValueError("its fields are those of another version.")
+            found = cls(**content)
+            found.check_own()
+            return found
         except FileNotFoundError:
             raise DataError(f"{path}: no such approval; make it with `quietgrad federate approve`.") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{path}: not an approval of this version; approve again.") from None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({os_error_text(error)}).") from None
+        except ValueError as error:
+            raise DataError(f"{path}: not an approval of this version: {error} Approve again.") from None
 
     @cached_property
     def file(self) -> PlanFile:
         file = parse_plan(self.plan, "the approved plan")
         if file.digest != self.digest:
-            raise BudgetError(f"the approval names plan {self.digest[:16]}… and holds {file.digest[:16]}…")
+            names, holds = readable_digest(self.digest), readable_digest(file.digest)
+            raise BudgetError(f"the approval names plan {names} and holds {holds}; approve again.")
         if self.address is None:
             return file
         host, port = address_of(self.address)
@@ -191,8 +200,23 @@ class Approved:
             raise BudgetError("this plan adds no noise and has no ε: no cap can hold. Leave the cap out.")
         return Budget(self.cap_epsilon, self.file.budget.delta, self.file.budget.relation)
 
+    def check_own(self) -> None:
+        """Raise ``ValueError`` if what this member says beside the plan cannot be meant."""
+        check_account_name(self.account)
+        if self.address is not None:
+            address_of(self.address)
+        if self.cap_epsilon is not None:
+            Within(0.0, sys.float_info.max, closed=False).check("cap_epsilon", self.cap_epsilon)
+        paths = {"keys": self.keys, "out": self.out, "data": self.data, "ledger": self.ledger}
+        for name, path in paths.items():
+            if path is not None and (not path or "\0" in path):
+                raise ValueError(f"{name}={path!r}: is not a path.")
+        if self.ledger is not None and Path(self.ledger).is_dir():
+            raise ValueError(f"ledger={self.ledger!r}: is a folder; name a file.")
+
     def check(self) -> None:
         """Raise if something in the approval cannot work, before anything is begun."""
+        self.check_own()
         _ = self.file, self.credentials, self.cap
 
     def check_coordinator(self) -> None:
@@ -350,7 +374,15 @@ class Approved:
         if problem is not None:
             raise ProtocolError(COORDINATOR, f"handed out a statement that this plan refutes: {problem}")
         folder.mkdir(parents=True, exist_ok=True)
-        statement = {**statement, "details": {**statement["details"], "said_by": COORDINATOR}}
+        # The run here is the entry that pays for it in this party's own ledger, under its own account.
+        details = {
+            **statement["details"],
+            "said_by": COORDINATOR,
+            "coordinator_run": statement["details"].get("run"),
+        }
+        details["run"] = party.approval.journal.entry
+        privacy = {**statement["privacy"], "account": party.approval.account if file.budget else None}
+        statement = {**statement, "privacy": privacy, "details": details}
         write_atomically(folder / "model.safetensors", to_safetensors({"params": params}))
         write_atomically(folder / "result.json", (json.dumps(statement, indent=2) + "\n").encode())
 
@@ -394,21 +426,8 @@ def model_digest(folder: Path) -> str:
     return hashlib.sha256(read_bytes(folder / "model.safetensors")).hexdigest()
 
 
-def readable_digest(digest: str) -> str:
-    """The first 80 bits of a digest in groups to read aloud.
-
-    >>> readable_digest("0123456789abcdef0123456789abcdef")
-    '0123 4567 89ab cdef 0123'
-    """
-    return " ".join(digest[k : k + 4] for k in range(0, 20, 4))
-
-
 def records(file: PlanFile, path: str | Path) -> Dataset:
-    from quietgrad.data import load as load_table
-
-    data = load_table(path, **file.reading)
-    if data.d != file.features:
-        raise DataError(f"{path}: has {data.d} features, the plan {file.features}.")
+    data = file.table.load(path)
     data.refuse_uncounted(file.budget)
     return data
 

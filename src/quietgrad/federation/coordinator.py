@@ -196,6 +196,11 @@ class FederatedSession:
         return dict(self._draws)
 
     @property
+    def lost(self) -> int:
+        """Rounds that were charged and never completed."""
+        return sum(self._draws.values()) - self.made
+
+    @property
     def made(self) -> int:
         """Rounds completed so far, of all slots."""
         return sum(self._made.values())
@@ -251,6 +256,7 @@ class FederatedSession:
         multiplier = self._plan.multiplier(slot)
         self._check_fresh(slot)
         vain = 0
+        blamed: dict[str, str] = {}  # without whom the round is asked again
         while True:
             # The question that an interrupted run left open is asked again as it was: the answers are the same.
             again = self.store.unfinished == slot and self._plan.secure is None
@@ -259,7 +265,7 @@ class FederatedSession:
                 last = self.faults[-1] if self.faults else (self.store.last_round, {"coordinator": "interrupted"})
                 why = f"round {last[0]} was lost ({named(last[1])}) and the plan's {self._plan.spare} spare rounds"
                 raise DropoutError(list(last[1]), f"{why} are used up")
-            faults: dict[str, str] = {}
+            faults = dict(blamed)
             words = {"run": self.store.run, "round": t, "slot": slot, "draw": draw, "dim": dim, "query": fields}
             ask = RoundRequest(
                 self._present(faults), slot, words, arrays, float(query.bound), multiplier, faults,
@@ -271,6 +277,9 @@ class FederatedSession:
                 self.store.unfinished = None
                 vain = 0 if self._round >= t else vain + 1
                 self._lost(t, slot, lost.faults, vain)
+                blamed |= {name: lost.faults.get(name, "was accused by others") for name in lost.blamed}
+                if len(self._plan.names) - len(blamed) < self._plan.quorum:  # no round could do without them all
+                    blamed = {}
                 continue
             if faults:
                 self.faults.append((t, faults))
@@ -281,10 +290,11 @@ class FederatedSession:
             return self._keep(slot, total, t)
 
     def _present(self, faults: dict[str, str]) -> tuple[str, ...]:
-        """Those who are there, once they are a quorum and the servers are there too."""
+        """Those who are there and not in ``faults``, once they are a quorum and the servers are there too."""
         servers = self._plan.servers
         enough = quorate(self._plan, *servers)
-        here = self._exchange.here((*self._plan.names, *servers), enough, faults)
+        wanted = [name for name in self._plan.names if name not in faults]
+        here = self._exchange.here((*wanted, *servers), enough, faults)
         if not enough(here):
             raise DropoutError(
                 list(faults),
@@ -305,11 +315,12 @@ class FederatedSession:
             raise DropoutError(list(faults), f"round {t} cannot begin: {named(faults)}")
         self._exchange.transport.clock.sleep(0.1 * 2.0 ** min(vain, 8))
 
-    def _admitted(self, name: str, reply: Message) -> None:
+    def _admitted(self, name: str, reply: Message) -> str | None:
         """A member is back: it needs keys, and its journal if records are used once."""
-        self._rounds.reset()
         if self._plan.uses_records_in_turn and name in self._answered and reply.fields["round"] < 0:
-            raise ProtocolError(name, "restarted without its journal and cannot tell used records from fresh")
+            return "restarted without its journal and cannot tell used records from fresh"
+        self._rounds.reset()
+        return None
 
     def _check_fresh(self, slot: str) -> None:
         sampling = self._plan.schedule[slot].sampling
@@ -387,8 +398,8 @@ class FederatedCurator:
         self.exchange = over if isinstance(over, Exchange) else Exchange(over, tell=tell)
         self._account = account if isinstance(account, Account) else Account(account, ledger, cap)
         self.tell = tell
-        self.admitted: Callable[[str, Message], None] = lambda name, reply: None
-        """Is called for every party that comes back in mid-run."""
+        self.admitted: Callable[[str, Message], str | None] = lambda name, reply: None
+        """Is called for every party that comes back in mid-run; says why it is not taken back."""
         self.seeded = seed is not None
         self._key = fresh_key() if seed is None else seed_key(seed)
         self._identity, self._roster = identity, roster
@@ -416,7 +427,7 @@ class FederatedCurator:
             elif event is not None and plan.budget is not None:
                 self._account.check(event, plan.budget, plan.unit)  # before a party has paid
             if not store.ended:
-                self._gather(plan, store.run, wait)
+                self._gather(plan, store, wait)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
                 note += "" if plan.records_public is None else f"; {plan.counts}"
@@ -432,18 +443,19 @@ class FederatedCurator:
             raise
         return FederatedSession(plan, self, store, charge)
 
-    def _gather(self, plan: FederatedPlan, run: str, wait: float | None) -> None:
+    def _gather(self, plan: FederatedPlan, store: AggregateStore, wait: float | None) -> None:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
-        message = encode(Message("open", {"run": run, "plan": plan.digest}))
+        message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
 
-        def admit(name: str, reply: Message) -> None:
-            if (why := _not_ready(plan, reply)) is not None:
-                raise ProtocolError(name, why)
-            self.admitted(name, reply)
+        def admit(name: str, reply: Message) -> str | None:
+            return _not_ready(plan, reply) or self.admitted(name, reply)
 
         self.exchange.opening, self.exchange.admit = message, admit
         replies = self.exchange.call(dict.fromkeys(plan.names, message), faults, quorate(plan), grace=wait)
+        # Before anything is asked, a member that approved another plan ends the run. Later it is absent.
+        for name, reason in () if store.resumed else self.exchange.refused.items():
+            raise ProtocolError(name, f"refuses: {reason}")
         faults |= {name: why for name, reply in replies.items() if (why := _not_ready(plan, reply)) is not None}
         if len(plan.names) - len(faults) < plan.quorum:
             raise FailedRoundError(faults)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.files import os_error_text
-from quietgrad.federation.secure.identity import Identity, ProtocolError, is_signed
+from quietgrad.federation.secure.identity import Identity, is_signed
 from quietgrad.federation.transport import Away, Bytes, Handler, Transport
 from quietgrad.federation.wire import Message, WireError, blobs, decode, encode, refusal
 
@@ -110,10 +110,12 @@ class Exchange:
         self._agreement, self._session, self._number = agreement_of(agreement), os.urandom(16), 0
         self.opening = bytearray()
         """The message to a member that does not know the run."""
-        self.admit: Callable[[str, Message], None] = lambda name, reply: None
-        """Looks at a returning member's ``ready`` before it is asked."""
+        self.admit: Callable[[str, Message], str | None] = lambda name, reply: None
+        """Looks at a returning member's ``ready`` before it is asked, and says why it is not taken back."""
         self.away: dict[str, str] = {}
         """By name, why those who did not answer the last time did not."""
+        self.refused: dict[str, str] = {}
+        """By name, why members say that the plan, or their own approval of it, does not allow what was asked."""
         self._probe: dict[str, tuple[float, float]] = {}  # when to look next for a member, and the pause
 
     def call(
@@ -128,7 +130,7 @@ class Exchange:
     ) -> dict[str, Message]:
         """Ask, and ask again, until all have answered or ``enough`` of them have and the others had their time.
 
-        A member without a good answer is named in ``faults``. A refusal because of the plan ends the run.
+        A member without a good answer is named in ``faults``, whatever it says: one that refuses is absent.
         """
         grace = self._grace if grace is None else grace
         timeout = max(grace, self.timeout) if timeout is None else timeout
@@ -154,11 +156,15 @@ class Exchange:
             lost = [name for name in lost if now >= self._probe.get(name, (now, 0.0))[0]]
         if lost:
             opening = dict.fromkeys(lost, self.opening)  # which costs nothing
-            back = self.call(opening, {}, lambda good: enough([*present, *good]), grace=1e-3, timeout=1.0)
+            missing: dict[str, str] = {}
+            back = self.call(opening, missing, lambda good: enough([*present, *good]), grace=1e-3, timeout=1.0)
             for name, reply in back.items():
-                self.admit(name, reply)
-                self._tell(f"{name} is back")
-            for name in set(lost) - back.keys():
+                if (why := self.admit(name, reply)) is None:
+                    self._tell(f"{name} is back")
+                else:
+                    missing[name] = why
+            self.away |= missing  # one that refuses the run is as absent as one that cannot be reached
+            for name in [name for name in lost if name in self.away]:
                 pause = min(2.0 * self._probe.get(name, (0.0, 0.5))[1], self._grace)
                 self._probe[name] = (self.transport.clock.now() + pause, pause)
         faults |= {name: self.away[name] for name in names if name in self.away}
@@ -279,20 +285,20 @@ class _Asking:
             return
         code, reason = message.fields.get("code"), str(message.fields.get("reason", ""))[:500]
         reason = reason.removeprefix(f"{name}: ")
-        if code == "plan" and self.kind == ASK:
-            raise ProtocolError(name, f"refuses: {reason}")
+        if code == "plan":
+            self.over.refused[name] = reason
         if code != "stranger" or not self.over.opening or name in self.readmitted:
             self._drop(name, f"refuses: {reason}")
             return
         # It does not know the run, so it has restarted: open the run there again, then ask what was asked.
         self.readmitted.add(name)
         found = self.over.call({name: self.over.opening}, {}, lambda good: bool(good) or self.enough(self.good))
-        if name in found:
-            self.over.admit(name, found[name])
+        why = self.over.admit(name, found[name]) if name in found else "does not open the run"
+        if why is None:
             self.over._tell(f"{name} restarted and is back")
             self._number({name: self.messages[name]})
         else:
-            self._drop(name, "restarted, and does not open the run")
+            self._drop(name, f"restarted, and {why}")
 
     def _drop(self, name: str, why: str) -> None:
         self.frames.pop(name, None)

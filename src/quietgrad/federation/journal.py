@@ -15,6 +15,7 @@ import hashlib
 import hmac
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -138,14 +139,14 @@ class Journal:
         try:
             if new:
                 write_atomically(secret, self.key, private=True)
-            elif not secret.exists():  # it is over, and what else it says cannot be checked
+            elif not os.path.lexists(secret):  # it is over, and what else it says cannot be checked
                 lines = held.content().decode(errors="replace").split("\n")
                 self._read(path, [line.rsplit(" ", 2)[0] for line in lines])
                 if self.run is None:
                     raise LedgerError(f"{path}: {_DAMAGED}")
                 self.ended = True
                 return held
-            self.key = read_bytes(secret, most=KEY_BYTES)
+            self.key = read_bytes(secret, most=KEY_BYTES, follow=False)
         except BaseException:
             held.close()
             raise
@@ -194,7 +195,9 @@ class LastReply:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._kept = path.read_bytes() if path is not None and path.exists() else b""
+        self._kept = b""
+        if path is not None and os.path.lexists(path):
+            self._kept = read_bytes(path, follow=False)
 
     def to(self, question: bytes, last_round: int) -> Message | None:
         """The reply to a question that was the last to be answered."""
@@ -209,9 +212,7 @@ class LastReply:
         content = bytes(encode(reply))
         self._kept = _REPLY.pack(question, t, len(content)) + content
         if self._path is not None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            with open(os.open(self._path, flags, 0o600), "wb") as file:
-                file.write(self._kept)
+            write_atomically(self._path, self._kept, private=True, sync=False)
 
     def forget(self) -> None:
         self._kept = b""
@@ -233,10 +234,18 @@ def _key_file(journal: Path) -> Path:
 
 
 def _destroy(secret: Path) -> None:
-    """Overwrite and remove a key: which records a run used stays secret."""
-    if secret.exists():
-        with secret.open("r+b") as file:
-            secret.unlink()  # first: a crash in between must not leave another key
+    """Overwrite and remove a key: which records a run used stays secret. Of a link, only the link is removed."""
+    if not os.path.lexists(secret):
+        return
+    try:
+        descriptor = os.open(secret, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # no plain file, so nothing that was written here
+        secret.unlink(missing_ok=True)
+        return
+    with os.fdopen(descriptor, "wb") as file:
+        secret.unlink()  # first: a crash in between must not leave another key
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:  # else it has another name, and is another file too
             file.write(os.urandom(KEY_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -260,6 +269,11 @@ class Approval:
         self._account = account if plan.budget is None else account.settled(contents)
         self.journal = journal
         self._charges: list[Charge] = []  # one, and one more for each time the journal was not as it was left
+
+    @property
+    def account(self) -> str:
+        """The account that pays, as its lines in the party's ledger have it."""
+        return self._account.name
 
     @property
     def in_use(self) -> bool:

@@ -182,12 +182,18 @@ class MaskingMember(_Roles[MaskingParty]):
         super().__init__(plan, identity, roster, seed=seed)
         self.kinds |= {
             "prepare": self._step("frame", lambda role, t, _: _frame(role.prepare(t))),
+            "deliver": self._step("delivered", self._deliver),
             "reveal": self._step("frame", lambda role, t, m: _frame(role.reveal(t, m.blob("frame")))),
         }
 
+    @staticmethod
+    def _deliver(role: MaskingParty, t: int, message: Message) -> dict[str, Array]:
+        role.deliver(t, message.blob("frame"))
+        return {}
+
     def ready(self, message: Message) -> None:
         """Refuse before any record is touched if this side cannot take part in the round."""
-        self._role(message).deliver(round_of(message), message.blob("deliver"))
+        self._role(message).check_delivered(round_of(message))
 
     def submit(self, message: Message, vector: Array) -> Message:
         return self._step("masked", lambda role, t, _: _frame(role.submit(t, vector)))(message)
@@ -206,11 +212,26 @@ class SumMember(_Roles[SumServer], Member):
         self._most = wire.limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
         self._kinds = self.kinds | {
             "open": lambda message: Message("ready", {"round": -1}),
-            "receive": self._step("present", lambda role, t, m: wire.blobs(role.receive(t, _frames(m)))),
+            "receive": self._receive,
             "partial": self._step("partial", lambda role, t, m: _frame(role.partial(t, _frames(m)))),
             "finish": self._step("total", lambda role, t, m: {"total": role.finish(t, _frames(m))}),
             "noise": self._step("noise", self._sample),
         }
+
+    def _meet(self, message: Message) -> Message:
+        """Take hellos one by one and say whose were refused: a malformed one is its sender's absence."""
+        role, refused = self._role(message), {}
+        for place in sorted(message.arrays):
+            try:
+                role.meet([message.blob(place)])
+            except ProtocolError as wrong:
+                refused[place] = wrong.reason
+        return Message("ok", {"left_out": refused})
+
+    def _receive(self, message: Message) -> Message:
+        role, t = self._role(message), round_of(message)
+        frames = wire.blobs(role.receive(t, _frames(message)))
+        return Message("present", {"round": t, "left_out": role.left_out}, frames)
 
     def _sample(self, role: SumServer, t: int, message: Message) -> dict[str, Array]:
         """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
@@ -447,12 +468,11 @@ class PartyCurator(Member):
             return again  # lost on its way, or this party, or the coordinator, restarted: not a new release
         slot, draw, t = self._check_turn(message)
         packed = message.fields.get("query")
-        arrays = {name: array for name, array in message.arrays.items() if name != "deliver"}
-        reason = wire.template_mismatch(self.plan.templates.get(slot, ()), packed, arrays)
+        reason = wire.template_mismatch(self.plan.templates.get(slot, ()), packed, message.arrays)
         if reason is not None:
             raise BudgetError(f"slot {slot!r}: {reason}; nothing was given.")
         try:
-            query = wire.unpack(packed, arrays, self._zero)
+            query = wire.unpack(packed, message.arrays, self._zero)
         except ValueError as error:  # a number outside of what such a query may have
             raise BudgetError(f"slot {slot!r}: {error} Nothing was given.") from None
         if isinstance(query, LocalFit):  # its noise follows from its claimed sensitivity: prove that here

@@ -23,8 +23,10 @@ from quietgrad.core import files
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.files import check_path_name
+from quietgrad.core.settings import check_types
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
+from quietgrad.federation.table_format import SETTINGS, TableFormat
 from quietgrad.methods.registry import entry
 from quietgrad.tables.registry import loss_entry, make_objective
 
@@ -35,17 +37,20 @@ def needed(section: Mapping[str, object], key: str, where: str) -> Any:
     return section[key]
 
 
-def objective_of(settings: Mapping[str, object], data: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The objective of ``[objective]``, and the public facts that a saved model needs to score records."""
+def objective_of(
+    settings: Mapping[str, object], data: Mapping[str, Any]
+) -> tuple[Any, TableFormat, dict[str, Any]]:
+    """The objective of ``[objective]``, the tables of ``[data]``, and the public facts that a saved model needs."""
     name, settings = _named(settings, "[objective]")
-    task = loss_entry(name)[0].task
-    names = data.get("classes", [0, 1] if task == "binary" else None)
+    table = TableFormat.of(data, loss_entry(name)[0].task)
+    names = table.class_names
     objective, facts = make_objective(name, settings, classes=None if names is None else len(names))
-    labels = None if names is None else [str(label) for label in names]
-    return objective, {**facts, "features": data.get("features"), "class_names": labels}
+    return objective, table, {**facts, "features": table.features, "class_names": names}
 
 
 def _named(settings: Mapping[str, object], where: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(settings, dict):
+        raise ValueError(f"{where} must be a table.")
     name = needed(settings, "name", where)
     if not isinstance(name, str):
         raise ValueError(f"{where} name={name!r}: must be a text.")
@@ -55,18 +60,18 @@ def _named(settings: Mapping[str, object], where: str) -> tuple[str, dict[str, A
 COORDINATOR = "coordinator"
 MOST_BYTES = 1 << 20  # about fifteen thousand parties
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_SECTIONS: dict[str, dict[str, tuple[type, ...]]] = {
+SECTIONS: dict[str, dict[str, Any]] = {
     "federation": {
-        "name": (str,), "trust": (str,), "secure": (str,), "weights": (str,), "quorum": (int,),
-        "colluders": (int,), "servers": (int,), "spare": (int,), "private": (bool,),
-        "parties_per_person": (int,), "records_public": (int,),
-        "combine": (str,), "records_per_person": (int,),
+        "name": str, "trust": str, "secure": str, "weights": str, "quorum": int, "colluders": int, "servers": int,
+        "spare": int, "private": bool, "parties_per_person": int, "records_public": int, "combine": str,
+        "records_per_person": int,
     },
-    "coordinator": {"address": (str,), "timeout": (int, float), "grace": (int, float)},
-    "data": {"features": (int,), "classes": (list,), "label": (str,), "schema": (dict,), "person": (str,)},
-    "budget": {"epsilon": (int, float), "delta": (int, float), "relation": (str,)},
+    "coordinator": {"address": str, "timeout": float, "grace": float},
+    "data": SETTINGS,
+    "budget": {"epsilon": float, "delta": float, "relation": str},
 }  # fmt: skip
-_PARTY: dict[str, tuple[type, ...]] = {"name": (str,), "records": (int,), "weight": (int, float)}
+"""The settings of a plan file's sections, with their types; those of algorithms and losses are their own fields."""
+PARTY: dict[str, Any] = {"name": str, "records": int, "weight": float}
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class PlanFile:
     """A federation as its TOML file describes it; read it with :func:`read_plan` or :func:`parse_plan`.
 
     All members pin ``digest``, of the file's content. ``settings`` are further arguments of
-    :func:`~quietgrad.federation.planning.federate`, ``reading`` says how the parties' files are read, and ``model``
+    :func:`~quietgrad.federation.planning.federate`, ``table`` is the format of the parties' files, and ``model``
     what a saved model needs to score records.
     """
 
@@ -85,14 +90,17 @@ class PlanFile:
     budget: Budget | None
     parties: tuple[str, ...]
     sizes: tuple[int, ...]
-    features: int
+    table: TableFormat
     settings: Mapping[str, Any]
     host: str
     port: int
     timeout: float
     grace: float
-    reading: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def features(self) -> int:
+        return self.table.features
 
     @cached_property
     def plan(self) -> FederatedPlan:
@@ -145,10 +153,10 @@ def parse_plan(text: str, source: str = "plan") -> PlanFile:
 
 
 def _plan(content: dict[str, Any]) -> PlanFile:
-    known = {*_SECTIONS, "algorithm", "objective", "party"}
+    known = {*SECTIONS, "algorithm", "objective", "party"}
     if extra := sorted(content.keys() - known):
         raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
-    sections = (_checked(content.get(name, {}), f"[{name}]", allowed) for name, allowed in _SECTIONS.items())
+    sections = (check_types(content.get(name, {}), f"[{name}]", allowed) for name, allowed in SECTIONS.items())
     federation, where, data, promise = sections
     parties = content.get("party", [])
     if not isinstance(parties, list) or not parties:
@@ -165,11 +173,8 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         federation["weights"] = weights
     if "person" in data:  # then the parties' records are numbers of people
         federation["unit"] = "person"
-    objective, model = objective_of(content.get("objective", {}), data)
+    objective, table, model = objective_of(content.get("objective", {}), data)
     method, settings = _named(content.get("algorithm", {}), "[algorithm]")
-    features = needed(data, "features", "[data]")
-    if not 1 <= features <= 1 << 25:
-        raise ValueError(f"[data] features={features}: must be between 1 and 2^25.")
     seconds = {name: float(where.get(name, default)) for name, default in (("timeout", 60), ("grace", 15))}
     for name, value in seconds.items():
         if not 0.0 < value < math.inf:
@@ -178,35 +183,18 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     if private:
         epsilon, delta = (needed(promise, name, "[budget]") for name in ("epsilon", "delta"))
         budget = Budget(epsilon, delta, Relation.parse(promise.get("relation", DEFAULT_RELATION)))
-    reading: dict[str, Any] = {key: data[key] for key in ("classes", "label", "schema", "person") if key in data}
-    reading["n_features"] = features
-    if model["task"] == "binary":
-        reading.setdefault("classes", [0, 1])
-    elif model["task"] == "regression":
-        reading["task"] = "regression"
     host, port = address_of(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
         name=check_path_name("[federation] name", federation.pop("name", "federation")),
         digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
-        algorithm=entry(method).make(settings), objective=objective, budget=budget, features=features,
-        reading=reading, parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
+        algorithm=entry(method).make(settings), objective=objective, budget=budget, table=table,
+        parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
         **seconds,
     )  # fmt: skip
 
 
-def _checked(section: object, where: str, allowed: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
-    if not isinstance(section, dict):
-        raise ValueError(f"{where} must be a table.")
-    for key, value in section.items():
-        if key not in allowed:
-            raise ValueError(f"{where} has no setting {key!r}; it has {', '.join(allowed)}.")
-        if not isinstance(value, allowed[key]) or (isinstance(value, bool) and bool not in allowed[key]):
-            raise ValueError(f"{where} {key}={value!r}: must be of type {allowed[key][-1].__name__}.")
-    return dict(section)
-
-
 def _parties(entries: list[object]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:
-    rows = [_checked(entry, "[[party]]", _PARTY) for entry in entries]
+    rows = [check_types(entry, "[[party]]", PARTY) for entry in entries]
     names = tuple(needed(row, "name", "[[party]]") for row in rows)
     for name in names:
         if not _NAME.fullmatch(name):
@@ -297,5 +285,5 @@ def write_job(file: PlanFile, engine: str, folder: Path) -> list[Path]:
         made["pyproject.toml"] = _PYPROJECT.format(name=f"quietgrad-{file.name}", digest=file.digest, app=_APP)
     for name, text in made.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
+        files.write_atomically(folder / name, text.encode())
     return [folder / name for name in made]

@@ -30,6 +30,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import check_path_name, read_json, write_atomically
+from quietgrad.federation.pins import readable_digest
 from quietgrad.federation.secure.identity import Identity, Roster, is_signed
 
 COORDINATOR = "coordinator"
@@ -112,6 +113,11 @@ class Credentials:
         text = "\n".join(f"{name} {key.hex()}" for name, key in sorted(self.publics.items()))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @property
+    def readable(self) -> str:
+        """How many identities there are and 128 bits of their digest, to read out to the other members."""
+        return f"identities={len(self.publics)} {readable_digest(self.fingerprint)}"
+
     def roster(self, names: Sequence[str]) -> Roster:
         absent = [name for name in names if name not in self.publics]
         if absent:
@@ -135,7 +141,7 @@ def provision(
     usage, ends = _usage(key_cert_sign=True, crl_sign=True), x509.BasicConstraints(ca=True, path_length=0)
     authority = _certificate(_AUTHORITY, signer.public_key(), signer, ends, usage)
     (root / "authority").mkdir(parents=True)
-    (root / "authority" / "ca.pem").write_bytes(authority)
+    write_atomically(root / "authority" / "ca.pem", authority)
     write_new_secret(root / "authority" / "ca.key", _private_pem(signer))
     made, identities = {name: root / name for name in members}, {}
     for name, home in made.items():
@@ -154,10 +160,11 @@ def provision(
             x509.SubjectAlternativeName([x509.DNSName(name)]),
             x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
         )  # fmt: skip
-        (home / "cert.pem").write_bytes(certificate)
-        (home / "ca.pem").write_bytes(authority)
+        write_atomically(home / "cert.pem", certificate)
+        write_atomically(home / "ca.pem", authority)
     for name, home in made.items():
-        (home / "member.json").write_text(json.dumps({"name": name, "identities": identities}, indent=2) + "\n")
+        content = json.dumps({"name": name, "identities": identities}, indent=2) + "\n"
+        write_atomically(home / "member.json", content.encode())
     return list(made.values())
 
 
@@ -169,7 +176,7 @@ def request(name: str, folder: str | Path) -> Path:
     home = Path(folder)
     check_path_name("member", name)
     home.mkdir(parents=True, exist_ok=True)
-    if (home / "key.pem").exists():
+    if any(os.path.lexists(home / secret) for secret in ("key.pem", "identity.key")):
         raise DataError(f"{home}: has keys already; they are never overwritten.")
     key, identity = _new_keys(home, name)
     builder = x509.CertificateSigningRequestBuilder().subject_name(_subject(name))
@@ -178,7 +185,7 @@ def request(name: str, folder: str | Path) -> Path:
     signature = identity.sign(_bound(name, pem)).hex()
     path, public = home / f"{name}.request.json", identity.public.hex()
     content = {"name": name, "identity": public, "request": pem.decode(), "signature": signature}
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
     return path
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,16 @@ import numpy.typing as npt
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.secure.discrete_gaussian import check_length
-from quietgrad.federation.secure.identity import DropoutError, Identity, ProtocolError, Roster, SumOutOfBoundsError
+from quietgrad.federation.secure.identity import (
+    HELLO_BYTES,
+    DropoutError,
+    Identity,
+    ProtocolError,
+    Roster,
+    SumOutOfBoundsError,
+)
 from quietgrad.federation.secure.masking import MaskingServer
+from quietgrad.federation.secure.servers import share_bytes
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 
 Floats = npt.NDArray[np.float64]
@@ -31,11 +39,12 @@ _NAMED = 5
 class FailedRoundError(DropoutError):
     """A round without enough good answers; names what happened, and marks mere accusations as such.
 
-    An accusation by more than ``colluders``, who may work together, is proved.
+    An accusation by more than ``colluders``, who may work together, is proved. ``blamed`` are the parties without
+    whom the round is asked again.
     """
 
-    def __init__(self, faults: Mapping[str, str], colluders: float = math.inf) -> None:
-        self.faults = proved_faults(faults, colluders)
+    def __init__(self, faults: Mapping[str, str], colluders: float = math.inf, blamed: Iterable[str] = ()) -> None:
+        self.faults, self.blamed = proved_faults(faults, colluders), tuple(blamed)
         super().__init__(list(self.faults), "; ".join(sorted(set(self.faults.values()))) or "lost")
 
 
@@ -43,7 +52,8 @@ class FailedRoundError(DropoutError):
 class RoundRequest:
     """One round: the parties who are present, its public query and its noise.
 
-    ``faults`` takes by name what goes wrong. ``begin`` charges the round when its question leaves.
+    ``faults`` takes by name what goes wrong, ``malformed`` whose messages are not what the protocol has: these
+    parties count as absent. ``begin`` charges the round when its question leaves.
     """
 
     invited: tuple[str, ...]
@@ -54,6 +64,7 @@ class RoundRequest:
     multiplier: float
     faults: dict[str, str]
     begin: Callable[[], None]
+    malformed: set[str] = field(default_factory=set)
 
     @property
     def dim(self) -> int:
@@ -63,8 +74,13 @@ class RoundRequest:
     def here(self) -> dict[str, Any]:
         return {name: self.fields[name] for name in ("run", "round", "dim")}
 
-    def message(self, extra: Mapping[str, Array] | None = None) -> bytearray:
-        return encode(Message("ask", self.fields, {**self.arrays, **(extra or {})}))
+    def message(self) -> bytearray:
+        return encode(Message("ask", self.fields, self.arrays))
+
+    def leave_out(self, malformed: Mapping[str, str]) -> None:
+        """Count parties as absent because of what they sent, by name and reason."""
+        self.faults.update(malformed)
+        self.malformed.update(malformed)
 
 
 class PlainRounds:
@@ -151,7 +167,23 @@ class SecureRounds:
             elif isinstance(fault, ProtocolError) and not proved:
                 named = {fault.party: fault.reason}
             colluders = math.inf if self._plan.servers else self._plan.colluders
-            raise FailedRoundError({**named, **ask.faults, **proved}, colluders) from fault
+            faults = {**named, **ask.faults, **proved}
+            if server is not None:
+                ask.leave_out(server.left_out)
+                faults |= server.left_out
+            raise FailedRoundError(faults, colluders, self._blamed(faults, {*ask.malformed, *proved})) from fault
+
+    def _blamed(self, faults: Mapping[str, str], seen: Collection[str]) -> list[str]:
+        """The parties without whom a failed round is asked again, so that each costs one round at most.
+
+        Those whose messages were ``seen`` to be malformed or false; else the party that most others accuse, since
+        the round failed for want of its accusers.
+        """
+        parties = [name for name in self._plan.names if name in seen]
+        accused = {name: by for name, by in accusations(faults).items() if name in self._plan.numbers}
+        if parties or not accused:
+            return parties
+        return [max(accused, key=lambda name: len(accused[name]))]
 
     def _set_up(self, ask: RoundRequest) -> MaskingServer | None:
         """Introduce the members of a round to each other, with new keys."""
@@ -159,9 +191,12 @@ class SecureRounds:
         here = {**ask.here, "epoch": epoch.hex()}
         enough = quorate(self._plan, *servers)
         hello = dict.fromkeys((*ask.invited, *servers), encode(Message("hello", here)))
-        hellos = _frames(self._exchange.call(hello, faults, enough), faults)
+        hellos = self._frames(self._exchange.call(hello, faults, enough), ask)
         server = None
         if self._identity is None or self._roster is None or servers:
+            short = [name for name, frame in hellos.items() if len(frame) != HELLO_BYTES]
+            ask.leave_out(dict.fromkeys(short, "hello has a wrong length"))
+            hellos = {name: frame for name, frame in hellos.items() if name not in short}
             of_servers = [hellos[name] for name in servers if name in hellos]  # all that a party needs
             meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
         else:
@@ -170,32 +205,40 @@ class SecureRounds:
                 try:
                     server.meet([frame])
                 except ProtocolError as wrong:
-                    faults[name] = str(wrong).removeprefix(f"{name}: ")
+                    ask.leave_out({name: str(wrong).removeprefix(f"{name}: ")})
             meetings = {server.roster.names[i]: frames for i, frames in server.introductions().items()}
         made: dict[int, bytearray] = {}  # one message for those who get the same
         for each in meetings.values():
             if id(each) not in made:
                 made[id(each)] = encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(each)})))
-        self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
+        met = self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
+        said = dict(zip((f"{k:04}" for k in range(len(hellos))), hellos, strict=True))
+        for name in servers:
+            ask.leave_out(_left_out(met.get(name), name, said))
         return server
 
     def _masked(self, server: MaskingServer, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
         names, t = server.roster.names, ask.fields["round"]
 
         def call(messages: Mapping[str, bytearray]) -> dict[int, bytes]:
-            replies = _frames(self._exchange.call(messages, ask.faults, self._enough), ask.faults)
+            replies = self._frames(self._exchange.call(messages, ask.faults, self._enough), ask)
             return {server.roster.index(name): frame for name, frame in replies.items()}
+
+        def each(kind: str, frames: Mapping[int, bytes]) -> dict[str, bytearray]:
+            return {names[i]: encode(Message(kind, ask.here, blobs({"frame": f}))) for i, f in frames.items()}
 
         prepare = encode(Message("prepare", ask.here))
         delivery = server.relay(t, call({name: prepare for name in ask.invited if name not in ask.faults}))
-        asks = {names[i]: ask.message(blobs({"deliver": frame})) for i, frame in delivery.items()}
+        # Envelopes are opened before a question leaves: whoever sealed false ones costs the others no release.
+        ready = self._exchange.call(each("deliver", delivery), ask.faults, self._enough)
+        if len(ready) < self._plan.quorum:
+            raise FailedRoundError(ask.faults)
         ask.begin()
-        masked = call(asks)
-        questions = server.survivors(t, masked)
-        opening = {names[i]: encode(Message("reveal", ask.here, blobs({"frame": f}))) for i, f in questions.items()}
-        total = server.finish(t, call(opening))
+        questions = server.survivors(t, call(dict.fromkeys(ready, ask.message())))
+        total = server.finish(t, call(each("reveal", questions)))
+        ask.leave_out(server.left_out)
         ask.faults.update(server.proved)
-        return total, tuple(names[i] for i in masked)
+        return total, tuple(names[i] for i in questions)
 
     def _shared(self, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
         """Sample the noise (mpc), ask for shares, let the servers add up."""
@@ -205,14 +248,19 @@ class SecureRounds:
         if len(parties) < self._plan.quorum:
             raise FailedRoundError(ask.faults)  # before any party is asked
         ask.begin()
-        shares = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
+        replies = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
+        # A share of another length or type is not relayed: the server would refuse it with all others.
+        lengths = share_bytes(self._plan.terms(ask.dim))
+        shares = {name: found for name, r in replies.items() if (found := _shares(r, self._numbers, lengths))}
+        ask.leave_out({name: "shares have a wrong length or type" for name in replies if name not in shares})
         if len(shares) < self._plan.quorum:
             raise FailedRoundError(ask.faults)  # the servers would refuse, and seem to be at fault
         numbers, places = self._numbers, self._plan.numbers
         received = self._relay("receive", ask, {
-            server: {str(places[name]): r.arrays[str(k)] for name, r in shares.items() if str(k) in r.arrays}
-            for server, k in numbers.items()
+            server: {str(places[name]): found[k] for name, found in shares.items()} for server, k in numbers.items()
         })  # fmt: skip
+        for server in numbers:
+            ask.leave_out(_left_out(received[server], server, {name: name for name in shares}))
         partials = self._relay("partial", ask, {
             server: {str(numbers[name]): r.arrays[str(k)] for name, r in received.items() if str(k) in r.arrays}
             for server, k in numbers.items()
@@ -222,7 +270,7 @@ class SecureRounds:
         total = self._relay("finish", ask, {first: summands})[first].arrays.get("total")
         if total is None or total.dtype != np.float64 or total.shape != (ask.dim,) or not np.isfinite(total).all():
             raise ProtocolError(first, "its total is not a finite vector of the agreed length")
-        return total, tuple(shares)
+        return total, tuple(name for name in shares if name not in ask.malformed)
 
     def _sample(self, ask: RoundRequest) -> None:
         """Relay the servers' frames around the ring until the noise is shared among them."""
@@ -246,16 +294,32 @@ class SecureRounds:
             raise FailedRoundError(ask.faults)
         return replies
 
+    @staticmethod
+    def _frames(replies: Mapping[str, Message], ask: RoundRequest) -> dict[str, bytes]:
+        """Return the one frame of each reply; who sends none is left out."""
+        found = {}
+        for name, reply in replies.items():
+            try:
+                found[name] = reply.blob("frame")
+            except WireError as wrong:
+                ask.leave_out({name: str(wrong)})
+        return found
 
-def _frames(replies: Mapping[str, Message], faults: dict[str, str]) -> dict[str, bytes]:
-    """Return the one frame of each reply; a reply without one is a fault."""
-    found = {}
-    for name, reply in replies.items():
-        try:
-            found[name] = reply.blob("frame")
-        except WireError as wrong:
-            faults[name] = str(wrong)
-    return found
+
+def _shares(reply: Message, numbers: Mapping[str, int], lengths: tuple[int, ...]) -> dict[int, Array] | None:
+    """The share for each server by roster number; ``None`` if one is missing or not bytes of its length."""
+    found = {k: reply.arrays.get(str(k)) for k in numbers.values()}
+    shares = {k: share for k, share in found.items() if share is not None and share.dtype == np.uint8}
+    given = tuple(share.size for share in shares.values())
+    return shares if given == lengths else None
+
+
+def _left_out(reply: Message | None, server: str, names: Mapping[str, str]) -> dict[str, str]:
+    """Whom a server left out and why, in its words; ``names`` are the parties by what the server calls them."""
+    said = None if reply is None else reply.fields.get("left_out")
+    if not isinstance(said, dict):
+        return {}
+    return {names[each]: f"{str(why)[:200]} (so says {server})" for each, why in said.items() if each in names}
 
 
 def quorate(plan: FederatedPlan, *others: str) -> Enough:
@@ -288,23 +352,36 @@ def proved_faults(faults: Mapping[str, str], colluders: float = math.inf) -> dic
     >>> proved_faults({"a": "refuses: c: dealt a false share", "b": "refuses: c: dealt a false share"}, colluders=1)
     {'c': 'dealt a false share (so say a, b)'}
     """
-    accusers: dict[str, list[str]] = {}
     out: dict[str, str] = {}
-    said: dict[str, str] = {}
+    known = accusations(faults)
+    accusers = {name for reasons in known.values() for name in reasons}
+    for name, why in faults.items():
+        check, _, reason = why.removeprefix("refuses: ").partition(": ")
+        if check == SumOutOfBoundsError.CHECK:  # found by the server that adds up, and not made by it
+            out[check] = f"{reason} (so says {name})"
+        elif name not in accusers:
+            out[name] = why
+    for accused, reasons in known.items():
+        if len(reasons) > colluders:
+            out[accused] = f"{next(iter(reasons.values()))} (so say {', '.join(reasons)})"
+        else:
+            out.update({name: f"or {accused}: {reason}" for name, reason in reasons.items()})
+    return out
+
+
+def accusations(faults: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """By accused member, the members that refuse because of it, with their reasons.
+
+    >>> accusations({"a": "refuses: c: dealt a false share", "b": "did not answer within 9 s"})
+    {'c': {'a': 'dealt a false share'}}
+    """
+    found: dict[str, dict[str, str]] = {}
     for name, why in faults.items():
         accused, colon, reason = why.removeprefix("refuses: ").partition(": ")
-        if accused == SumOutOfBoundsError.CHECK:  # found by the server that adds up, and not made by it
-            out[accused] = said[name] = f"{reason} (so says {name})"
-        elif why.startswith("refuses: ") and colon and " " not in accused and accused not in (name, "coordinator"):
-            accusers.setdefault(accused, []).append(name)
-            said[name] = reason
-    out |= {name: why for name, why in faults.items() if name not in said}
-    for accused, names in accusers.items():
-        if len(names) > colluders:
-            out[accused] = f"{said[names[0]]} (so say {', '.join(names)})"
-        else:
-            out.update({name: f"or {accused}: {said[name]}" for name in names})
-    return out
+        others = accused not in (name, "coordinator", SumOutOfBoundsError.CHECK)
+        if why.startswith("refuses: ") and colon and " " not in accused and others:
+            found.setdefault(accused, {})[name] = reason
+    return found
 
 
 def named(faults: Mapping[str, str]) -> str:

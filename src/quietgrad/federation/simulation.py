@@ -322,6 +322,6 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "sizes": list(plan.sizes),
         "parties_per_person": None if plan.unit is PrivacyUnit.RECORD else plan.parties_per_person,
         "variance_factor": plan.variance_factor,
-        "lost_rounds": sum(bool(faults) for _, faults in session.faults),
+        "lost_rounds": session.lost,
     }
     return replace(result, privacy=replace(result.privacy, adversary=adversary(plan), notes=notes), details=details)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -34,6 +34,7 @@ _HEADER = struct.Struct("<4sB16sQHHQI")
 _MAGIC = b"QGF1"
 _TAG_BYTES = 16
 FRAME_OVERHEAD = _HEADER.size + _TAG_BYTES
+T = TypeVar("T")
 
 
 class FrameType(IntEnum):
@@ -158,6 +159,8 @@ class Endpoint:
         self._identity, self._view, self._seed, self._given_noise = identity, view, seed, noise
         self._exchange = X25519PrivateKey.generate()
         self._channels: dict[int, Channel] = {}
+        self.left_out: dict[str, str] = {}
+        """By name, the parties whose frame of the round under way was malformed: they count as absent."""
         self.picks: tuple[int, ...] = ()
         self._begin()
         public = self._exchange.public_key().public_bytes_raw()
@@ -212,6 +215,22 @@ class Endpoint:
         if self._view is not None:
             self._view.seen.append(ReceivedMessage(self.name, kind, round, self.roster.names[peer], bytes(payload)))
         return payload
+
+    def _read_all(self, frames: Mapping[int, bytes], read: Callable[[int, bytes], T]) -> dict[int, T]:
+        """What the frames of parties hold, by roster number.
+
+        A party whose frame ``read`` refuses counts as absent and is named in :attr:`left_out`: one malformed frame
+        must not end a round that a quorum can finish.
+        """
+        found: dict[int, T] = {}
+        for i in sorted(frames):
+            if not 0 <= i < self.terms.parties:
+                raise ProtocolError(self.name, f"frames are keyed by roster numbers below {self.terms.parties}")
+            try:
+                found[i] = read(i, frames[i])
+            except ProtocolError as refused:
+                self.left_out[self.roster.names[i]] = refused.reason
+        return found
 
     def _words(self, sender: int, payload: bytes) -> Words:
         """The d words of a payload, refused by name when there are more or fewer."""

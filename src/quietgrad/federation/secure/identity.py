@@ -58,6 +58,8 @@ _HELLO = struct.Struct("<4sH32s32sH")
 _MAGIC = b"QGH2"
 _SIGNATURE = 64
 _HELLO_DOMAIN = b"quietgrad hello 2\0"
+HELLO_BYTES = _HELLO.size + _SIGNATURE
+"""The length of a hello that names no neighbours."""
 
 
 class Identity:

@@ -19,7 +19,7 @@ AES streams of 8d bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -161,11 +161,17 @@ class MaskingParty(Endpoint):
             raise ProtocolError(name, f"shows survivors of round {theirs.round} that the server never signed")
         return envelope[:KEY_BYTES]
 
-    def submit(self, t: int, vector: npt.ArrayLike) -> bytes:
-        """Encode the vector, add this party's share of the noise and the mask, and seal it for the server."""
+    def check_delivered(self, t: int) -> None:
+        """Raise unless a vector can be submitted in round t."""
         state = self._round(t)
         if state.mask is None or state.submitted:
             raise ProtocolError(self.name, f"round {t} is not delivered yet, or was already submitted")
+
+    def submit(self, t: int, vector: npt.ArrayLike) -> bytes:
+        """Encode the vector, add this party's share of the noise and the mask, and seal it for the server."""
+        self.check_delivered(t)
+        state = self._round(t)
+        assert state.mask is not None
         masked = self.terms.encoded(vector) + self._noise_share.draw(t) + state.mask
         state.submitted, state.mask = True, None
         return self._seal(self._server, FrameType.MASKED, t, masked.astype("<u8").tobytes())
@@ -277,22 +283,28 @@ class MaskingServer(Endpoint):
         return {i: [self.hello, *(self._hellos[j] for j in others)] for i, others in needed.items()}
 
     def relay(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Take the parties' prepare frames and return what to deliver to each; the absent are left out."""
-        self._require(frames, self.terms.least_parties, "prepared")
+        """Take the parties' prepare frames and return what to deliver to each.
+
+        The absent are left out, and so are the senders of malformed frames, who are named in :attr:`left_out`.
+        """
         near, graph = self._near, self.terms.graph
         size = ShareCommitments.size(graph.neighbours + 1)
-        statements: dict[int, ShareCommitments] = {}
-        envelopes: dict[int, dict[int, bytes]] = {}
-        for i in sorted(frames):
-            payload = self._open(i, FrameType.PREPARE, t, frames[i])
+
+        def read(i: int, frame: bytes) -> tuple[ShareCommitments, dict[int, bytes]]:
+            payload = self._open(i, FrameType.PREPARE, t, frame)
             if len(payload) != size + len(near[i].to) * SEALED_BYTES:
                 raise ProtocolError(self.roster.names[i], "prepare has a wrong length")
             statement = ShareCommitments.read(payload[:size], self.roster.keys[i], self.context, t)
             if statement is None:
                 raise ProtocolError(self.roster.names[i], "did not sign the hashes of her shares")
-            statements[i] = statement
             starts = range(size, len(payload), SEALED_BYTES)
-            envelopes[i] = {j: payload[at : at + SEALED_BYTES] for j, at in zip(near[i].to, starts, strict=True)}
+            return statement, {j: payload[at : at + SEALED_BYTES] for j, at in zip(near[i].to, starts, strict=True)}
+
+        self.left_out = {}
+        prepared = self._read_all(frames, read)
+        self._require(prepared, self.terms.least_parties, "prepared")
+        statements = {i: statement for i, (statement, _) in prepared.items()}
+        envelopes = {i: sealed for i, (_, sealed) in prepared.items()}
         members = tuple(statements)
         self._rounds = dict(list(self._rounds.items())[-1:])  # older ones were aborted
         self._rounds[t] = _ServerRound(members, statements)
@@ -308,15 +320,25 @@ class MaskingServer(Endpoint):
         return out
 
     def survivors(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Add the masked vectors and return the question, to each survivor, who is in the sum."""
+        """Add the masked vectors and return the question, to each survivor, who is in the sum.
+
+        A party whose frame is malformed has dropped, and is named in :attr:`left_out`.
+        """
         state = self._round(t)
-        self._require(frames, self.terms.parties - self.terms.tolerated_dropouts, "submitted")
-        total, members = np.zeros(self.terms.dimension, np.uint64), set(state.members)
-        for i in sorted(frames):
+        members = set(state.members)
+
+        def read(i: int, frame: bytes) -> Words:
             if i not in members:
                 raise ProtocolError(self.roster.names[i], f"is not a member of round {t}")
-            total += self._words(i, self._open(i, FrameType.MASKED, t, frames[i]))
-        state.total, state.survivors = total, tuple(sorted(frames))
+            return self._words(i, self._open(i, FrameType.MASKED, t, frame))
+
+        # A party whose vector cannot be read has dropped: the survivors open her round key, as Bonawitz et al. do.
+        vectors = self._read_all(frames, read)
+        self._require(vectors, self.terms.parties - self.terms.tolerated_dropouts, "submitted")
+        total = np.zeros(self.terms.dimension, np.uint64)
+        for vector in vectors.values():
+            total += vector
+        state.total, state.survivors = total, tuple(vectors)
         packed = pack_members(state.survivors, self.terms.parties)
         payload = packed + Attestation.sign(self._identity, self.context, t, packed)
         return {i: self._seal(i, FrameType.SURVIVORS, t, payload) for i in state.survivors}
@@ -325,21 +347,24 @@ class MaskingServer(Endpoint):
         """Open the masks that did not cancel and return the noisy sum.
 
         A share that is not the one its dealer committed to is left out and its holder named in :attr:`proved`; if
-        enough others are left the sum is opened all the same.
+        enough others are left the sum is opened all the same. A party whose frame is malformed revealed nothing.
         """
         state = self._round(t)
         if state.total is None:
             raise ProtocolError(self.name, f"round {t} has no submissions yet")
-        if self.terms.graph.complete:
-            self._require(frames, self.terms.threshold, "revealed")
         self.proved = {}
-        shares = self._verified(state, t, frames)
+        revealed = self._revealed(state, t, frames)
+        if self.terms.graph.complete:
+            self._require(revealed, self.terms.threshold, "revealed")
+        shares = self._verified(state, revealed)
         total, survivors = state.total.copy(), set(state.survivors)
         for j in state.members:
-            secret = self._opened(j, shares[j], set(frames))
+            secret = self._opened(j, shares[j], set(revealed))
             if secret is None or not state.statements[j].opens(secret, self_mask=j in survivors):
-                name = self.roster.names[j]
-                raise ProtocolError(name, "dealt false shares: they have her hashes and do not open her secret")
+                self.proved[self.roster.names[j]] = why = (
+                    "dealt false shares: they have her hashes and do not open her secret"
+                )
+                raise ProtocolError(self.roster.names[j], why)
             if j in survivors:
                 total -= self_mask_words(secret, t, self.terms.dimension)
             else:
@@ -348,21 +373,30 @@ class MaskingServer(Endpoint):
         del self._rounds[t]
         return released
 
-    def _verified(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
-        """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
-        near, graph, size = self._near, self.terms.graph, SHARE_BYTES
-        members, survivors = set(state.members), set(state.survivors)
-        found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
-        for i in sorted(frames):
+    def _revealed(self, state: _ServerRound, t: int, frames: Mapping[int, bytes]) -> dict[int, dict[int, bytes]]:
+        """By holder and dealer, the shares that were returned."""
+        members, survivors, size = set(state.members), set(state.survivors), SHARE_BYTES
+
+        def read(i: int, frame: bytes) -> dict[int, bytes]:
             if i not in survivors:
                 raise ProtocolError(self.roster.names[i], f"is not in the sum of round {t}")
-            payload = self._open(i, FrameType.REVEAL, t, frames[i])
-            dealers = sorted([i, *(j for j in near[i].dealers if j in members)])
+            payload = self._open(i, FrameType.REVEAL, t, frame)
+            dealers = sorted([i, *(j for j in self._near[i].dealers if j in members)])
             if len(payload) != size * len(dealers):
                 raise ProtocolError(self.roster.names[i], "reveal has a wrong length")
-            for k, j in enumerate(dealers):
-                rank, share = graph.rank(j, i, self._picks_of[j]), payload[k * size : (k + 1) * size]
-                kind = b"self" if j in survivors else b"key"
+            return {j: payload[k * size : (k + 1) * size] for k, j in enumerate(dealers)}
+
+        return self._read_all(frames, read)
+
+    def _verified(
+        self, state: _ServerRound, revealed: Mapping[int, Mapping[int, bytes]]
+    ) -> dict[int, dict[int, bytes]]:
+        """By dealer and rank, the returned shares that the dealer committed to; false holders are noted."""
+        graph, survivors = self.terms.graph, set(state.survivors)
+        found: dict[int, dict[int, bytes]] = {j: {} for j in state.members}
+        for i, shares in revealed.items():
+            for j, share in shares.items():
+                rank, kind = graph.rank(j, i, self._picks_of[j]), b"self" if j in survivors else b"key"
                 if state.statements[j].has(rank, kind=kind, share=share):
                     found[j][rank] = share
                 else:
@@ -392,9 +426,8 @@ class MaskingServer(Endpoint):
             raise ProtocolError(self.name, f"round {t} was not prepared, or is over")
         return self._rounds[t]
 
-    def _require(self, frames: Mapping[int, bytes], least: int, what: str) -> None:
-        if any(i not in self._picks_of for i in frames):
-            raise ProtocolError(self.name, "frames are keyed by roster numbers of parties that said hello")
-        if len(frames) < least:
-            left = f"{len(frames)} of {self.terms.parties} {what}, {least} needed"
-            raise DropoutError(self._missing(frames), f"missing; {left}")
+    def _require(self, present: Iterable[int], least: int, what: str) -> None:
+        here = set(present)
+        if len(here) < least:
+            left = f"{len(here)} of {self.terms.parties} {what}, {least} needed"
+            raise DropoutError(self._missing(here), f"missing; {left}")

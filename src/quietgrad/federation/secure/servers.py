@@ -37,12 +37,24 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.noise.rng import SecureStream, seed_key
-from quietgrad.federation.secure.channel import Endpoint, FrameType, derive
+from quietgrad.federation.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, derive
 from quietgrad.federation.secure.discrete_gaussian import Vector, Words, alias_table, gaussian_masses
 from quietgrad.federation.secure.identity import DropoutError, Hello, ProtocolError
-from quietgrad.federation.secure.terms import COARSE_SIGMA, COARSE_STEP, COARSE_TOP, COARSE_WORD_BITS
+from quietgrad.federation.secure.terms import (
+    COARSE_SIGMA,
+    COARSE_STEP,
+    COARSE_TOP,
+    COARSE_WORD_BITS,
+    SecureSumConfig,
+)
 
 _SEED = 32
+
+
+def share_bytes(terms: SecureSumConfig) -> tuple[int, ...]:
+    """The lengths of the frames that a party shares a vector in, one for each server."""
+    seeds = (FRAME_OVERHEAD + _SEED,) * (terms.server_count - 1)
+    return (*seeds, FRAME_OVERHEAD + 8 * terms.dimension)
 
 
 class SharingParty(Endpoint):
@@ -75,19 +87,23 @@ class SumServer(Endpoint):
         self._partial: Words | None = None
 
     def receive(self, t: int, frames: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Take the parties' shares and tell each other server whose arrived."""
+        """Take the parties' shares and tell each other server whose arrived.
+
+        A party whose share is malformed is absent at all servers, and named here in :attr:`left_out`.
+        """
         if t <= self._round:
             raise ProtocolError(self.name, f"round {t} was already taken; a retried round needs a new number")
-        shares = {}
-        for i in sorted(frames):
-            if not 0 <= i < self.terms.parties:
-                raise ProtocolError(self.name, f"frames are keyed by roster numbers below {self.terms.parties}")
-            payload = self._open(i, FrameType.SHARE, t, frames[i])
+
+        def read(i: int, frame: bytes) -> bytes:
+            payload = self._open(i, FrameType.SHARE, t, frame)
             if self.me == self.servers[-1]:
-                self._words(i, payload)  # refused by name if the length is wrong
+                self._words(i, payload)  # refuses a wrong length
             elif len(payload) != _SEED:
                 raise ProtocolError(self.roster.names[i], f"seed has {len(payload)} bytes, not {_SEED}")
-            shares[i] = bytes(payload)
+            return bytes(payload)
+
+        self.left_out = {}
+        shares = self._read_all(frames, read)
         self._round, self._shares, self._partial = t, shares, None
         present = bytes(1 if i in shares else 0 for i in range(self.terms.parties))
         return {k: self._seal(k, FrameType.PRESENT, t, present) for k in self.servers if k != self.me}
