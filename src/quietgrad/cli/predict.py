@@ -25,11 +25,13 @@ from quietgrad.core.files import is_multi_file, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
+from quietgrad.data.address import public
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset, Labels
 from quietgrad.methods.result import ledger_of, load, payer_of
 
 Columns: TypeAlias = dict[str, list[object]]
+AllowHTTP = Annotated[bool, Option("--allow-http", help="Read an address of plain http.")]
 app = typer.Typer(add_completion=False)
 
 
@@ -42,6 +44,7 @@ def predict(
             help="Records, in a file like the one trained on (labels, if it has them, are only used for scores), "
             "or a registered name, whose test part is taken.",
             show_default=False,
+            parser=public,
         ),
     ],
     output: Annotated[
@@ -49,6 +52,7 @@ def predict(
         Option("--output", "-o", help="Write here (.csv or .json; .csv or .parquet of a scan); else print."),
     ] = None,
     keep: Annotated[str | None, Option(help="Column of ids, kept beside predictions.")] = None,
+    allow_http: AllowHTTP = False,
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
@@ -64,6 +68,7 @@ def predict(
             raise typer.BadParameter("a scan's predictions go to a file: -o FILE.csv or FILE.parquet.")
         spec = _spec_of(folder)
         options = {key: value for key, value in spec.scanning.items() if key != "cluster"}
+        options["allow_http"] = allow_http
         columns = facts["feature_names"] if spec.schema is None else None
         table = datasets.scan(data, columns=columns, schema=spec.schema, labelled=False, **options)
         if names is not None:
@@ -215,11 +220,13 @@ def evaluate(
             help="Held-out people with labels, in a file like the one trained on, or a registered name, whose test "
             "part is taken.",
             show_default=False,
+            parser=public,
         ),
     ],
     training_people: Annotated[
         bool, Option("--training-people", help="Score people that were trained on; the score says so.")
     ] = False,
+    allow_http: AllowHTTP = False,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -234,7 +241,7 @@ def evaluate(
     if is_multi_file(data):
         asked = RunSpec.load(folder)
         reading = {**asked.reading, "pair": facts["class_names"], "person": spec.person or asked.person}
-        X: Any = open_scan(data, reading, asked.scanning).X
+        X: Any = open_scan(data, reading, {**asked.scanning, "allow_http": allow_http}).X
         if X.classes is not None:
             model.classes_ = np.asarray(X.classes)
     else:
