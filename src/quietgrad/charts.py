@@ -68,19 +68,23 @@ class Lines:
     zero: bool = False
 
     @property
-    def drawn(self) -> list[Series]:
-        """The lines that have something to show."""
-        fits = []
-        for line in self.series:
+    def drawn(self) -> dict[int, Series]:
+        """The lines that have something to show, by their place in ``series``, which is their colour.
+
+        A line that is not drawn keeps its colour from the others, so one legend fits several charts.
+        """
+        fits = {}
+        for place, line in enumerate(self.series):
             points = [(x, y) for x, y in line.points if (x > 0 or not self.log_x) and (y > 0 or not self.log_y)]
-            fits.append(replace(line, points=points))
-        return [line for line in fits if line.points]
+            if points:
+                fits[place] = replace(line, points=points)
+        return fits
 
     def svg(self) -> str:
         """The drawing; empty if there is nothing to draw."""
         drawn = self.drawn
-        xs = [x for line in drawn for x, _ in line.points]
-        ys = [y + side * bar for line in drawn for (_, y), bar in _with_bars(line) for side in (-1, 1)]
+        xs = [x for line in drawn.values() for x, _ in line.points]
+        ys = [y + side * bar for line in drawn.values() for (_, y), bar in _with_bars(line) for side in (-1, 1)]
         if not xs:
             return ""
         if self.log_y:
@@ -109,9 +113,9 @@ class Lines:
         for tick in x_ticks:
             x, side = x_at(tick), "end" if x_at(tick) > _WIDTH - 40 else "middle"
             parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, side, _number(tick)))
-        for k, line in enumerate(drawn):
-            parts += _line(line, k % len(_DASHES), x_at, y_at)
-        ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn)
+        for place, line in drawn.items():
+            parts += _line(line, colour_of(place), x_at, y_at)
+        ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn.values())
         return _svg(f"{self.title}: {self.y_label} over {self.x_label}. {ends}.", _HEIGHT, parts)
 
 
@@ -162,9 +166,9 @@ def to_svg_file(chart: Lines) -> str:
         raise ValueError(f"{chart.title}: there is nothing to draw.")
     head, title = 26 + 20 * len(lines), escape(sanitize(chart.title))
     legend = [f'<text x="0" y="16" style="font-size:15px;font-weight:600">{title}</text>']
-    for k, line in enumerate(lines):
+    for k, (place, line) in enumerate(lines.items()):
         y = 36 + 20 * k
-        legend.append(f'<line class="line s{k % len(_DASHES)}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
+        legend.append(f'<line class="line s{colour_of(place)}" x1="2" x2="34" y1="{y - 4}" y2="{y - 4}"/>')
         legend.append(f'<text x="42" y="{y}">{escape(sanitize(line.name))}</text>')
     placed = drawing.replace("<svg", f'<svg y="{head}" width="{_WIDTH}" height="{_HEIGHT}"', 1)
     return (
@@ -183,6 +187,11 @@ def to_notebook_html(title: str, rows: Sequence[tuple[str, object]], charts: Seq
     drawings = "".join(f'<div style="max-width:{_WIDTH}px">{chart.svg()}</div>' for chart in charts if chart.svg())
     style = f"<style>{STYLE}</style>" if drawings else ""
     return f"<div>{html_facts(title, rows)}{style}{drawings}</div>"
+
+
+def colour_of(place: int) -> int:
+    """The colour, ``s0`` … ``s6``, of the line at a place of a chart or a legend."""
+    return place % len(_DASHES)
 
 
 def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:

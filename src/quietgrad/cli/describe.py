@@ -106,19 +106,19 @@ def _in_words(row: Row) -> str:
     return ", ".join(words)
 
 
-def _page(name: str, found: Description) -> str:
+def _page(file: str, found: Description) -> str:
     """One self-contained page: the statement, and for each column its numbers and its histogram."""
     columns = []
     for row in found.rows:
         bars = []
         for cell in found.histograms[str(row["column"])]:
-            name, off = str(cell["cell"]), 2.0 * cell["error"]
+            bin, off = str(cell["cell"]), 2.0 * cell["error"]
             if row["kind"] != "category":  # ends of bins in three digits; the JSON has all of them
-                name = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", name)
-            bars.append((name, cell["count"], cell["count"] - off, cell["count"] + off))
+                bin = re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", bin)
+            bars.append((bin, cell["count"], cell["count"] - off, cell["count"] + off))
         columns.append((row["column"], _facts(row), Intervals(str(row["column"]), bars, "records").svg()))
     template = page_environment().get_template("description.html.j2")
-    return template.render(name=name, privacy=found.privacy, columns=columns, version=__version__)
+    return template.render(name=file, privacy=found.privacy, columns=columns, version=__version__)
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
 from quietgrad.assurance.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
-from quietgrad.charts import Chart, Intervals, Lines, Series
+from quietgrad.charts import Chart, Intervals, Lines, Series, colour_of
 from quietgrad.core.errors import boundary
 from quietgrad.core.files import read_json, write_atomically
 from quietgrad.core.sanitize import sanitize
@@ -164,7 +164,7 @@ def page_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(plain=_plain, clauses=_clauses)
+    environment.filters.update(plain=_plain, clauses=_clauses, colour=colour_of)
     environment.filters["odds"] = lambda epsilon: math.exp(min(epsilon, 700.0))
     return environment
 
