@@ -64,8 +64,8 @@ _SENTENCE = 60  # characters of a cell that is read, not compared
 def legend(chart: Lines) -> str:
     """Names of the lines with their colours and dashes."""
     names = (
-        f'<li><svg class="chart" viewBox="0 0 36 10" aria-hidden="true"><line class="line s{colour_of(place)}" x1="1" x2="35" '
-        f'y1="5" y2="5"/></svg>{escape(line.name)}</li>'
+        f'<li><svg class="chart" viewBox="0 0 36 10" aria-hidden="true"><line class="line s{colour_of(place)}" '
+        f'x1="1" x2="35" y1="5" y2="5"/></svg>{escape(line.name)}</li>'
         for place, line in chart.drawn.items()
     )
     return f'<ul class="legend">{"".join(names)}</ul>'

@@ -156,7 +156,7 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
         schema = reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
         keep = keep or reading.get("keep") or next(iter(schema.ids), None)
     header: tuple[str, ...] = ()
-    if {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
+    if {".csv", ".tsv", ".xlsx", ".parquet", ".pq"} & set(Path(data).suffixes):
         from quietgrad.data.tables import read_header  # loads pyarrow
 
         header = read_header(Path(data), schema, reading.get("delimiter"), reading.get("encoding"))
@@ -170,7 +170,7 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
     if schema is None and facts["task"] != "regression":
         names = facts["class_names"]
         reading.setdefault("classes", [float(name) if is_number(name) else name for name in names])
-    if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
+    if Path(data).suffix not in (".csv", ".tsv", ".xlsx", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
     if schema is not None:
         unlabelled = schema.names is None and set(schema.columns) <= set(header) and schema.label not in header

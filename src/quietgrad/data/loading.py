@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Format = Literal["libsvm", "csv", "npz", "parquet"]
 _SUFFIXES: Mapping[str, Format] = {
-    ".csv": "csv", ".tsv": "csv", ".npz": "npz", ".parquet": "parquet", ".pq": "parquet",
+    ".csv": "csv", ".tsv": "csv", ".xlsx": "csv", ".npz": "npz", ".parquet": "parquet", ".pq": "parquet",
     ".txt": "libsvm", ".libsvm": "libsvm", ".svm": "libsvm", ".t": "libsvm", ".svmlight": "libsvm",
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ def load(
     keep: str | None = None,
     labelled: bool = True,
 ) -> Dataset:
-    """Load a registered data set by name, or a LIBSVM, CSV, npz or parquet file.
+    """Load a registered data set by name, or a LIBSVM, CSV, npz, parquet or xlsx file.
 
     An existing file wins over a name. Registered sets are searched in QUIETGRAD_DATA, then in the cache, then
     fetched unless `download=False`; their public facts are in the registry. For a file say what is public:
