@@ -20,9 +20,9 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.cli.run_spec import RunSpec
+from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.data import load, scan
 from quietgrad.data.address import Address, guarded, is_address, open_addresses
-from quietgrad.errors import DataError, QuietgradError
 
 PASSWORD, KEY = "hunter2-PW", "signature-8d1c"
 SECRETS = (PASSWORD, KEY, base64.b64encode(f"bob:{PASSWORD}".encode()).decode())

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from quietgrad.cli import main
+from quietgrad.core.errors import DataError
 from quietgrad.data import load
 from quietgrad.data.columns import GAP_WORDS, MISSING
 from quietgrad.data.drafting import draft_schema
-from quietgrad.errors import DataError
 
 HEADER = ("age", "pay", "member", "joined", "town", "ill")
 ROWS: list[tuple[Any, ...]] = [

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import parse_qs, unquote
 
-from quietgrad.errors import DataError, QuietgradError
-from quietgrad.sanitize import sanitize
+from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.core.sanitize import sanitize
 
 if TYPE_CHECKING:
     from pyarrow import fs
@@ -48,7 +48,7 @@ class Address(str):
     'https://data.example/people.csv'
     >>> Address("https://bob:se/cret@data.example/people.csv")
     Traceback (most recent call last):
-    quietgrad.errors.DataError: a https address: ... Nothing was read.
+    quietgrad.core.errors.DataError: a https address: ... Nothing was read.
     """
 
     __slots__ = ("_whole",)

@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.files import check_regular
+from quietgrad.core.sanitize import sanitize
 from quietgrad.data.columns import DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
 from quietgrad.data.file_formats import read_content
-from quietgrad.errors import DataError, boundary
-from quietgrad.files import check_regular
-from quietgrad.sanitize import sanitize
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _MONEY = r"[+-]?(?:[$€£¥]|EUR|USD|GBP|CHF)?\s?[+-]?"

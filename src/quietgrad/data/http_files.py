@@ -9,8 +9,8 @@ import aiohttp
 import yarl
 from fsspec.implementations.http import HTTPFileSystem
 
-from quietgrad.errors import DataError
-from quietgrad.sanitize import sanitize
+from quietgrad.core.errors import DataError
+from quietgrad.core.sanitize import sanitize
 
 
 class HTTPFiles(HTTPFileSystem):  # type: ignore[misc]

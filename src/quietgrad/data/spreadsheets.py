@@ -7,8 +7,8 @@ import io
 import zipfile
 from datetime import date, datetime, timedelta
 
+from quietgrad.core.errors import DataError, boundary
 from quietgrad.data.file_formats import EXPANSION, budget
-from quietgrad.errors import DataError, boundary
 
 
 def sheet_text(content: bytes, where: str) -> bytes:
