@@ -208,6 +208,18 @@ def roots() -> frozenset[str]:
 
 
 @cache
+def classes() -> dict[str, object]:
+    """Every class of the product by its name."""
+    return {
+        name: value
+        for module in modules().values()
+        if module is not None
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__.startswith("quietgrad")
+    }
+
+
+@cache
 def rooms() -> frozenset[str]:
     """The packages of the product, each of which a path may begin in."""
     return frozenset({name.rpartition(".")[0] for name in modules()} - {""})
@@ -366,7 +378,7 @@ def problems(content: str, module: str = "") -> list[str]:
         return []
     first = text.split()[0]
     if first in _SHELL or "=" in first and first.split("=")[0].isupper():
-        return [word for word in text.split() if re.search(r"\w/\w", word) and not is_file(word)]
+        return [word for word in text.split() if re.match(r"[\w./]+/\w", word) and not is_file(word)]
     if first == "quietgrad" or (" " in text and " ".join(text.split()[:2]) in subcommands()):
         line = [word for word in text.split() if word not in ("…", "...")]
         at = 1 if first == "quietgrad" else 0
@@ -442,6 +454,8 @@ def is_dotted(token: str, module: str = "") -> bool:
     head, *rest = token.split(".")
     if not rest:
         return is_name(head)
+    if head in classes():
+        return attribute(classes()[head], rest[0]) is not MISSING
     if head in ALIASES or head in roots() or head[0].isupper():
         return False  # a module or a class, and it has no such attribute
     if re.search(r"\.[A-Z][a-z]", token):  # a class behind modules: of one whose path ends so
@@ -458,6 +472,8 @@ def is_target(target: str, module: str = "") -> bool:
     if lookup(target, module) is not MISSING:
         return True
     head, _, rest = target.partition(".")
+    if head in classes() and (not rest or attribute(classes()[head], rest.partition(".")[0]) is not MISSING):
+        return True
     inside = names_of(module)
     return head in inside and (not rest or all(part in pool().names for part in rest.split(".")))
 
