@@ -1,4 +1,4 @@
-"""What a name in backticks may be: the names of the code, of its command line and of its files, read off themselves.
+"""What a name in backticks may be: the names of the code, of its command line and of its files.
 
 Nothing is listed here by hand. Words that are not the product's own stand in ``foreign_names.toml``, each with its
 reason.
@@ -334,7 +334,7 @@ def foreign_words() -> frozenset[str]:
 
 
 def is_word(text: str) -> bool:
-    """Whether the code knows a text as it stands: a registered name, a key, a value; or it is foreign by the list."""
+    """Whether the code knows a text as it stands, as a registered name, a key or a value; or the list does."""
     known = pool()
     return (
         text in known.words
@@ -349,7 +349,7 @@ def is_word(text: str) -> bool:
 
 
 def is_name(name: str) -> bool:
-    """Whether one identifier is a name of the code, of Python or of a listed module; two letters are mathematics."""
+    """Whether an identifier is a name of the code, of Python or of a listed module; two letters are maths."""
     known = pool()
     return (
         len(name) <= 2
@@ -377,7 +377,7 @@ def problems(content: str, module: str = "") -> list[str]:
     if "://" in text or is_word(text):
         return []
     first = text.split()[0]
-    if first in _SHELL or "=" in first and first.split("=")[0].isupper():
+    if first in _SHELL or ("=" in first and first.split("=")[0].isupper()):
         return [word for word in text.split() if re.match(r"[\w./]+/\w", word) and not is_file(word)]
     if first == "quietgrad" or (" " in text and " ".join(text.split()[:2]) in subcommands()):
         line = [word for word in text.split() if word not in ("…", "...")]
@@ -399,12 +399,11 @@ def _unknown(text: str, module: str) -> Iterator[str]:
             )
         elif token == ")" and calls:
             calls.pop()
-        elif kind == "text" and not is_word(token[1:-1]) and not _is_phrase(token[1:-1]):
-            yield token
-        elif kind == "option" and token not in options() and not is_word(token):
-            yield token
-        elif (kind == "path" and not is_file(token) and not is_word(token)) or (
-            kind == "words" and not is_word(token) and not all(map(is_name, token.split("-")))
+        elif (
+            (kind == "text" and not is_word(token[1:-1]) and not _is_phrase(token[1:-1]))
+            or (kind == "option" and token not in options() and not is_word(token))
+            or (kind == "path" and not is_file(token) and not is_word(token))
+            or (kind == "words" and not is_word(token) and not all(map(is_name, token.split("-"))))
         ):
             yield token
         elif kind == "name":
@@ -415,7 +414,7 @@ def _unknown(text: str, module: str) -> Iterator[str]:
             elif is_keyword:
                 if token not in public_parameters() and not is_word(token) and len(token) > 2:
                     yield f"{token}="
-            elif before == "." or after.startswith("(") and "." not in token:
+            elif before == "." or (after.startswith("(") and "." not in token):
                 if not is_name(token):
                     yield token
             elif not is_dotted(token, module):
@@ -448,7 +447,7 @@ def lookup(token: str, module: str = "") -> object:
 
 
 def is_dotted(token: str, module: str = "") -> bool:
-    """Whether a dotted name stands for something: by import, or each of its parts is a name where the first is an object."""
+    """Whether a dotted name stands for something: by import, or by its parts where the first is an object."""
     if lookup(token, module) is not MISSING or is_word(token):
         return True
     head, *rest = token.split(".")

@@ -72,7 +72,7 @@ def changes() -> dict[str, list[str]]:
 
 
 def test_the_changelog_promises_what_exists() -> None:
-    """What was added exists; a guarantee names what is gone only where it says so; nothing is both there and gone."""
+    """What was added exists; a guarantee names what is gone only where it says so; nothing is both."""
     found = changes()
     assert [wrong for item in found["Added"] for wrong in stale(item)] == []
     gone = re.compile(r"\b(gone|removed|no longer|was|were|had|before)\b", re.IGNORECASE)
@@ -88,7 +88,7 @@ def test_the_changelog_promises_what_exists() -> None:
 
 
 def test_pages_list_all_names_of_their_registries() -> None:
-    """Events, oracles and accountants, where a page lists them; algorithms have a test of their own in test_docs.py."""
+    """Events, oracles and samplings, where a page lists them; test_docs.py tests the algorithms."""
     from quietgrad.core.accounting import events
     from quietgrad.core.sampling import SamplingName
     from quietgrad.methods.oracles.gradient_estimators import ORACLES
