@@ -204,8 +204,8 @@ class PrivacyEngine:
         """See :func:`quietgrad.torch.make_private`.
 
         Opacus's modes for whole parameters give the same clipped sums here, at the same cost.
-        ``grad_sample_mode="ghost"`` returns model, optimizer, criterion and loader in Opacus's order. ``batch_first`` must be true and
-        ``noise_generator`` ``None``.
+        ``grad_sample_mode="ghost"`` returns model, optimizer, criterion and loader in Opacus's order.
+        ``batch_first`` must be true and ``noise_generator`` ``None``.
         """
         return self._keep(make_private, settings)
 
