@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from exhibits import ROOT, Exhibit, exhibits
 
 from quietgrad.charts import STYLE as CHARTS
-from quietgrad.charts import Lines
+from quietgrad.charts import Lines, colour_of
 
 PAGE = """
 :root { color-scheme: light dark;
@@ -64,9 +64,9 @@ _SENTENCE = 60  # characters of a cell that is read, not compared
 def legend(chart: Lines) -> str:
     """Names of the lines with their colours and dashes."""
     names = (
-        f'<li><svg class="chart" viewBox="0 0 36 10" aria-hidden="true"><line class="line s{k % 7}" x1="1" x2="35" '
-        f'y1="5" y2="5"/></svg>{escape(line.name)}</li>'
-        for k, line in enumerate(chart.drawn)
+        f'<li><svg class="chart" viewBox="0 0 36 10" aria-hidden="true"><line class="line s{colour_of(place)}" '
+        f'x1="1" x2="35" y1="5" y2="5"/></svg>{escape(line.name)}</li>'
+        for place, line in chart.drawn.items()
     )
     return f'<ul class="legend">{"".join(names)}</ul>'
 

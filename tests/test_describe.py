@@ -142,5 +142,6 @@ def test_the_command_writes_a_page_without_matplotlib(
     age = next(row for row in told["columns"] if row["column"] == "age")
     assert f"<dd>{age['mean']:.4g} ± {age['mean_error']:.2g}</dd>" in page
     assert page.count("<h2>") == page.count("<svg") == 2
+    assert re.findall(r"<(title|h1)>(people\.csv)", page) == [("title", "people.csv"), ("h1", "people.csv")]
     assert 'name="viewport"' in page
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as xml
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -156,6 +157,38 @@ def test_runs_side_by_side(runs: list[Path]) -> None:
     assert said.count("What it does not cover") == 1
     assert {link.removeprefix("#") for link in page.links} <= set(page.ids)
     assert "These ε do not compare." not in shown(runs[:2])
+
+
+def test_a_run_has_the_colour_of_its_legend_where_another_has_no_curve(runs: list[Path]) -> None:
+    """A run of one release has no curve; the others keep the colours that the legend gives them."""
+    first = runs[0] / "result.json"
+    said = json.loads(first.read_text())
+    first.write_text(json.dumps({**said, "history": []}))
+    page = render([runs[0], runs[1], runs[1]])
+    legend = dict(re.findall(r'<line class="line (s\d)"[^>]*/></svg>([^<]+)</li>', page))
+    drawn = re.findall(r'<polyline class="line (s\d)"[^>]*><title>([^<]+)</title>', page)
+    assert len(legend) == 3
+    assert [colour for colour, _ in drawn] == ["s1", "s2"]
+    assert all(legend[colour].strip() == name for colour, name in drawn)
+
+
+def test_no_cell_of_a_table_can_be_printed_over_the_next(runs: list[Path]) -> None:
+    """A cell that stays on one line has no greatest width, and a list of noise multipliers may take several."""
+    page = render(runs)
+    style = re.sub(r"/\*.*?\*/", "", page[page.index("<style>") : page.index("</style>")], flags=re.DOTALL)
+    rules = re.findall(r"([^{}]+)\{([^{}]*)\}", style[: style.index("@media (max-width")])
+    nowrap = {one.strip() for names, body in rules if "nowrap" in body for one in names.split(",")}
+    assert {name for name in nowrap if name.startswith(("td", "th"))} == {"td.n"}
+    widths = {
+        one.strip(): width[1]
+        for names, body in rules
+        if (width := re.search(r"max-width: ([^;]+)", body))
+        for one in names.split(",")
+    }
+    assert (widths[".scroll td"], widths[".scroll .n"]) == ("30ch", "none")
+    assert list(widths).index(".scroll .n") > list(widths).index(".scroll td")  # of equal weight the last one holds
+    cells = re.findall(r'<td class="(\w+)" data-label="noise σ/C, by release">', page)
+    assert cells == ["list"] * len(runs)
 
 
 def test_a_seeded_run_an_altered_ledger_and_none_are_told(runs: list[Path], tmp_path: Path) -> None:

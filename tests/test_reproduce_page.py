@@ -68,8 +68,8 @@ def test_no_chart_is_blank_and_none_is_wider_than_a_phone(made: tuple[str, list[
     text, found = made
     for exhibit in found:
         for chart in exhibit.charts:
-            assert any(len(line.points) > 1 for line in chart.drawn), (exhibit.anchor, chart.title)
-            assert len(chart.drawn) <= 7, "colours would come again"
+            assert any(len(line.points) > 1 for line in chart.drawn.values()), (exhibit.anchor, chart.title)
+            assert len(chart.series) <= 7, "colours would come again"
             assert "<polyline" in chart.svg()
     bare = re.findall(r'(?<!<div class="scroll">)<table(?! class="prose")', text)
     assert not bare  # wide tables scroll by themselves, and those of sentences become lists

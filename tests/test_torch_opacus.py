@@ -304,3 +304,8 @@ def test_batch_norms_become_group_norms() -> None:
     assert float(fixed[1].weight.detach()[0]) == pytest.approx(0.3)
     made = private(model=fixed.train(), data=TensorDataset(torch.randn(30, 1, 4, 4), torch.randint(0, 2, (30,))))
     assert train(made, 1) == 1
+
+
+def test_a_mode_for_sharded_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="parameters in shards are not supported"):
+        qt.PrivacyEngine().make_private(grad_sample_mode="ghost_fsdp")

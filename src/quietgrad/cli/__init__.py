@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, cast
 
 from quietgrad import __version__
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.files import os_error_text
 from quietgrad.core.sanitize import sanitize, sanitize_lines
+from quietgrad.data.address import public
 
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",
@@ -71,11 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    name, rest = (args[0], args[1:]) if args else ("--help", [])
     if _COMPLETE in os.environ:  # a shell asks what can stand where
         return _complete()
-    code: object = 0
+    name, code = "", cast(object, 0)
     try:
+        # Before anything else sees the line: from here on, addresses in it have no login and no query as texts.
+        name, *rest = [public(word) for given in args for word in _words(given)] or ["--help"]
         if name in ("-h", "--help", "help"):
             print(_help())
         elif name in ("-V", "--version"):
@@ -104,6 +106,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             print(sanitize_lines(traceback.format_exc()), file=sys.stderr)
         return _refuse(name, error)
+
+
+_WITH_ADDRESS = re.compile(r"(--[A-Za-z][\w-]*)=(.*://.*)", re.DOTALL)
+
+
+def _words(word: str) -> Sequence[str]:
+    """An option that holds an address, ``--test=s3://…``, as two words."""
+    split = _WITH_ADDRESS.fullmatch(word)
+    return (word,) if split is None else split.groups()
 
 
 def app_of(name: str) -> Any:
@@ -156,6 +167,7 @@ _FLAGS = (
     "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
 )  # fmt: skip
 _PHRASES = {
+    "allow_http=True": "--allow-http",
     "For a non-private run pass budget=None.": "For a run without noise pass --non-private to `quietgrad train`.",
     "OutputPerturbation(mechanism='pure')": "--algorithm output-perturbation --set mechanism=pure",
     "pass budget=None, or use its private form": "pass --non-private, or use its private form",

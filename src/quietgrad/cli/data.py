@@ -59,7 +59,9 @@ def list_sets(as_json: Json = False) -> None:
 @with_options("label", "drop", "keep", "delimiter", "encoding")
 def schema(
     spec: RunSpec,
-    file: Annotated[Path, Argument(help="A delimited file with a header line.", show_default=False)],
+    file: Annotated[
+        Path, Argument(help="A delimited file with a header line, or .parquet or .xlsx.", show_default=False)
+    ],
     output: Annotated[Path | None, Option("--output", "-o", help="The schema file; else it is printed.")] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing schema file.")] = False,
     as_json: Json = False,
@@ -91,6 +93,8 @@ def schema(
         say(f"  {sanitize(name):<{width}}{kind}{'  (label)' if name == draft.label else ''}")
     for problem in draft.problems:
         say(f"problem: {problem}", err=True)
+    if any(column.gap_words for column in draft.columns):
+        say("Words for gaps (such as n/a or -) are listed in the schema: missing = [...]. Strike what is no gap.")
     needed = [name for name, kind in kinds.items() if kind == "category"]
     if needed:
         say(f"Fill in the public values of: {', '.join(map(sanitize, needed))}.")

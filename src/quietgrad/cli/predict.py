@@ -33,12 +33,14 @@ from quietgrad.core.files import is_multi_file, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
+from quietgrad.data.address import public
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset
 from quietgrad.methods.result import ledger_of, load, payer_of
 from quietgrad.tables.labels import ClassLabels
 
 Columns: TypeAlias = dict[str, list[object]]
+AllowHTTP = Annotated[bool, Option("--allow-http", help="Read an address of plain http.")]
 app = typer.Typer(add_completion=False)
 
 
@@ -51,6 +53,7 @@ def predict(
             help="Records, in a file like the one trained on (labels, if it has them, are only used for scores), "
             "or a registered name, whose test part is taken.",
             show_default=False,
+            parser=public,
         ),
     ],
     output: Annotated[
@@ -58,6 +61,7 @@ def predict(
         Option("--output", "-o", help="Write here (.csv or .json; .csv or .parquet of a scan); else print."),
     ] = None,
     keep: Annotated[str | None, Option(help="Column of ids, kept beside predictions.")] = None,
+    allow_http: AllowHTTP = False,
     as_json: Json = False,
 ) -> None:
     """Print one prediction per record: the class (and its probability, if the loss has one) or the number."""
@@ -73,6 +77,7 @@ def predict(
             raise typer.BadParameter("a scan's predictions go to a file: -o FILE.csv or FILE.parquet.")
         spec = _spec_of(folder)
         options = {key: value for key, value in spec.scanning.items() if key != "cluster"}
+        options["allow_http"] = allow_http
         columns = facts["feature_names"] if spec.schema is None else None
         table = datasets.scan(data, columns=columns, schema=spec.schema, labelled=False, **options)
         if names is not None:
@@ -160,7 +165,7 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
         schema = reading["schema"] = datasets.read_schema(own if own.exists() else reading["schema"])
         keep = keep or reading.get("keep") or next(iter(schema.ids), None)
     header: tuple[str, ...] = ()
-    if {".csv", ".tsv", ".parquet", ".pq"} & set(Path(data).suffixes):
+    if {".csv", ".tsv", ".xlsx", ".parquet", ".pq"} & set(Path(data).suffixes):
         from quietgrad.data.tables import read_header  # loads pyarrow
 
         header = read_header(Path(data), schema, reading.get("delimiter"), reading.get("encoding"))
@@ -173,7 +178,7 @@ def _reading(folder: Path, data: str, facts: Details, person: str | None, keep: 
     reading["drop"] = tuple(column for column in reading.get("drop", ()) if column in header)
     if schema is None and facts["task"] != "regression":
         reading.setdefault("classes", facts["class_names"])
-    if Path(data).suffix not in (".csv", ".tsv", ".parquet", ".pq", ".npz"):
+    if Path(data).suffix not in (".csv", ".tsv", ".xlsx", ".parquet", ".pq", ".npz"):
         reading["n_features"] = facts["features"]
     if schema is not None:
         unlabelled = schema.names is None and set(schema.columns) <= set(header) and schema.label not in header
@@ -223,11 +228,13 @@ def evaluate(
             help="Held-out people with labels, in a file like the one trained on, or a registered name, whose test "
             "part is taken.",
             show_default=False,
+            parser=public,
         ),
     ],
     training_people: Annotated[
         bool, Option("--training-people", help="Score people that were trained on; the score says so.")
     ] = False,
+    allow_http: AllowHTTP = False,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -242,7 +249,7 @@ def evaluate(
     if is_multi_file(data):
         asked = RunSpec.load(folder)
         reading = {**asked.reading, "pair": facts["class_names"], "person": spec.person or asked.person}
-        X: Any = open_scan(data, reading, asked.scanning).X
+        X: Any = open_scan(data, reading, {**asked.scanning, "allow_http": allow_http}).X
     else:
         records, found, _ = records_for(folder, data, facts, spec.person)
         X, ids = records.X, records.person

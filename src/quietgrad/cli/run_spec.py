@@ -32,6 +32,7 @@ from quietgrad.core.files import is_multi_file, read_json, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.state import LONGEST, check_account_name
 from quietgrad.core.settings import field_values, fields_of
+from quietgrad.data.address import Address, is_address, public
 from quietgrad.data.dataset import Dataset, check_task
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import for_table
@@ -57,8 +58,8 @@ _FLAG_NAMES = {"settings": "--set", "intercept": "--no-intercept"}
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
-def _option(default: object, help: str, *flags: str) -> Any:
-    return field(default=default, metadata={"option": Option(*flags, help=help)})
+def _option(default: object, help: str, *flags: str, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(*flags, help=help, **more)})
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class RunSpec:
         metadata={
             "option": Argument(
                 help="A LIBSVM, CSV, npz or parquet file, or a registered name; a folder or pattern such as "
-                "'people/*.parquet' is scanned and never loaded whole; without it, the demo's."
+                "'people/*.parquet' is scanned and never loaded whole; without it, the demo's.",
+                parser=public,
             )
         },
     )
@@ -114,7 +116,9 @@ class RunSpec:
     intercept: bool = _option(True, "Whether to fit a constant term.")
     row_bound: float | None = _option(None, "Public bound on the norm of a row.")
     rows: str = _option("clip", "Rows above the bound: clip them; or normalize all.")
-    test: str | None = _option(None, "Held-out records in a file of the same kind; their score is private, too.")
+    test: str | None = _option(
+        None, "Held-out records in a file of the same kind; their score is private, too.", parser=public
+    )
     schema: str | None = _option(None, "Public schema of a CSV or parquet file.")
     label: str | None = _option(None, "Label column; else the last.", "--label", "--target")
     classes: str | None = _option(None, "Public class labels, such as no,yes.")
@@ -140,8 +144,15 @@ class RunSpec:
     cluster: str | None = _option(None, "Sum on a Dask cluster: local, or a scheduler such as tcp://HOST:8786.")
     memory: int | None = _option(None, "Scan the table within so many MB (400 for folders and patterns).")
     threads: int | None = _option(None, "Cores for a scan; all by default.")
+    allow_http: bool = _option(
+        False, "Read an address of plain http, which others can read and change on the way.", "--allow-http"
+    )
     split_key: str | None = None
     """Under which records are held out; no option, each run draws its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", *_PATHS):  # whatever is made of a run's options shows no login
+            object.__setattr__(self, name, public(getattr(self, name)))
 
     @classmethod
     def from_options(cls, **values: Any) -> RunSpec:
@@ -153,9 +164,10 @@ class RunSpec:
         if isinstance(values.get("classes"), str):
             values["classes"] = class_labels(values["classes"])
         values |= {name: list(values[name]) or None for name in _LISTS if values.get(name) is not None}
-        values |= {name: str(Path(values[name]).resolve()) for name in _PATHS if values.get(name) is not None}
+        given = {name: values[name] for name in _PATHS if values.get(name) is not None}
+        values |= {name: str(Path(path).resolve()) for name, path in given.items() if not is_address(path)}
         data = values.get("data")
-        if data is not None and "://" not in data and (Path(data).is_file() or is_multi_file(data)):
+        if data is not None and not is_address(data) and (Path(data).is_file() or is_multi_file(data)):
             values["data"] = str(Path(data).absolute())
         if values.get("holdout") is not None:
             values["split_key"] = secrets.token_hex(16)
@@ -203,7 +215,7 @@ class RunSpec:
     @property
     def scanning(self) -> dict[str, Any]:
         """How the file is scanned, if it is."""
-        return self._given("cluster", "memory", "threads")
+        return self._given("cluster", "memory", "threads") | ({"allow_http": True} if self.allow_http else {})
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -216,13 +228,13 @@ class RunSpec:
         for name, value in self._said().items():
             flag = _FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
             if name == "data":
-                words.append(Path(value).name if "://" not in value else value)
+                words.append(value if isinstance(value, Address) else Path(value).name)
             elif name in ("settings", "drop"):
                 words += [word for one in value for word in (flag, one)]
             elif isinstance(value, bool):
                 words.append(flag)
             elif name in _PATHS:
-                words += [flag, Path(value).name]
+                words += [flag, value if isinstance(value, Address) else Path(value).name]
             elif isinstance(value, list):
                 words += [flag, ",".join(map(str, value))]
             else:
@@ -238,6 +250,18 @@ class RunSpec:
             for name, value in field_values(self).items()
             if name != "split_key" and (value != usual[name] or name in always)
         }
+
+    def with_login(self, **given: str | None) -> RunSpec:
+        """The same run with its addresses given again, as they stand in no file: the login, the query.
+
+        Raises:
+            DataError: an address is another one than the run's.
+        """
+        again: dict[str, Any] = {name: public(text) for name, text in given.items() if text is not None}
+        for name, text in again.items():
+            if text != getattr(self, name):
+                raise DataError(f"{text}: the run's {name} is {getattr(self, name)}. Nothing was read.")
+        return replace(self, **again)
 
     @property
     def uses_estimator(self) -> bool:
@@ -260,6 +284,8 @@ class RunSpec:
             (self.exact_score or self.non_private, "no score is private", ("score_share",)),
             (self.person is None, "they say how a person's records count; give --person",
              ("combine", "records_per_person", "records_public")),
+            (not (isinstance(self.data, Address) or isinstance(self.test, Address)), "DATA is no address",
+             ("allow_http",)),
             (self.data is None, "the demo's data is read without them; give DATA", (*_READING, "test")),
         ):  # fmt: skip
             idle = [_FLAG_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if name in given]

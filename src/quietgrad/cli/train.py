@@ -30,6 +30,7 @@ from quietgrad.cli.scoring import (
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.data.address import is_address, public
 from quietgrad.data.dataset import Dataset
 from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.methods.result import Result, load
@@ -62,9 +63,10 @@ def train(
     if from_file is not None:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-        if changed := given - {"from_file", "out", "overwrite", "quiet", "as_json", "explain"}:
+        again = {name: getattr(spec, name) for name in given & {"data", "test"} if is_address(getattr(spec, name))}
+        if changed := given - {"from_file", "out", "overwrite", "quiet", "as_json", "explain", *again}:
             raise typer.BadParameter(f"the file says the whole run; leave {', '.join(sorted(changed))} out.")
-        spec = RunSpec.read(from_file)
+        spec = RunSpec.read(from_file).with_login(**again)
     with usage():
         spec.check()
     check_folder(out, overwrite=overwrite)
@@ -226,6 +228,10 @@ resume_app = typer.Typer(add_completion=False)
 @resume_app.command("resume", epilog="Example: quietgrad resume runs/a9a")
 def resume_command(
     folder: Annotated[Path, Argument(help="The --out folder of the interrupted run.", show_default=False)],
+    data: Annotated[
+        str | None, Option(help="The run's address again, with its login: no file keeps it.", parser=public)
+    ] = None,
+    test: Annotated[str | None, Option(help="The address of its --test again, likewise.", parser=public)] = None,
     quiet: Quiet = False,
     explain: Explain = False,
     as_json: Json = False,
@@ -234,7 +240,7 @@ def resume_command(
 
     If versions, threads or kernels changed since, fresh noise is drawn and the plan is charged again.
     """
-    spec = RunSpec.load(folder)
+    spec = RunSpec.load(folder).with_login(data=data, test=test)
     if (folder / "checkpoint.safetensors").exists():
         result = run(spec, folder, quiet=quiet or as_json, resumed=True)
     elif (folder / "result.json").exists():

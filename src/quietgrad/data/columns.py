@@ -18,6 +18,11 @@ Cells: TypeAlias = Sequence[object] | npt.NDArray[np.generic]
 Range: TypeAlias = tuple[float, float] | None
 """The public range of a feature; ``None`` where it is to be found privately."""
 MISSING = ("", "NA", "NaN", "nan")
+GAP_WORDS = (
+    *MISSING, "na", "N/A", "n/a", "#N/A", "NAN", "null", "Null", "NULL", "nil", "none", "None", "NONE", "-", "--",
+    "–", "—", ".", "..", "?", "missing", "Missing", "unknown", "Unknown",
+)  # fmt: skip
+"""What people write where a number, a date or a yes or no is missing; a drafted schema lists them."""
 SINCE = date(2000, 1, 1)
 """The public date that days are counted from, unless a schema names another."""
 YES = frozenset(("yes", "true", "y", "t", "1", "1.0", "on"))

@@ -10,13 +10,14 @@ import csv
 import io
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.files import check_regular
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import DATE_FORMATS, MISSING, NO, YES, is_number, to_date
+from quietgrad.data.columns import DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
 from quietgrad.data.file_formats import read_content
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
@@ -40,6 +41,8 @@ class DraftColumn:
     name: str
     kind: str
     gaps: bool = False
+    gap_words: bool = False
+    """Whether gaps are written as words, such as n/a or -, that a file read without a schema does not know."""
     decimal: str = "."
     thousands: str = ""
     format: str = ""
@@ -73,7 +76,7 @@ class DraftColumn:
                 "  # no feature; it can be kept beside predictions" if self.kind == "id" else "  # no feature"
             )
         if self.gaps and not is_label and self.kind not in ("id", "text"):
-            lines.append('missing = "indicator"  # some cells are empty: a constant in their place, and a flag')
+            lines.append('missing = "indicator"  # some cells are gaps: a constant in their place, and a flag')
         return lines
 
 
@@ -84,8 +87,9 @@ class Draft:
     file: str
     columns: tuple[DraftColumn, ...]
     label: str
-    delimiter: str
-    encoding: str
+    delimiter: str | None
+    """Of delimited text; ``None`` of a file that has none, as ``encoding``."""
+    encoding: str | None
     problems: tuple[str, ...] = field(default=())
 
     def to_toml(self) -> str:
@@ -95,10 +99,16 @@ class Draft:
             "# Fill in bounds, categories and classes from PUBLIC knowledge: a range or a list that is computed",
             "# from this file would publish something about its people. Empty bounds are found privately.",
             *(f"# problem: {problem}" for problem in self.problems),
-            f"delimiter = {json.dumps(self.delimiter)}",
-            f"encoding = {json.dumps(self.encoding)}",
-            "",
+            *(f"delimiter = {json.dumps(self.delimiter)}" for _ in range(self.delimiter is not None)),
+            *(f"encoding = {json.dumps(self.encoding)}" for _ in range(self.encoding is not None)),
         ]
+        if any(column.gap_words for column in self.columns):
+            listed = ", ".join(json.dumps(word, ensure_ascii=False) for word in GAP_WORDS)
+            out += [
+                "# What stands for a gap where a number, a date or a yes or no is expected.",
+                f"missing = [{listed}]",
+            ]
+        out.append("")
         target = next(column for column in self.columns if column.name == self.label)
         out += ["[label]", f"column = {_quoted(target.name)}", *target.lines(is_label=True), ""]
         for column in self.columns:
@@ -120,18 +130,66 @@ def draft_schema(
     delimiter: str | None = None,
     encoding: str | None = None,
 ) -> Draft:
-    """Draft the schema of a delimited file from its header and the form of its cells.
+    """Draft the schema of a delimited, parquet or xlsx file from its header and the form of its cells.
 
-    The label is `label`, or the last column. Columns of `drop` are left out; `keep` is a column of ids.
+    The label is `label`, or the last column. Columns of `drop` are left out; `keep` is a column of ids. Every other
+    column that becomes no feature is named in the draft's problems.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "people.csv"
-    >>> _ = path.write_text("age;town;ill\\n31;Bonn;yes\\n;Ulm;no\\n45;Bonn;no\\n")
+    >>> _ = path.write_text("age;town;ill\\n31;Bonn;yes\\nn/a;Ulm;no\\n45;Bonn;no\\n")
     >>> [(column.name, column.kind, column.gaps) for column in draft_schema(path).columns]
     [('age', 'whole number', True), ('town', 'category', False), ('ill', 'yes/no', False)]
     """
-    name = Path(path).name
-    content = read_content(Path(path))
+    path = Path(path)
+    is_parquet = path.suffix.lower() in (".parquet", ".pq")
+    cells = _parquet_cells(path) if is_parquet else _text_cells(path, delimiter, encoding)
+    name, header, problems = path.name, list(cells.columns), list(cells.problems)
+    target = label or (header[-1] if header else "")
+    if unknown := [c for c in (target, *drop, *([] if keep is None else [keep])) if c not in cells.columns]:
+        raise DataError(f"{name}: no column {', '.join(map(repr, unknown))}; the file has {', '.join(header)}.")
+    columns: list[DraftColumn] = []
+    for column, texts in cells.columns.items():
+        if column in drop:
+            continue
+        drafted = DraftColumn(column, "id") if column == keep else _column(column, texts, is_label=column == target)
+        if drafted.kind == "empty":
+            problems.append(f"column {column!r} is empty and left out")
+            continue
+        columns.append(drafted)
+        if column == target and drafted.gaps:
+            problems.append(f"the label {target!r} has gaps: they count as the first class; remove those rows")
+        elif column != keep and drafted.kind in ("id", "text"):
+            problems.append(f"column {column!r} is drafted as {drafted.kind} and is no feature")
+        if drafted.kind in ("category", "text") and (strays := _strays(texts)):
+            problems.append(
+                f"column {column!r}: most cells are numbers, {strays} are words. If these are gaps, list them in "
+                f'missing = [...] and set kind = "number"; as it stands the column is drafted as {drafted.kind}'
+            )
+    if target not in [column.name for column in columns]:
+        raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
+    return Draft(name, tuple(columns), target, cells.delimiter, cells.encoding, tuple(problems))
+
+
+@dataclass(frozen=True)
+class _FileCells:
+    """The cells of a file by column, as texts, and how they are written."""
+
+    columns: Mapping[str, Sequence[str]]
+    problems: Sequence[str] = ()
+    delimiter: str | None = None
+    encoding: str | None = None
+
+
+def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _FileCells:
+    name, content = path.name, read_content(path)
+    if path.suffix.lower() == ".xlsx":  # whose content is text of ours
+        delimiter, encoding = ",", "utf-8"
+    if encoding is None and b"\0" in content[:4096]:
+        raise DataError(
+            f"{name}: is no delimited text. A schema is drafted for CSV, .parquet and .xlsx files; text of another "
+            "kind than UTF-8 or cp1252 needs its --encoding, such as utf-16."
+        )
     for one in (encoding,) if encoding else ("utf-8-sig", "cp1252"):
         try:
             text = content.decode(one)
@@ -159,62 +217,92 @@ def draft_schema(
     problems = [f"{ragged} rows do not have the header's {len(header)} fields"] if ragged else []
     if all(is_number(cell) for cell in header if cell):
         problems.append("the first line holds only numbers; a CSV file needs a header line of names")
-    target = label or header[-1]
-    if unknown := [c for c in (target, *drop, *([] if keep is None else [keep])) if c not in header]:
-        raise DataError(f"{name}: no column {', '.join(map(repr, unknown))}; the file has {', '.join(header)}.")
-    found: list[DraftColumn] = []
-    for place, column in enumerate(header):
-        if column in drop:
-            continue
-        drafted = (
-            DraftColumn(column, "id")
-            if column == keep
-            else _column(column, [row[place] for row in whole], is_label=column == target)
-        )
-        if drafted.kind == "empty":
-            problems.append(f"column {column!r} is empty and left out")
-        else:
-            found.append(drafted)
-        if column == target and drafted.gaps:
-            problems.append(
-                f"the label {target!r} has empty cells: they count as the first class; remove those rows"
-            )
-    if target not in [column.name for column in found]:
-        raise DataError(f"{name}: the label {target!r} has no entries, or is dropped.")
-    return Draft(name, tuple(found), target, mark, "utf-8" if one == "utf-8-sig" else one, tuple(problems))
+    columns = {column: [row[place] for row in whole] for place, column in enumerate(header)}
+    return _FileCells(columns, problems, mark, "utf-8" if one == "utf-8-sig" else one)
+
+
+def _parquet_cells(path: Path) -> _FileCells:
+    """The cells of a parquet file as the texts that a CSV file would have; other types than those are left out."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from quietgrad.data.tables import is_number_type, is_text_type
+
+    check_regular(path)
+    with boundary(f"{path.name}: not a readable parquet file; it may be cut short."):
+        kinds = pq.read_schema(path)
+        if len(set(kinds.names)) != len(kinds.names):
+            raise DataError(f"{path.name}: the header names a column twice.")
+        columns: dict[str, Sequence[str]] = {}
+        problems = []
+        for field in kinds:
+            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+            if not (
+                is_number_type(kind) or is_text_type(kind) or pa.types.is_date(kind) or pa.types.is_timestamp(kind)
+            ):
+                problems.append(f"column {field.name!r} is {sanitize(kind, most=40)} and left out")
+                continue
+            values = pq.read_table(path, columns=[field.name]).column(0).to_pylist()
+            columns[str(field.name)] = ["" if value is None else str(value).strip() for value in values]
+    if not columns or not any(columns.values()):
+        raise DataError(f"{path.name}: the file holds no rows of numbers, words or dates.")
+    return _FileCells(columns, problems)
 
 
 def _column(name: str, cells: Sequence[str], *, is_label: bool) -> DraftColumn:
-    """The kind of a column by the form of its cells."""
+    """The kind of a column by the form of its cells.
+
+    Words for a gap are gaps where the other cells are numbers, dates or yes and no. In a column of words they are
+    words like the others, because ``none`` may well be an answer.
+    """
     filled = [cell for cell in cells if cell not in MISSING]
-    gaps = len(filled) < len(cells)
+    present = [cell for cell in filled if cell not in GAP_WORDS]
+    if present and len(present) < len(filled):
+        drafted = _kind(name, present, is_label=is_label)
+        if drafted.kind not in ("category", "text") or (is_label and _are_numbers(present)):
+            return replace(drafted, gaps=True, gap_words=drafted.kind != "id")
+    return replace(_kind(name, filled, is_label=is_label), gaps=len(filled) < len(cells))
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    return all(is_number(cell) for cell in cells)
+
+
+def _strays(cells: Sequence[str]) -> int:
+    """How many cells of a column are words, where at least nine in ten of the others are numbers; else 0."""
+    filled = [cell for cell in cells if cell not in GAP_WORDS]
+    words = sum(not is_number(cell) for cell in filled)
+    return words if 0 < 10 * words <= len(filled) else 0
+
+
+def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
     words = set(filled)
     if not filled:
         return DraftColumn(name, "empty")
     if len(words) <= 6 and {word.lower() for word in words} <= YES | NO:
-        return DraftColumn(name, "yes/no", gaps)
+        return DraftColumn(name, "yes/no")
     if all(_WHOLE.fullmatch(word) for word in words):
         dated = _dates(words) if all(len(word) == 8 for word in words) else ""
         if dated and not is_label:
-            return DraftColumn(name, "date", gaps, format=dated)
+            return DraftColumn(name, "date", format=dated)
         if not is_label and _is_id(name, filled, words):
-            return DraftColumn(name, "id", gaps)
+            return DraftColumn(name, "id")
         few = is_label and len(words) <= _FEW
-        return DraftColumn(name, "category" if few else "whole number", gaps)
+        return DraftColumn(name, "category" if few else "whole number")
     if all(is_number(word) for word in words):
-        return DraftColumn(name, "number", gaps)
+        return DraftColumn(name, "number")
     for decimal, thousands, form in _FORMATS:
         if all(form.fullmatch(word) for word in words):
-            return DraftColumn(name, "number", gaps, decimal, thousands)
+            return DraftColumn(name, "number", decimal=decimal, thousands=thousands)
     if dated := _dates(words):
-        return DraftColumn(name, "date", gaps, format=dated)
+        return DraftColumn(name, "date", format=dated)
     if is_label:
-        return DraftColumn(name, "category", gaps)
+        return DraftColumn(name, "category")
     if _is_id(name, filled, words):
-        return DraftColumn(name, "id", gaps)
+        return DraftColumn(name, "id")
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
-    return DraftColumn(name, "text" if text else "category", gaps)
+    return DraftColumn(name, "text" if text else "category")
 
 
 def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:

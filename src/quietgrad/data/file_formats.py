@@ -38,6 +38,8 @@ def budget(size: int) -> int:
 def read_content(path: Path) -> bytes:
     """The unpacked bytes of a file; a cut or damaged archive is refused, and one that unpacks to too much.
 
+    A spreadsheet's are its one sheet as delimited text.
+
     >>> import gzip, tempfile
     >>> path = Path(tempfile.mkdtemp()) / "rows.gz"
     >>> _ = path.write_bytes(gzip.compress(b"1 1:1"))
@@ -48,6 +50,10 @@ def read_content(path: Path) -> bytes:
         raw = files.read_bytes(path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({files.os_error_text(error)}).") from None
+    if path.suffix.lower() == ".xlsx":
+        from quietgrad.data.spreadsheets import sheet_text  # which an extra is needed for
+
+        return sheet_text(raw, str(path))
     content = unpacked(raw, str(path))
     if content is raw and path.suffix in (".gz", ".bz2") and b"\0" in raw[:4096]:
         raise DataError(_DAMAGED.format(path))  # a plain file under such a name is common, but text holds no zeros

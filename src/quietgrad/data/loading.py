@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quietgrad.core import files
 from quietgrad.core.errors import DataError
+from quietgrad.data.address import Address
+from quietgrad.data.address import public as public_source
 from quietgrad.data.builtin import BUILDERS
 from quietgrad.data.dataset import Dataset, Task, check, check_task, encode_labels, normalized
 from quietgrad.data.file_formats import parse_libsvm, parse_npz, read_content
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 Format = Literal["libsvm", "csv", "npz", "parquet"]
 _SUFFIXES: Mapping[str, Format] = {
-    ".csv": "csv", ".tsv": "csv", ".npz": "npz", ".parquet": "parquet", ".pq": "parquet",
+    ".csv": "csv", ".tsv": "csv", ".xlsx": "csv", ".npz": "npz", ".parquet": "parquet", ".pq": "parquet",
     ".txt": "libsvm", ".libsvm": "libsvm", ".svm": "libsvm", ".t": "libsvm", ".svmlight": "libsvm",
 }  # fmt: skip
 
@@ -45,7 +47,7 @@ def load(
     keep: str | None = None,
     labelled: bool = True,
 ) -> Dataset:
-    """Load a registered data set by name, or a LIBSVM, CSV, npz or parquet file.
+    """Load a registered data set by name, or a LIBSVM, CSV, npz, parquet or xlsx file.
 
     An existing file wins over a name. Registered sets are searched in QUIETGRAD_DATA, then in the cache, then
     fetched unless `download=False`; their public facts are in the registry. For a file say what is public:
@@ -62,6 +64,9 @@ def load(
     ((456, 30), (113, 30), 1.0)
     """
     check_task(task)
+    source, test = public_source(source), public_source(test)
+    if isinstance(source, Address) or isinstance(test, Address):
+        raise DataError(f"{source if isinstance(source, Address) else test}: is an address; open it with scan().")
     path = Path(source)
     if path.exists() and not path.is_dir():  # a folder may well be called like a registered set
         public = read_schema(schema) if schema is not None else None

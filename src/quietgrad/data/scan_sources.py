@@ -23,6 +23,7 @@ from pyarrow import fs
 from quietgrad.core.errors import ChangedError, DataError, QuietgradError, boundary
 from quietgrad.core.files import PACKED, table_kind
 from quietgrad.core.sanitize import sanitize
+from quietgrad.data.address import Address, guarded, open_addresses, pattern_root, public
 from quietgrad.data.delimited import CSVDialect
 from quietgrad.data.schema import Schema
 from quietgrad.data.tables import RowLayout
@@ -63,12 +64,14 @@ class FilePartition:
         self.check()
         try:
             yield from self._parquet(list(columns), rows) if self.dialect is None else self._csv(columns, rows)
+            is_read = True
         except QuietgradError:
             raise
         except Exception:  # whatever a parser has for bytes that are not its own; its message may quote a cell
-            self.check()
-            raise DataError(_unreadable(self.path)) from None
+            is_read = False
         self.check()
+        if not is_read:
+            raise DataError(_unreadable(self.path))
 
     def _parquet(self, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
         facts = parquet_facts(self.path, self.filesystem, self.stamp)
@@ -172,7 +175,7 @@ def stamp_of(path: str, filesystem: fs.FileSystem) -> Stamp | None:
             return None
         # The time of a change of the file's entry cannot be set back, as that of its content can.
         return Stamp(seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns, seen.st_ino)
-    info = filesystem.get_file_info(path)
+    info = guarded(lambda: filesystem.get_file_info(path), f"{sanitize(path)}: cannot be reached.")
     return Stamp(int(info.size), int(info.mtime_ns or 0)) if info.is_file else None
 
 
@@ -186,8 +189,12 @@ def parquet_facts(path: str, filesystem: fs.FileSystem, stamp: Stamp) -> pq.File
     if key not in _FOOTERS:
         if len(_FOOTERS) >= _MOST_FOOTERS:
             _FOOTERS.clear()
-        with filesystem.open_input_file(path) as source:
-            _FOOTERS[key] = pq.read_metadata(source)
+
+        def read() -> pq.FileMetaData:
+            with filesystem.open_input_file(path) as source:
+                return pq.read_metadata(source)
+
+        _FOOTERS[key] = guarded(read, _unreadable(path))
     return _FOOTERS[key]
 
 
@@ -198,13 +205,15 @@ def _unreadable(path: str) -> str:
 # --- which files --------------------------------------------------------------------------------------------
 
 
-def find_files(sources: Sequence[str]) -> tuple[fs.FileSystem, list[str]]:
+def find_files(sources: Sequence[str], *, allow_http: bool = False) -> tuple[fs.FileSystem, list[str]]:
     """The file system and the paths, sorted: the order of the rows is that of the names."""
     said = sanitize(", ".join(sources))
     filesystem: fs.FileSystem = fs.LocalFileSystem()
-    if any("://" in source for source in sources):
-        addressed = [_remote(source) for source in sources]
-        filesystem, sources = addressed[0][0], [path for _, path in addressed]
+    addresses = [source for source in sources if isinstance(source, Address)]
+    if addresses:
+        if len(addresses) < len(sources):
+            raise DataError(f"{said}: scan files of this machine and addresses apart.")
+        filesystem, sources = open_addresses(addresses, allow_http=allow_http)
     here = isinstance(filesystem, fs.LocalFileSystem)
     names = sorted(
         {name for source in sources for name in (_local(source) if here else _matching(filesystem, source))}
@@ -244,38 +253,14 @@ def _is_told(parts: Sequence[str]) -> bool:
     return not any(part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts)
 
 
-def _remote(source: str) -> tuple[fs.FileSystem, str]:
-    """The file system of an address, of pyarrow or else of fsspec, and the path there."""
-    root = _root(source)
-    try:
-        system, path = fs.FileSystem.from_uri(root)
-    except (pa.ArrowException, ValueError, OSError):
-        try:
-            from fsspec.core import url_to_fs
-
-            found, path = url_to_fs(root)
-            system = fs.PyFileSystem(fs.FSSpecHandler(found))
-        except (ImportError, ValueError):
-            raise DataError(
-                f"{sanitize(source)}: nothing installed knows this kind of address; install its fsspec package."
-            ) from None
-    return system, path + source[len(root) :]
-
-
-def _root(source: str) -> str:
-    """The address up to the first pattern character."""
-    cut = min((source.index(mark) for mark in "*?[" if mark in source), default=len(source))
-    return source[:cut].rpartition("/")[0] if cut < len(source) else source
-
-
 def _matching(system: fs.FileSystem, source: str) -> list[str]:
-    folder = _root(source)
-    if folder == source and system.get_file_info(source).is_file:
+    folder = pattern_root(source)
+    if folder == source and stamp_of(source, system) is not None:
         return [source]
-    try:
-        inside = system.get_file_info(fs.FileSelector(folder, recursive=True))
-    except OSError:
-        raise DataError(f"{sanitize(source)}: no such file or folder.") from None
+    inside = guarded(
+        lambda: system.get_file_info(fs.FileSelector(folder, recursive=True)),
+        f"{sanitize(source)}: no such file or folder, or it cannot be reached.",
+    )
     paths = [info.path for info in inside if info.is_file]
     if folder != source:
         return [path for path in paths if fnmatch.fnmatchcase(path, source)]
@@ -289,7 +274,9 @@ Pieces: TypeAlias = list[tuple[Partition, int | None]]
 Laying: TypeAlias = Callable[[Sequence[str], str], RowLayout]
 
 
-def cut_source(source: object, laying: Laying, schema: Schema | None) -> tuple[RowLayout, Pieces, tuple[str, ...]]:
+def cut_source(
+    source: object, laying: Laying, schema: Schema | None, *, allow_http: bool = False
+) -> tuple[RowLayout, Pieces, tuple[str, ...]]:
     """(layout, pieces with their rows, notes) of what can be scanned."""
     if not isinstance(source, list | tuple | str | os.PathLike):
         table = _arrow_table(source)
@@ -298,10 +285,10 @@ def cut_source(source: object, laying: Laying, schema: Schema | None) -> tuple[R
         step = 4 * LEAST_ROWS
         slices = [(start, min(step, table.num_rows - start)) for start in range(0, table.num_rows, step)]
         return layout, [(TablePartition(table.slice(*piece)), piece[1]) for piece in slices], ()
-    many = list(source) if isinstance(source, list | tuple) else [source]
+    many = [public(one) for one in (source if isinstance(source, list | tuple) else [source])]
     if not many or not all(isinstance(one, str | os.PathLike) for one in many):
         raise DataError(_WHAT)
-    system, paths = find_files([os.fspath(one) for one in many])
+    system, paths = find_files([os.fspath(one) for one in many], allow_http=allow_http)
     kinds = {table_kind(path) for path in paths}
     if None in kinds:
         odd = next(path for path in paths if table_kind(path) is None)
@@ -336,13 +323,16 @@ def _arrow_table(frame: object) -> pa.Table:
 
 def _header_of(path: str, filesystem: fs.FileSystem, schema: Schema | None) -> pa.Schema | CSVDialect:
     """The Arrow schema of a parquet file, or how delimited text is read; both have ``names``."""
-    with boundary(_unreadable(path)):
+
+    def read() -> pa.Schema | CSVDialect:
         if table_kind(path) == "csv":
             with filesystem.open_input_stream(path) as source:
                 return CSVDialect.of(source.read(_LONGEST_HEADER), sanitize(path), schema)
         stamp = stamp_of(path, filesystem)
         assert stamp is not None
         return parquet_facts(path, filesystem, stamp).schema.to_arrow_schema()
+
+    return guarded(read, _unreadable(path))
 
 
 def cut(
@@ -368,9 +358,10 @@ def cut(
                     f"{sanitize(path)}: column {column!r} is {header.field(column).type}, in the first file it is "
                     f"{first.field(column).type}. Write all files alike, or declare a schema."
                 )
-    with boundary(_unreadable(path)):
-        facts = parquet_facts(path, filesystem, stamp)
-        sizes = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
+    facts = parquet_facts(path, filesystem, stamp)
+    sizes = guarded(
+        lambda: [facts.row_group(group).num_rows for group in range(facts.num_row_groups)], _unreadable(path)
+    )
     units: list[tuple[Partition, int | None]] = []
     groups: list[int] = []
     rows = 0

@@ -331,6 +331,7 @@ def scan(
     memory: int = 400,
     threads: int | None = None,
     cluster: object = None,
+    allow_http: bool = False,
 ) -> Scan:
     """Open a table that is read in blocks and never loaded whole.
 
@@ -339,8 +340,8 @@ def scan(
     Args:
         source: a path, a pattern such as ``"people/*.parquet"``, a folder, an address (``"s3://…"``), a list of
             them, or a frame: an Arrow table, polars or pandas. Files are Parquet or CSV, compressed or not; rows
-            are in the order of the files' names. Addresses are those of pyarrow and of
-            fsspec.
+            are in the order of the files' names. Addresses are those of pyarrow and of fsspec. A login or a query
+            in an address opens it and is shown nowhere.
         target: the column to predict; the last one if not given, or the schema's.
         schema: a public schema (:mod:`quietgrad.data.schema`): types, bounds, categories, what stands for a gap.
             Without it every column must be numbers without gaps.
@@ -352,6 +353,7 @@ def scan(
         memory: MB that reading and summing may take; fewer cores are used where it does not suffice for all.
         threads: cores to use; all of this process's by default.
         cluster: ``"local"``, the address of a Dask scheduler, or a Dask client: sums are made by its workers.
+        allow_http: whether an address may be plain http, which every machine on the way can read and change.
 
     Raises:
         DataError: a file is missing, damaged, or not what the schema or the other files say.
@@ -372,7 +374,7 @@ def scan(
         RowLayout.of, schema=public, columns=columns, label=target, classes=classes, task=task, labelled=labelled,
         person=person,
     )  # fmt: skip
-    layout, pieces, notes = cut_source(source, laying, public)
+    layout, pieces, notes = cut_source(source, laying, public, allow_http=allow_http)
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
     units = tuple(unit for unit, _ in pieces)
     if cluster is None:

@@ -54,14 +54,16 @@ def coded(values: pa.Array) -> tuple[list[object], npt.NDArray[np.int64]]:
     return [known[place] for place in used], at[places]
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number_type(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are numbers, true and false included."""
     types = pa.types
     return bool(
         types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
     )
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text_type(kind: pa.DataType) -> bool:
+    """Whether values of an Arrow type are words."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     # Frames of polars hand their texts over as views.
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
@@ -185,7 +187,7 @@ class RowLayout:
                 raise DataError(f"{where}: has no column {column!r}.")
         for column in self.columns:
             kind = kinds.field(column).type
-            if _is_number(kind):
+            if is_number_type(kind):
                 continue
             if self.schema is None:
                 raise DataError(
@@ -193,7 +195,7 @@ class RowLayout:
                     "schema, with bounds or categories."
                 )
             days = isinstance(self.schema.columns[column], Date) and pa.types.is_temporal(kind)
-            if not (_is_text(kind) or pa.types.is_dictionary(kind) or days):
+            if not (is_text_type(kind) or pa.types.is_dictionary(kind) or days):
                 raise DataError(
                     f"{where}: column {column!r} is {sanitize(kind, most=40)}, not what the schema says of it."
                 )
@@ -226,7 +228,7 @@ class RowLayout:
         at = 0
         for column, kind in schema.columns.items():
             values = batch.column(column)
-            if isinstance(kind, Numeric) and _is_number(values.type):
+            if isinstance(kind, Numeric) and is_number_type(values.type):
                 block = kind.encode(column, _floats(values), schema.missing)
             else:
                 words, codes = coded(values)
@@ -257,14 +259,14 @@ class RowLayout:
             return np.maximum(self._codes(values), 0)  # what is not declared counts as the first class
         if values.null_count:
             raise DataError(f"{self.name}: the target {target!r} has missing entries. Remove those records first.")
-        if not _is_number(values.type) and not _is_text(values.type):
+        if not is_number_type(values.type) and not is_text_type(values.type):
             raise DataError(f"{self.name}: the target {target!r} is neither numbers nor words.")
         if self.task != "regression":
-            if _is_number(values.type):
+            if is_number_type(values.type):
                 return np.asarray(values.to_numpy(zero_copy_only=False))
             words, codes = coded(values)
             return np.asarray(words)[codes]
-        if _is_number(values.type):
+        if is_number_type(values.type):
             y = _floats(values)
         else:
             words, codes = coded(values)

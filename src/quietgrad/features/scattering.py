@@ -5,7 +5,7 @@ picture's size per channel. Nothing is learned, so a linear model on these featu
 noise little room. Every picture is transformed on its own: no privacy is spent, and none may be by normalising with
 statistics of private pictures. :meth:`Scattering.normalized` divides by what is in the picture itself.
 
-``quietgrad train --features scattering`` turns tables of pixels into tables of these features. Every row of
+``Pictures`` turns tables of pixels into tables of these features. Every row of
 features is a function of that row of pixels and of public constants, so nothing is spent and a record more or less
 changes no other row. What was done is a few public words that are kept with the model.
 

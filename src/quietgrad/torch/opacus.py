@@ -36,7 +36,11 @@ from quietgrad.torch.networks.usable import LossFunction
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
 
-_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+_MODES = ("hooks", "functorch", "ew", "ghost")
+_REFUSED_MODES = {
+    "no_op": "gradients that the loop sets itself may be of several records, and nothing could bound them",
+    "ghost_fsdp": "parameters in shards are not supported; wrap nothing, or use DistributedDataParallel",
+}
 
 
 def make_private_with_epsilon(
@@ -198,9 +202,9 @@ class PrivacyEngine:
     def make_private(self, **settings: Any) -> Any:
         """See :func:`quietgrad.torch.make_private`.
 
-        All of Opacus's modes give the same clipped sums here, at the same cost. ``grad_sample_mode="ghost"``
-        returns model, optimizer, criterion and loader in Opacus's order. ``batch_first`` must be true and
-        ``noise_generator`` ``None``.
+        Opacus's modes for whole parameters give the same clipped sums here, at the same cost.
+        ``grad_sample_mode="ghost"`` returns model, optimizer, criterion and loader in Opacus's order.
+        ``batch_first`` must be true and ``noise_generator`` ``None``.
         """
         return self._keep(make_private, settings)
 
@@ -242,11 +246,7 @@ class PrivacyEngine:
     def _keep(self, make: Called, settings: Kwargs) -> Any:
         mode = settings.pop("grad_sample_mode", "hooks")
         if mode not in _MODES:
-            why = (
-                "gradients that the loop sets itself may be of several records, and nothing could bound them"
-                if mode == "no_op"
-                else "not known"
-            )
+            why = _REFUSED_MODES.get(mode, "not known")
             raise ValueError(f"grad_sample_mode={mode!r}: {why}; use one of {', '.join(map(repr, _MODES))}.")
         if not settings.pop("batch_first", True):
             raise ValueError(
@@ -258,8 +258,8 @@ class PrivacyEngine:
                 "noise_generator: numbers of torch's generators can be predicted and subtracted; noise is AES-256 "
                 "here. For tests that repeat use seed=, which says that nothing is private."
             )
-        if "ghost" in mode and settings.get("criterion") is None:
+        if mode == "ghost" and settings.get("criterion") is None:
             settings["criterion"] = nn.CrossEntropyLoss()
         made = make(**settings)
         self.accountant.loops.append(made[2].loop)
-        return (made[0], made[1], made[3], made[2]) if "ghost" in mode else made
+        return (made[0], made[1], made[3], made[2]) if mode == "ghost" else made

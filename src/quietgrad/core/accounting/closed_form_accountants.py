@@ -172,7 +172,7 @@ def _dp_accounting_curve(rate: float, size: tuple[int, int] | None, sigma_per_se
 
 @lru_cache(maxsize=256)
 def _poisson_replace_curve(rate: float, mu: float) -> Array:
-    """Rényi divergences of ``pairs.PoissonReplacePair`` by the trapezoidal rule.
+    """Rényi divergences of ``loss_distribution.PoissonReplacePair`` by the trapezoidal rule.
 
     D_α = log ∫ p^α q^{1−α} / (α − 1), p and q the mixtures with the record at ±m, m = μ/2. The integrand is
     analytic, its peaks are at most 2αm from 0 and no narrower than (1 + αm²)^{−1/2}: steps of a tenth of that leave

@@ -81,7 +81,7 @@ class DeviceStream:
 
         One bit is the sign, 63 bits are k, the number is ±Φ⁻¹((k + ½)·2⁻⁶⁴), and for k < 2⁴⁸ another 64 bits
         continue k, so that the far tail has no holes. Φ⁻¹ is torch's, whose error is below 10⁻¹⁵(|x| + ⅕) on the
-        CPU, as the bound on what rounding costs requires; ``device_noise.usable`` asks another device to be as
+        CPU, as the bound on what rounding costs requires; ``grid.usable`` asks another device to be as
         close to that.
         """
         import torch

@@ -229,7 +229,7 @@ def begin(
         curator: who holds the data, made with the account that pays.
         kind: of the front end.
         state: where the run stands before its first step.
-        settings: what else is settled, as JSON values; ``open_run(folder).header.settings`` has it.
+        settings: what else is settled, as JSON values; ``Run.header.settings`` has it.
         notes: what the statement will say besides.
         every: seconds between checkpoints.
     """

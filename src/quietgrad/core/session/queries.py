@@ -144,7 +144,7 @@ class ClippingRule:
     gamma: float = 0.0
     second_clip: float = 0.0
     numbers: Numbers = field(init=False, repr=False, compare=False)
-    """(α, β, A, γ, B) with both clips :func:`tightened`."""
+    """(α, β, A, γ, B) with both clips made tight."""
     bound: float = field(init=False, repr=False, compare=False)
     """αA + γB, the L2 norm that no record's contribution exceeds."""
 

@@ -249,7 +249,7 @@ class SecureSumConfig:
     def slack(self) -> float:
         """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
 
-        Charge it as ``events.Slack(total_variation=terms.slack())`` per release: d coordinates, each within the
+        Charge it as ``events.TotalVariationSlack(terms.slack())`` per release: d coordinates, each within the
         distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
         shares from one discrete Gaussian; and the probability that drawn neighbours do not protect a party.
         """

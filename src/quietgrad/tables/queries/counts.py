@@ -5,7 +5,7 @@ class). The model and the bins are public, so a person's cells depend on that pe
 loss, calibration and confusion are all computed from the noisy counts.
 
 The number of labels is itself private, so a label count is no sum of known length. A session answers it by
-:meth:`~quietgrad.core.session.base.Session.discover`, whose mechanism releases only the frequent labels.
+:meth:`~quietgrad.core.session.session.CentralSession.discover`, whose mechanism releases only the frequent labels.
 """
 
 from __future__ import annotations

@@ -1,0 +1,236 @@
+"""Schemas drafted from files: the same draft of a text, a parquet file and a spreadsheet, and no column lost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from quietgrad.cli import main
+from quietgrad.core.errors import DataError
+from quietgrad.data import load
+from quietgrad.data.columns import GAP_WORDS, MISSING
+from quietgrad.data.drafting import draft_schema
+
+HEADER = ("age", "pay", "member", "joined", "town", "ill")
+ROWS: list[tuple[Any, ...]] = [
+    (20 + k % 60, 1000.5 + 13 * k, k % 3 == 0, date(2020, 1 + k % 12, 1 + k % 28), ("Ulm", "Bonn")[k % 2], k % 2)
+    for k in range(40)
+]
+KINDS = {"age": "whole number", "pay": "number", "member": "yes/no", "joined": "date", "town": "category",
+         "ill": "yes/no"}  # fmt: skip
+
+
+def write_csv(path: Path, rows: list[tuple[Any, ...]], header: tuple[str, ...] = HEADER) -> Path:
+    lines = [",".join(header), *(",".join("" if c is None else str(c) for c in row) for row in rows)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def write_xlsx(path: Path, sheets: list[list[tuple[Any, ...]]]) -> Path:
+    """A workbook as a spreadsheet writes it: numbers and dates as numbers, words in place."""
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "<c/>"
+        if isinstance(value, bool):
+            return f'<c t="b"><v>{int(value)}</v></c>'
+        if isinstance(value, date):
+            return f'<c s="1"><v>{(value - date(1899, 12, 30)).days}</v></c>'
+        if isinstance(value, int | float):
+            return f"<c><v>{value}</v></c>"
+        return f'<c t="inlineStr"><is><t>{escape(value)}</t></is></c>'
+
+    main_ns = 'xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"'
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
+    package = "http://schemas.openxmlformats.org/package/2006"
+    numbers = range(1, len(sheets) + 1)
+    kinds = "application/vnd.openxmlformats-officedocument.spreadsheetml"
+    with zipfile.ZipFile(path, "w") as book:
+        book.writestr(
+            "[Content_Types].xml",
+            f'<Types xmlns="{package}/content-types"><Default Extension="rels" '
+            'ContentType="application/vnd.openxmlformats-package.relationships+xml"/>'
+            f'<Override PartName="/xl/workbook.xml" ContentType="{kinds}.sheet.main+xml"/>'
+            f'<Override PartName="/xl/styles.xml" ContentType="{kinds}.styles+xml"/>'
+            + "".join(
+                f'<Override PartName="/xl/worksheets/sheet{k}.xml" ContentType="{kinds}.worksheet+xml"/>'
+                for k in numbers
+            )
+            + "</Types>",
+        )
+        book.writestr(
+            "_rels/.rels",
+            f'<Relationships xmlns="{package}/relationships"><Relationship Id="r1" Type="{office}/officeDocument" '
+            'Target="xl/workbook.xml"/></Relationships>',
+        )
+        book.writestr(
+            "xl/workbook.xml",
+            f'<workbook {main_ns} xmlns:r="{office}"><sheets>'
+            + "".join(f'<sheet name="S{k}" sheetId="{k}" r:id="r{k}"/>' for k in numbers)
+            + "</sheets></workbook>",
+        )
+        book.writestr(
+            "xl/_rels/workbook.xml.rels",
+            f'<Relationships xmlns="{package}/relationships">'
+            + "".join(
+                f'<Relationship Id="r{k}" Type="{office}/worksheet" Target="worksheets/sheet{k}.xml"/>'
+                for k in numbers
+            )
+            + f'<Relationship Id="r0" Type="{office}/styles" Target="styles.xml"/></Relationships>',
+        )
+        book.writestr(
+            "xl/styles.xml",
+            f'<styleSheet {main_ns}><cellXfs><xf numFmtId="0"/><xf numFmtId="14" applyNumberFormat="1"/></cellXfs>'
+            "</styleSheet>",
+        )
+        for k, rows in zip(numbers, sheets, strict=True):
+            lines = "".join(f"<row>{''.join(map(cell, row))}</row>" for row in rows)
+            book.writestr(
+                f"xl/worksheets/sheet{k}.xml",
+                f"<worksheet {main_ns}><sheetData>{lines}</sheetData></worksheet>",
+            )
+    return path
+
+
+def as_file(folder: Path, kind: str, rows: list[tuple[Any, ...]]) -> Path:
+    if kind == "xlsx":
+        pytest.importorskip("python_calamine")
+        return write_xlsx(folder / "people.xlsx", [[HEADER, *rows]])
+    if kind == "csv":
+        return write_csv(folder / "people.csv", rows)
+    columns = {name: [row[k] for row in rows] for k, name in enumerate(HEADER)}
+    pq.write_table(pa.table(columns), folder / "people.parquet")
+    return folder / "people.parquet"
+
+
+def filled_in(draft: str) -> str:
+    """The draft with what is public of these people."""
+    bounds = {"age": "[0, 100]", "pay": "[0, 5000]", "joined": '["2020-01-01", "2021-01-01"]'}
+    for column, pair in bounds.items():
+        head, mark, tail = draft.partition(f'[columns."{column}"]')
+        draft = head + mark + tail.replace("bounds = []", f"bounds = {pair}", 1)
+    return draft.replace("categories = []", 'categories = ["Ulm", "Bonn"]')
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "xlsx"])
+def test_a_draft_is_the_same_for_every_kind_of_file_and_train_reads_it(tmp_path: Path, kind: str) -> None:
+    path = as_file(tmp_path, kind, ROWS)
+    draft = draft_schema(path)
+    assert {column.name: column.kind for column in draft.columns} == KINDS
+    assert draft.problems == ()
+    assert ("delimiter" in draft.to_toml()) == (kind != "parquet")
+    schema = tmp_path / "schema.toml"
+    schema.write_text(filled_in(draft.to_toml()))
+    data = load(path, schema=schema)
+    assert data.feature_names is not None
+    assert np.allclose(data.X[:, 0], [row[0] / 100 for row in ROWS])
+    assert np.allclose(data.X[:, 2], [row[2] for row in ROWS])
+    days = [(row[3] - date(2020, 1, 1)).days / 366 for row in ROWS]
+    assert np.allclose(data.X[:, data.feature_names.index("joined days")], days)
+    assert data.y.tolist() == [row[5] for row in ROWS]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "xlsx"])
+@pytest.mark.parametrize("gap", ["n/a", "-", ".", "NULL", "none", "?", None])
+def test_a_word_for_a_gap_is_a_gap_for_the_draft_and_for_train(tmp_path: Path, kind: str, gap: str | None) -> None:
+    """In numbers, yes and no, and dates; every gap sets the column's flag, and every number stays one."""
+    rows = [
+        (*(gap if k % 5 == place else value for place, value in enumerate(row[:4])), *row[4:])
+        for k, row in enumerate(ROWS)
+    ]
+    if kind == "parquet" and gap is not None:  # words and numbers in one column are words there
+        rows = [(*(str(value) for value in row[:4]), *row[4:]) for row in rows]
+    path = as_file(tmp_path, kind, rows)
+    draft = draft_schema(path)
+    assert {column.name: column.kind for column in draft.columns} == KINDS
+    assert [column.name for column in draft.columns if column.gaps] == list(HEADER[:4])
+    schema = tmp_path / "schema.toml"
+    schema.write_text(filled_in(draft.to_toml()))
+    data = load(path, schema=schema)
+    assert data.feature_names is not None
+    for place, name in enumerate(HEADER[:4]):
+        flags = data.X[:, data.feature_names.index(f"{name} missing")]
+        assert flags.tolist() == [float(k % 5 == place) for k in range(len(ROWS))]
+    ages = data.X[:, data.feature_names.index("age")]
+    assert np.allclose(ages, [0 if k % 5 == 0 else row[0] / 100 for k, row in enumerate(ROWS)])
+
+
+def test_the_draft_lists_gap_words_that_are_known_to_all_and_not_those_of_the_file(tmp_path: Path) -> None:
+    rows = [("n/a" if k == 3 else 20 + k, *row[1:]) for k, row in enumerate(ROWS)]
+    text = draft_schema(write_csv(tmp_path / "a.csv", rows)).to_toml()
+    assert f"missing = [{', '.join(json.dumps(word, ensure_ascii=False) for word in GAP_WORDS)}]" in text
+    assert "missing = [" not in draft_schema(write_csv(tmp_path / "b.csv", ROWS)).to_toml()
+    assert set(MISSING) < set(GAP_WORDS)
+
+
+def test_a_word_of_gaps_stays_a_category_where_the_others_are_words(tmp_path: Path) -> None:
+    rows = [(*row[:4], "none" if k % 4 == 0 else row[4], row[5]) for k, row in enumerate(ROWS)]
+    town = next(c for c in draft_schema(write_csv(tmp_path / "a.csv", rows)).columns if c.name == "town")
+    assert (town.kind, town.gaps, town.gap_words) == ("category", False, False)
+
+
+def test_no_column_is_lost_without_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Empty columns, ids, texts, types without cells, and numbers among which there are words."""
+    monkeypatch.chdir(tmp_path)
+    columns = {
+        "empty": [None] * 300,
+        "code": [f"X{k}" for k in range(300)],
+        "note": [f"a note of many words about case {k}" for k in range(300)],
+        "age": ["refused" if k % 50 == 0 else str(k % 90) for k in range(300)],
+        "seen": [[k] for k in range(300)],
+        "y": [k % 2 for k in range(300)],
+    }
+    pq.write_table(pa.table(columns), "p.parquet")
+    assert main(["data", "schema", "p.parquet", "-o", "s.toml"]) == 0
+    out, problems = capsys.readouterr()
+    for name in ("empty", "code", "note", "age", "seen"):
+        assert f"column '{name}'" in problems
+        assert f"problem: column '{name}'" in Path("s.toml").read_text()
+    assert "6 are words" in problems
+    assert "refused" not in out + problems + Path("s.toml").read_text()
+
+
+def test_a_file_that_is_no_table_is_refused_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_xlsx(tmp_path / "people.xlsx", [[HEADER, *ROWS]])
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "python_calamine", None)
+        with pytest.raises(DataError, match=r"quietgrad\[excel\]"):
+            draft_schema(path)
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1\0\0")
+    with pytest.raises(DataError, match="not a readable parquet file"):
+        draft_schema(tmp_path / "cut.parquet")
+    (tmp_path / "old.xls").write_bytes(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600))
+    with pytest.raises(DataError, match=r"CSV, \.parquet and \.xlsx"):
+        draft_schema(tmp_path / "old.xls")
+    pytest.importorskip("python_calamine")
+    write_xlsx(tmp_path / "two.xlsx", [[HEADER, *ROWS], [("x",), (1,)]])
+    with pytest.raises(DataError, match="2 sheets are filled"):
+        draft_schema(tmp_path / "two.xlsx")
+    (tmp_path / "cut.xlsx").write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(DataError, match="not a readable"):
+        draft_schema(tmp_path / "cut.xlsx")
+
+
+def test_a_spreadsheet_is_trained_on_and_predicted_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    as_file(tmp_path, "xlsx", ROWS * 20)
+    Path("schema.toml").write_text(filled_in(draft_schema("people.xlsx").to_toml()))
+    run = ["train", "people.xlsx", "--schema", "schema.toml", "--epsilon", "2", "--out", "run", "--quiet"]
+    assert main([*run, "--delta", "1e-4", "--ledger", "l.jsonl"]) == 0
+    assert main(["predict", "run", "people.xlsx", "-o", "out.csv"]) == 0
+    assert Path("out.csv").read_text().count("\n") == 801
+    capsys.readouterr()
