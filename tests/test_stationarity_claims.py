@@ -12,8 +12,6 @@ import pytest
 from scipy.stats import binom
 
 import quietgrad as qg
-from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.sampling import FullBatch, SinglePass, sampling_of
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import BaseObjective, Batch, ClippingRule, LossConstants, NoRegularizer
 from quietgrad.methods.oracles.base import Estimate
@@ -22,7 +20,7 @@ from quietgrad.methods.oracles.gradient_estimators import MiniBatch
 from quietgrad.tables.landscapes import SyntheticRecords
 
 Floats = npt.NDArray[np.float64]
-OMEGA, FALSE_ALARM = 0.05, 1e-4  # of each binomial test below; seeds are fixed
+OMEGA, FALSE_ALARM = 0.05, 1e-4  # ω of every claim; false-alarm rate of each binomial test, seeds fixed
 
 
 @dataclass(frozen=True)
@@ -30,8 +28,8 @@ class Surface(BaseObjective):
     """A risk on the plane whose records each tilt it by ± ``tilt`` along the second axis.
 
     ``shape`` names the risk: *bowl* is ½x² + ½·0.03·y²; *saddle* is ¼x⁴ − ½x² + ½y²; *valley* is ½(y − sin x)² +
-    ½·0.1·x², curved and, beside its floor, not convex. The constants hold where runs go: |x| ≤ 1.2 and |y| ≤ 1 on the
-    saddle, |y − sin x| ≤ 1 in the valley.
+    ½·0.1·x², curved and, beside its floor, not convex. The constants hold where runs go: |x| ≤ 1.2 and |y| ≤ 1 on
+    the saddle, |y − sin x| ≤ 1 in the valley.
     """
 
     shape: str
@@ -80,40 +78,30 @@ class Surface(BaseObjective):
         return SyntheticRecords({"kind": rng.integers(0, 2, int(data), dtype=np.int32)}, 2)
 
     def initial(self, records: object) -> Floats:
-        return np.array({"bowl": (0.0, 400.0), "saddle": (0.0, 0.0), "valley": (2.0, 1.5)}[self.shape])
+        return np.array({"bowl": (0.0, 400.0), "saddle": (0.0, 0.0), "valley": (0.7, 1.4)}[self.shape])
 
     def add(self, batch: Batch, points: Any, rule: ClippingRule, out: Floats) -> None:
         kinds = batch.records["kind"] if batch.indices is None else batch.records["kind"][batch.indices]
         up = int(kinds.sum())
-        alpha, beta, first, gamma, second = rule.numbers
-        here = self.population_gradient(points[0])
-        there = self.population_gradient(points[1]) if beta else np.zeros(2)
+        _, beta, clip, gamma, _ = rule.numbers  # gradients or differences: α is 1 and γ is 0
+        assert not gamma
+        slope = self.population_gradient(points[0])
+        if beta:
+            slope = slope - self.population_gradient(points[1])
         for sign, count in ((1.0, up), (-1.0, len(kinds) - up)):
-            tilted = here + (0.0, sign * self.tilt)
-            out += count * alpha * shortened(tilted - beta * (there + (0.0, sign * self.tilt)), first)
-            if gamma:
-                out += count * gamma * shortened(tilted, second)
+            x, y = slope[0], slope[1] + (0.0 if beta else sign * self.tilt)
+            weight = count * min(1.0, clip / max(math.hypot(x, y), 1e-300))
+            out[0] += weight * x
+            out[1] += weight * y
 
     def tilted_by(self, records: SyntheticRecords) -> float:
         """How much all records together tilt their mean."""
         return self.tilt * (2.0 * float(records["kind"].mean()) - 1.0)
 
 
-def shortened(vector: Floats, limit: float) -> Floats:
-    return vector * min(1.0, limit / max(float(np.hypot(*vector)), 1e-300))
-
-
 def most_failures(runs: int, rate: float) -> int:
-    """The number of failures that ``runs`` of at most this ``rate`` exceed with probability below the false alarm."""
+    """What failures of ``runs`` exceed with probability below the false alarm, if their rate is ``rate``."""
     return int(binom.isf(FALSE_ALARM, runs, rate))
-
-
-def stated_error(sampling: str, n: int, tilt: float, steps: int) -> tuple[Any, Any, Any]:
-    """A surface, its oracle, and a function that opens a session."""
-    surface = Surface("bowl", tilt)
-    clip = surface.constants().lipschitz
-    oracle: Any = MiniBatch(500, clip, sampling) if sampling != "fresh" else qg.AdaptiveSpider(500, 100, kappa=20.0)  # type: ignore[arg-type]
-    return surface, oracle, qg.PerturbedSGD(oracle=oracle, steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -121,37 +109,42 @@ def stated_error(sampling: str, n: int, tilt: float, steps: int) -> tuple[Any, A
     [("poisson", "add-remove"), ("fixed-size", "replace-one"), ("fresh", "add-remove"), ("fresh", "replace-one")],
 )
 def test_the_stated_bound_covers_all_estimates_of_a_run(sampling: str, relation: str) -> None:
-    """80 runs of 120 estimates along a path: the largest error of a run is above the bound in few of them.
+    """60 runs of 90 estimates along a path: the largest error of a run is above the bound in few of them.
 
-    A bound for each estimate alone, or in mean square, is exceeded in nearly every run. The bound is no empty one:
-    a third of it is exceeded in nearly every run, too.
+    The error in mean square is exceeded in nearly every run, and so is a fifth of the bound: it is no empty one.
     """
-    n, steps, runs = 30_000, 120, 80
-    surface, oracle, method = stated_error(sampling, n, 100.0, steps)
-    plan = qg.plan(method, n=n, budget=qg.Budget(20.0, 1e-6, Relation.parse(relation)))
-    over = over_third = 0
+    n, steps, runs = 30_000, 90, 60
+    surface = Surface("bowl", 100.0)
+    oracle: Any = qg.AdaptiveSpider(500, 100, kappa=20.0)
+    if sampling != "fresh":
+        oracle = MiniBatch(500, surface.constants().lipschitz or 0.0, sampling)  # type: ignore[arg-type]
+    method = qg.PerturbedSGD(oracle=oracle, steps=steps)
+    plan = qg.plan(method, n=n, budget=qg.Budget(20.0, 1e-6, qg.Relation.parse(relation)))
+    over = over_size = over_fifth = 0
     for seed in range(runs):
         records = Surface("bowl", 100.0, seed).prepare(n)
         door = CentralCurator(surface, records, seed=seed).open(plan)
         stated: EstimateError = oracle.error(door)
         tilt = 0.0 if stated.risk == "population" else surface.tilted_by(records)
         state, worst = Estimate(), 0.0
-        for step in range(steps if sampling != "fresh" else 90):
+        for step in range(steps):
             x = np.array([2.0 * math.sin(step), 300.0 - step])
             state = oracle.estimate(state, x, door)
             worst = max(worst, float(np.linalg.norm(state.value - surface.population_gradient(x) - (0.0, tilt))))
         bound = stated.bound(2, OMEGA)
-        over, over_third = over + (worst > bound), over_third + (worst > bound / 3.0)
+        over += worst > bound
+        over_size += worst > stated.size(2)
+        over_fifth += worst > bound / 5.0
     assert over <= most_failures(runs, OMEGA)
-    assert over_third >= 0.9 * runs
+    assert min(over_size, over_fifth) >= 0.9 * runs
     assert stated.risk == ("population" if sampling == "fresh" else "records")
 
 
 CLAIMS: dict[str, tuple[Any, int, float, qg.Budget | None, int]] = {
     # oracle, records, tilt, budget, runs. The bowl is about sampling alone: noise would take a longer run.
-    "bowl": (MiniBatch(2000, 112.5), 40_000, 100.0, None, 60),
-    "saddle": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 40),
-    "valley": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 40),
+    "bowl": (MiniBatch(2000, 112.5), 40_000, 100.0, None, 40),
+    "saddle": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 24),
+    "valley": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 24),
 }
 
 
@@ -171,7 +164,7 @@ def test_false_claims_are_as_rare_as_stated(shape: str) -> None:
         alpha, rho = run.details["alpha"], run.details["rho"]
         gradient = surface.population_gradient(run.params)
         if run.details["risk"] == "records":
-            gradient = gradient + (0.0, surface.tilted_by(records))
+            gradient[1] += surface.tilted_by(records)
         hessian = np.stack([surface.population_hessian_product(run.params, e) for e in np.eye(2)])
         least = float(np.linalg.eigvalsh(hessian)[0])
         wrong += float(np.linalg.norm(gradient)) > alpha or least < -math.sqrt(rho * alpha)
