@@ -147,7 +147,7 @@ def test_a_bound_is_said_as_what_it_is() -> None:
         {"kind": "probability"},
     ):
         with pytest.raises(ValueError, match=r"^(always|probability)"):
-            Bound("t", "F", 0.5, **wrong)  # type: ignore[arg-type]
+            Bound("t", "F", 0.5, **wrong)
 
 
 def test_theorem_two_of_paper_003_is_planned_and_its_mode_runs() -> None:
