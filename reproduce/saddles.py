@@ -36,7 +36,7 @@ import numpy as np
 import quietgrad as qg
 from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.methods.oracles.base import plan_preview
-from quietgrad.methods.perturbed_sgd import estimate_error
+from quietgrad.methods.perturbed_sgd import SmallGradient
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from reproduce.landscapes import landscape
@@ -110,7 +110,7 @@ def least_records(name: str) -> Row:
         method = qg.PerturbedSGD()
         door = plan_preview(land, qg.plan(method, n=n, budget=BUDGET))
         oracle: Any = method.oracle
-        return math.sqrt(4.0 * rho * estimate_error(oracle.error(door), land.dim, method.steps, method.failure))
+        return math.sqrt(rho * SmallGradient.of(oracle.error(door), land.dim, method.failure).alpha)
 
     low, high = 10**4, 10**16
     while high > 1.02 * low:

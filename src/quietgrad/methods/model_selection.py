@@ -5,12 +5,26 @@ that some iterate was good: SPIDER runs on one part of the records, and the firs
 test on the held-out rest is returned. The test is one AboveThreshold search over a scalar per iterate
 (:class:`~quietgrad.tables.queries.second_order.StationarityGap`); the parts are disjoint, so each may spend
 the whole budget.
+
+*What a stop says.* The chosen iterate is second-order stationary at α for the population's risk, with probability
+1 − ω, if G, M and ρ hold of every record. A noisy test passes at a margin: a candidate must be stationary on the n
+held-out records by m, in units of what one record can change, with m the sum of
+
+- what the search's noise can hide: of scale 2s on the threshold and 4s on each of C candidates, hence
+  2s ln(2/ω) + 4s ln(2C/ω), too little with probability ω/2;
+- what n records can differ from the population: n·(σ√(2ℓ) + aℓ/3) by
+  :func:`~quietgrad.methods.oracles.error_bounds.bernstein`, for gradients as for Hessians. Held-out records are
+  independent of the candidates. Tropp (2012, theorem 1.4) bounds the least eigenvalue of a sum of symmetric
+  matrices in the same form, with d for 2; so ℓ = ln(2·max(2, d)·C/(ω/2)), for two conditions on C candidates.
+
+One unit more pays for rounding to the noise's grid.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from quietgrad.core.errors import ExhaustedError
 from quietgrad.core.noise.mechanisms import AboveThreshold
@@ -22,8 +36,9 @@ from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.oracles.base import Estimate, constant_of, plan_preview, total_smoothness
+from quietgrad.methods.oracles.error_bounds import bernstein
 from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider
-from quietgrad.methods.perturbed_sgd import check_tolerance, estimate_error
+from quietgrad.methods.perturbed_sgd import SmallGradient, check_tolerance, states
 from quietgrad.tables.queries.second_order import StationarityGap
 
 _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε
@@ -40,11 +55,12 @@ class ModelSelection(Algorithm):
 
     Args:
         oracle: an :class:`AdaptiveSpider` on fresh records.
-        alpha: α of the test (default 4χ, χ as in perturbed SGD).
+        alpha: α of the test (default: what ‖ĝ‖ ≤ 3χ says of ‖∇F‖ in perturbed SGD).
         held_out: the share of records kept for the search.
         patience: steps near a critical point before a full query is asked again.
         steps: cap on oracle calls.
-        learning_rate: η (default 1/M). failure: ω of χ.
+        learning_rate: η (default 1/M).
+        failure: ω.
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
@@ -114,7 +130,9 @@ class ModelSelection(Algorithm):
         clip, smoothness = self.oracle.lipschitz(session), self.oracle.smooth(session)
         n = session.expected_batch("select")
         tests = [StationarityGap(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
-        chosen = session.first_below("select", tests, 0.0)
+        margin = self._margin(session, len(state.params), max(1, len(tests)))
+        chosen = session.first_below("select", tests, -margin)
+        extra["margin"] = margin / n
         extra["samples_used"] = _samples(session)
         extra["asked"] = len(extra["candidates"])
         if chosen is not None:
@@ -122,16 +140,29 @@ class ModelSelection(Algorithm):
         state.stopped_by, state.done = "samples" if chosen is None else "sosp", True
         return state
 
-    def _settle(self, session: Session, dim: int) -> dict[str, float]:
+    def _margin(self, session: Session, dim: int, candidates: int) -> float:
+        """By how many records' changes a candidate must pass; see the module's text."""
+        slot, n = session.plan.schedule["select"], session.expected_batch("select")
+        scale = slot.multiplier(session.plan.noise_multiplier)
+        noise = 2.0 * math.log(2.0 / self.failure) + 4.0 * math.log(2.0 * candidates / self.failure)
+        error = slot.sampling.mean_error(session.plan.n_public)
+        assert error is not None  # a single pass states it
+        log_odds = math.log(4.0 * max(2, dim) * candidates * error.odds / self.failure)
+        return scale * noise + n * bernstein(math.sqrt(error.variance), error.longest, log_odds) + 1.0
+
+    def _settle(self, session: Session, dim: int) -> dict[str, Any]:
         smoothness = total_smoothness(self.oracle, session)
-        chi = estimate_error(self.oracle.error(session), dim, self.steps, self.failure)
-        alpha = 4.0 * chi if self.alpha is None else self.alpha
+        error = self.oracle.error(session)
+        small = SmallGradient.of(error, dim, self.failure)
+        alpha = small.alpha if self.alpha is None else self.alpha
         rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
         return {
             "eta": 1.0 / smoothness if self.learning_rate is None else self.learning_rate,
-            "chi": chi,
+            "chi": small.chi,
             "alpha": alpha,
             "rho": rho,
+            "risk": error.risk,
+            "claim": "stated constants" if states(session, self.oracle, self.hessian_lipschitz) else "observed",
             "tolerance": check_tolerance(session.plan.n_public, alpha, rho, smoothness, session.objective),
         }
 

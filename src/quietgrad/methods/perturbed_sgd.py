@@ -2,8 +2,9 @@
 
 When ‖ĝ‖ ≤ 3χ the point may be a saddle. Up to Q times 𝒯 steps are tried from it; the privacy noise in ĝ is the
 perturbation. Moving a distance 𝒮 away is an escape, and descent goes on from there. If no attempt moves that far,
-the point is with probability 1 − ω second-order stationary at α = 4χ: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα). That is argued
-from constants which every record must obey. Such constants are mostly far too large for α to mean anything; then
+the run says that the point is second-order stationary at α: ‖∇F‖ ≤ α and ∇²F ≽ −√(ρα). The first half is proved,
+with probability 1 − ω/2; the second is argued from a linearised saddle, with ω/2 left for its failure. Both need
+constants which every record must obey. Such constants are mostly far too large for α to mean anything; then
 ``mode="practical"`` still leaves saddles, and its stop is an observation.
 
 Two readings of the printed algorithm. It returns the last iterate of the last attempt; its analysis is about the
@@ -13,17 +14,24 @@ state (ĝ, x_prev, drift), for otherwise SPIDER would take a difference across a
 printed attempts of SPIDER share its error, and an unlucky one fails them all, which Lemma 2 excludes by assuming
 independence. So every attempt after the first begins with a full query here, unless ``independent=False``.
 
-*Derived* numbers follow from what the loss states of every record (G, M, ρ) and from the noise. With σ the sampling
-error in norm, r the noise of a coordinate and γ = √(ρα),
+*Derived* numbers follow from what the loss states of every record (G, M, ρ) and from the noise. With ψ the error of
+ĝ in mean square, r₁ the noise of a coordinate of a full query, K how many full queries there can be, and γ = √(ρα),
 
-    χ = r(√d + √(2 ln(4·steps/ω))) + σ,   α = 4χ,   η = 1/M,   𝒮 = ½√(α/ρ),
-    𝒯 = [ln(1 + γ𝒮/(0.32r)) + ln(4/3)] / ln(1 + ηγ),   Q = ⌈2.5 ln(1/ω)⌉.
+    χ = ψ,   α = 3ψ + B,   η = 1/M,   𝒮 = ½√(α/ρ),   P(‖ĝ − ∇F‖ ≤ B in all estimates) ≥ 1 − ω/2,
+    𝒯 = [ln(1 + γ𝒮/(0.32r₁)) + ln(4/3)] / ln(1 + ηγ),   Q = 1 + ⌈log₄(2K/ω)⌉.
 
-𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r (exceeded with probability 3/4) to distance 𝒮
+B is proved in :mod:`~quietgrad.methods.oracles.error_bounds`. A run goes on until one estimate is small, so B must
+hold for all of them: the first lucky estimate passes a bound in mean square. Where ‖ĝ‖ ≤ 3ψ then ‖∇F‖ ≤ 3ψ + B. F
+is the population's risk where every record is used once (``details["risk"]`` is ``"population"``). It is that of
+these records where samples are drawn anew for every query (``"records"``); n must then be their true number.
+
+𝒯 is how long a saddle of curvature −γ takes to carry noise of 0.32r₁ (exceeded with probability 3/4) to distance 𝒮
 while the slope falls behind as fast as ρ allows: x′ = γx − ½ρx² reaches 𝒮 = ½γ/ρ later than x′ = γx does by
-ln(4/3)/γ. Sampling errors help, but nothing is known of their direction, so they do not count. What a stop then
-says, λ_min ≥ −√(ρα), is worth something only if √(ρα) is small against curvature that occurs: see
-:func:`check_tolerance`.
+ln(4/3)/γ. So an attempt with noise of its own fails at a saddle with probability 1/4 at most. All attempts but the
+first have that, and at most K points are tried more than once. Other directions than the saddle's own are left out
+of this argument, hence "argued". Sampling errors help, but nothing is known of their direction, so they do not
+count. What a stop then says, λ_min ≥ −√(ρα), is worth something only if √(ρα) is small against curvature that
+occurs: see :func:`check_tolerance`.
 
 *Practical* numbers follow from a step η and a clip C that are chosen, as for DP-SGD, and from γ, the curvature to
 be left. Differences are clipped to ‖x − x′‖/η. A point at rest under errors of size χ in every step
@@ -31,10 +39,11 @@ is carried about ηχ√𝒯 far in 𝒯 steps; 𝒮 is twice that, and 𝒯 is 
 
     𝒮 = 2ηχ√𝒯,   𝒯 = ln(1 + γ𝒮/(0.32r)) / ln(1 + ηγ),   Q = 2.
 
-A stop then says that two drifts did not get away. That is an observation: clipped gradients may lead elsewhere than
-the risk's own, and no constant of the loss is known to hold. If γ is not given it is 0.1/η at first. A flatter
-saddle is left too slowly for 𝒯, and stopping early saves no privacy; so the last drift goes on, and γ is halved (𝒯
-about doubled) whenever it has not got away, until records or steps run out.
+with χ = r(√d + √(2 ln(4·steps/ω))) + σ, a size and no bound. A stop then says that two drifts did not get away.
+That is an observation: clipped gradients may lead elsewhere than the risk's own, and no constant of the loss is
+known to hold. If γ is not given it is 0.1/η at first. A flatter saddle is left too slowly for 𝒯, and stopping
+early saves no privacy; so the last drift goes on, and γ is halved (𝒯 about doubled) whenever it has not got away,
+until records or steps run out.
 """
 
 from __future__ import annotations
@@ -44,25 +53,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from quietgrad.core.accounting import events
-from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import ExhaustedError
 from quietgrad.core.plans.schedule import Plan, Schedule
+from quietgrad.core.sampling.schemes import Risk
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import Asked, LossConstants, Objective
-from quietgrad.core.settings import Count, Positive, PositiveFraction, Within
+from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.oracles.base import (
     Estimate,
-    EstimateError,
     Oracle,
     constant_of,
     plan_preview,
     total_smoothness,
 )
+from quietgrad.methods.oracles.error_bounds import EstimateError
 from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider, MiniBatch
+from quietgrad.methods.second_order_theorem import solve
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
 _PUSH = 0.32  # |N(0, 1)| exceeds it with probability 3/4
@@ -81,23 +90,25 @@ class EscapeParameters(NamedTuple):
 
 def derived(
     chi: float,
+    alpha: float,
     push: float,
     *,
     smoothness: float,
     rho: float,
     failure: float,
+    chains: int,
     eta: float | None,
     radius: float | None,
 ) -> EscapeParameters:
-    """The numbers that G, M and ρ imply; ``push`` is r."""
-    alpha = 4.0 * chi
+    """The numbers that G, M and ρ imply; ``push`` is r₁ and ``chains`` K."""
     eta = 1.0 / smoothness if eta is None else eta
     gamma = math.sqrt(rho * alpha)
     radius = 0.5 * math.sqrt(alpha / rho) if radius is None else radius
     late = -math.log1p(-0.5 * min(1.0, rho * radius / gamma))
     growth = math.log1p(gamma * radius / (_PUSH * push)) + late
     steps = math.ceil(growth / math.log1p(eta * gamma))
-    return EscapeParameters(chi, eta, gamma, radius, steps, math.ceil(2.5 * math.log(1.0 / failure)))
+    attempts = 1 + math.ceil(math.log(2.0 * chains / failure) / math.log(4.0))
+    return EscapeParameters(chi, eta, gamma, radius, steps, attempts)
 
 
 def practical(
@@ -144,10 +155,28 @@ def check_tolerance(
     return gamma
 
 
-def estimate_error(error: EstimateError, dim: int, steps: int, failure: float) -> float:
-    """χ = r(√d + √(2 ln(4T/ω))) + σ: what ‖ĝ − ∇F‖ stays below, the noise in all T steps with probability 1 − ω/2.
+class SmallGradient(NamedTuple):
+    """What a small estimate says: where ‖ĝ‖ ≤ 3χ, ‖∇F‖ ≤ α, in all estimates of a run with probability 1 − ω/2.
 
-    >>> estimate_error(EstimateError(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
+    >>> threshold = SmallGradient.of(EstimateError(sampling=0.1, noise=0.0), dim=5, failure=0.1)
+    >>> threshold.chi, round(threshold.alpha, 3)
+    (0.1, 0.596)
+    """
+
+    chi: float
+    alpha: float
+
+    @classmethod
+    def of(cls, error: EstimateError, dim: int, failure: float, chains: int | None = None) -> SmallGradient:
+        """χ = ψ, which estimates fall below near a critical point, and α = 3ψ + B; see the module's text."""
+        chi = error.size(dim)
+        return cls(chi, 3.0 * chi + error.bound(dim, failure / 2.0, chains))
+
+
+def typical_error(error: EstimateError, dim: int, steps: int, failure: float) -> float:
+    """χ of practical runs, r(√d + √(2 ln(4T/ω))) + σ: a size of ‖ĝ − ∇F‖, and no bound on it.
+
+    >>> typical_error(EstimateError(sampling=0.1, noise=0.0), dim=5, steps=10, failure=0.1)
     0.1
     """
     tail = math.sqrt(dim) + math.sqrt(2.0 * math.log(4.0 * steps / failure))
@@ -229,7 +258,10 @@ class PerturbedSGD(Algorithm):
         scale: float = 1.0,
         constant: float = 1.0,
     ) -> PerturbedSGD:
-        """Equations (4), (5) and Theorem 2; see :func:`solve` for s and C."""
+        """Equations (4), (5) and Theorem 2.
+
+        :func:`~quietgrad.methods.second_order_theorem.solve` says what s and C are.
+        """
         found = solve(
             constants, n=n, dim=dim, budget=budget, risk_bound=risk_bound, failure=failure, scale=scale,
             constant=constant,
@@ -334,11 +366,15 @@ class PerturbedSGD(Algorithm):
 
     def _settle(self, session: Session, dim: int) -> dict[str, Any]:
         """The public numbers of the run: given, or from the oracle's error and what the loss states."""
-        chi, push = self._error(session, dim)
-        more: dict[str, Any] = {"alpha": 4.0 * chi}
+        error = self.oracle.error(session)
+        # A path of estimates is a chain from its full query on; attempts that share one are each a path of its own.
+        chains = self.steps if error is None or not self.independent else error.chains
+        small = self._small(error, dim, chains)
+        more: dict[str, Any] = {"alpha": small.alpha}
         if self.mode == "practical":
             assert self.learning_rate is not None
-            found = practical(chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius)
+            push = _push(error, small.chi, dim, whole=True)
+            found = practical(small.chi, push, eta=self.learning_rate, curvature=self.curvature, radius=self.radius)
             if self.curvature is None and self.escape_steps is None:
                 first = {"radius": found.radius, "escape_steps": found.escape_steps,
                          "sought": found.tolerance, "tolerance": found.tolerance}  # fmt: skip
@@ -346,175 +382,66 @@ class PerturbedSGD(Algorithm):
         else:
             smoothness = total_smoothness(self.oracle, session)
             rho = constant_of("hessian_lipschitz", "hessian_lipschitz", self.hessian_lipschitz, session)
-            check_tolerance(session.plan.n_public, 4.0 * chi, rho, smoothness, session.objective, self.curvature)
+            check_tolerance(session.plan.n_public, small.alpha, rho, smoothness, session.objective, self.curvature)
             found = derived(
-                chi, push, smoothness=smoothness, rho=rho, failure=self.failure, eta=self.learning_rate,
-                radius=self.radius,
+                *small, _push(error, small.chi, dim), smoothness=smoothness, rho=rho, failure=self.failure,
+                chains=chains, eta=self.learning_rate, radius=self.radius,
             )  # fmt: skip
             more["rho"] = rho
         if self.escape_steps is not None:
             found = found._replace(escape_steps=self.escape_steps)
         if self.attempts is not None:
             found = found._replace(attempts=self.attempts)
-        return {**found._asdict(), **more, "claim": self._claim(session)}
+        risk = None if error is None else error.risk
+        return {**found._asdict(), **more, "risk": risk, "claim": self._claim(session, risk)}
 
-    def _claim(self, session: Session) -> str:
+    def _small(self, error: EstimateError | None, dim: int, chains: int) -> SmallGradient:
+        """The threshold for ‖ĝ‖ and what passing it says: as given, as a size, or as proved."""
+        if self.chi is not None:
+            return SmallGradient(self.chi, 4.0 * self.chi)
+        if error is None:
+            raise ValueError(f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi.")
+        if self.mode == "practical":
+            chi = typical_error(error, dim, self.steps, self.failure)
+            return SmallGradient(chi, 4.0 * chi)
+        return SmallGradient.of(error, dim, self.failure, chains)
+
+    def _claim(self, session: Session, risk: Risk | None) -> str:
         """Whether a stop rests on constants that the loss states, or on what was seen alone."""
         if self.mode == "theory":
             return "stated constants, with s and C taken as given"
         by_hand = (self.chi, self.radius, self.escape_steps, self.attempts, self.learning_rate)
         if self.mode == "practical" or any(value is not None for value in by_hand):
             return "observed"
-        try:
-            stated = session.objective.constants()
-        except (AttributeError, ValueError):  # rows without a bound state nothing
-            return "observed"
-        oracle = self.oracle
-        taken = [(stated.hessian_lipschitz, self.hessian_lipschitz), (stated.record_smoothness, oracle.smoothness)]
-        if isinstance(oracle, AdaptiveSpider | MiniBatch):
-            taken.append((stated.lipschitz, oracle.clip))
-        weaker = any(given is not None and (least is None or given < least) for least, given in taken)
-        bent = isinstance(oracle, AdaptiveSpider) and oracle.difference_clip is not None
-        return "observed" if weaker or bent else "stated constants"
+        if risk is None or self.returns == "last" or not self.independent:
+            return "observed"  # no bound for such samples; another point than was tested; attempts share one error
+        return "stated constants" if states(session, self.oracle, self.hessian_lipschitz) else "observed"
 
-    def _error(self, session: Session, dim: int) -> tuple[float, float]:
-        """χ, and the standard deviation of one coordinate that can be relied on to leave a saddle: r if any."""
-        error = self.oracle.error(session)
-        if error is None:
-            if self.chi is None:
-                raise ValueError(
-                    f"chi=None: {type(self.oracle).__name__} states no error to derive it from; give chi."
-                )
-            return self.chi, self.chi / math.sqrt(dim)
-        chi = estimate_error(error, dim, self.steps, self.failure) if self.chi is None else self.chi
-        return chi, error.noise or error.sampling / math.sqrt(dim)
+
+def states(session: Session, oracle: Oracle, rho: float | None) -> bool:
+    """Whether the loss states G, M and ρ, and none that is used instead is smaller."""
+    try:
+        stated = session.objective.constants()
+    except (AttributeError, ValueError):  # rows without a bound state nothing
+        return False
+    taken = [(stated.hessian_lipschitz, rho), (stated.record_smoothness, oracle.smoothness)]
+    if isinstance(oracle, AdaptiveSpider | MiniBatch):
+        taken.append((stated.lipschitz, oracle.clip))
+    weaker = any(given is not None and (least is None or given < least) for least, given in taken)
+    bent = isinstance(oracle, AdaptiveSpider) and oracle.difference_clip is not None
+    return not weaker and not bent
+
+
+def _push(error: EstimateError | None, chi: float, dim: int, *, whole: bool = False) -> float:
+    """The standard deviation of one coordinate that can be relied on to leave a saddle.
+
+    It is the noise of a full query (of a ``whole`` chain in practical runs), if there is noise.
+    """
+    if error is None:
+        return chi / math.sqrt(dim)
+    return (error.noise if whole else error.first_noise) or error.sampling / math.sqrt(dim)
 
 
 def _stop(state: State, reason: str) -> State:
     state.stopped_by, state.done = reason, True
     return state
-
-
-class TheoremParameters(NamedTuple):
-    """Everything equations (4), (5) and Theorem 2 set; ``steps`` is the bound T of (72).
-
-    ``excess`` is the logarithm of 16√C·s·μ²ψ ÷ α: at most 0 where α is consistent.
-    """
-
-    mu: float
-    alpha: float
-    chi: float
-    learning_rate: float
-    escape_steps: int
-    radius: float
-    kappa: float
-    batch_size: int
-    difference_batch_size: int
-    attempts: int
-    steps: int
-    excess: float
-
-
-def solve(
-    constants: LossConstants,
-    *,
-    n: int,
-    dim: int,
-    budget: Budget,
-    risk_bound: float,
-    failure: float = 0.05,
-    scale: float = 1.0,
-    constant: float = 1.0,
-) -> TheoremParameters:
-    """Theorem 2 of paper 003: the settings that its equations (4) and (5) ask for.
-
-    All quantities follow from α and a logarithmic factor μ: χ = α/4, ι = sμ, η = √(ρα)/(Mι)², 𝒯 = ι/(sη√(ρα)),
-    𝒮 = √(α/ρ)/ι^1.5, b₁ = nκ/(2Uη), b₂ = nηχ²/(2U). These give σ and r (Lemma 7), ψ = √(σ² + r²d), and back
-    χ = 4√C·s·μ²·ψ; (5) gives μ from η, ψ and r. The least α that satisfies χ ≥ 4√C·s·μ²·ψ is taken.
-
-    The paper leaves two absolute constants open, "sufficiently large" s and C. Here both default to 1, the least
-    they could be; then the settings are consistent with (4) and (5), but Theorem 1 is not claimed for them. Lemma
-    7's O(·) has constant 1 too, except for the noise, whose standard deviation is exact: it is the calibrated one.
-    At d = 10 and G = M = ρ = U = ε = 1 they need n > 10¹¹ before √(ρα) falls below M.
-
-    The batches of Theorem 2 fit the data up to a constant only: T·b₂ = (5/8)s²μ⁴ log(·)·n exceeds n. A run that
-    follows these settings therefore often stops with its samples used up.
-
-    Args:
-        constants: G, M and ρ of the loss.
-        risk_bound: U ≥ max F − min F.
-        failure: ω.
-        scale: s. constant: C.
-
-    >>> hill = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
-    >>> found = solve(hill, n=10**14, dim=10, budget=Budget(1.0, 1e-6), risk_bound=1.0)
-    >>> found.alpha == 4 * found.chi, found.learning_rate <= 1.0
-    (True, True)
-    """
-    g, m, rho = constants.needed("lipschitz", "smoothness", "hessian_lipschitz")
-    s, c, u = scale, constant, risk_bound
-    for name, number in (("risk_bound", u), ("scale", s), ("constant", c)):
-        Within(0.0, 1e300, closed=False).check(name, number)
-    Within(0.0, 1.0 - 1e-9, closed=False).check("failure", failure)
-    noise = calibrate_event(events.Gaussian, budget=budget)
-    many, few = g**1.5 * math.sqrt(u * rho / n) / m**2.5, (n * budget.epsilon) ** 0.8 * m ** (34 / 15)
-    kappa = max(many, g ** (14 / 15) * dim**0.4 * u**0.8 * rho ** (8 / 15) / few)
-    drift, log_d, quarter = m * math.sqrt(kappa), max(1.0, math.log(dim)), math.sqrt(math.sqrt(c))
-
-    def found(alpha: float) -> TheoremParameters:
-        """All numbers at this α, with the fixed point μ of (5), which enters its right-hand side by logarithms."""
-        chi, gamma, mu = alpha / 4.0, math.sqrt(rho * alpha), 1.0
-        for _ in range(200):
-            iota = s * mu
-            eta = gamma / (m * iota) ** 2
-            b1, b2 = n * kappa / (2.0 * u * eta), n * eta * chi**2 / (2.0 * u)
-            r = noise * math.hypot(g / b1, drift / b2)  # ψ and r are Lemma 7's
-            sigma = log_d * math.hypot(g / math.sqrt(b1), drift / math.sqrt(b2))
-            psi = math.hypot(sigma, r * math.sqrt(dim))
-            # the logarithm of (71), of which Q is 2.5 times, and T of (72)
-            saddles = math.log(max(math.e, 16.0 * iota**3 * u / (s * failure) * math.sqrt(rho / chi**3)))
-            steps = 5.0 * u * s**2 * mu**4 / (4.0 * chi**2 * eta) * saddles
-            inner = math.log(max(math.e, 4.0 * quarter / (s * eta * r) * math.sqrt(psi / rho)))
-            first = math.log(9.0 * dim * inner / (quarter * eta * math.sqrt(s * rho * psi))) / s
-            second = math.log(160.0 * math.sqrt(2.0 * psi / rho) * quarter / (s * math.sqrt(eta * r)))
-            log_t = max(0.0, math.log(4.0 * steps / failure))
-            third = math.sqrt(math.sqrt(c * log_t)) / math.sqrt(math.sqrt(8.0) * s)
-            mu, before = max(first, second, third, 1.0), mu
-            if abs(mu - before) <= 1e-12 * before:
-                break
-        else:
-            raise ValueError("equation (5) has no fixed point at these constants; check G, M, ρ, U.")
-        return TheoremParameters(
-            mu=mu,
-            alpha=alpha,
-            chi=chi,
-            learning_rate=eta,
-            escape_steps=math.ceil(iota / (s * eta * gamma)),
-            radius=math.sqrt(alpha / rho) / iota**1.5,
-            kappa=kappa,
-            batch_size=max(1, round(b1)),
-            difference_batch_size=min(n, max(1, round(b2))),
-            attempts=math.ceil(2.5 * saddles),
-            steps=math.ceil(steps),
-            excess=math.log(16.0 * math.sqrt(c) * s * mu**2 * psi / alpha),
-        )
-
-    low, high = math.log(1e-12), math.log(1e12)  # where α is looked for: on a grid, then by halving
-    grid = [low + (high - low) * k / 240.0 for k in range(241)]
-    top = next((k for k, x in enumerate(grid) if found(math.exp(x)).excess <= 0.0), None)
-    if not top:
-        raise ValueError("no α between 1e-12 and 1e12 satisfies equations (4) and (5); check G, M, ρ, U.")
-    low, high = grid[top - 1], grid[top]
-    for _ in range(100):
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if found(math.exp(middle)).excess <= 0.0 else (middle, high)
-    settings = found(math.exp(high))
-    if (gamma := math.sqrt(rho * settings.alpha)) > m:
-        raise ValueError(
-            f"n={n}: too small for the paper's settings, which give α={settings.alpha:.3g} and √(ρα)={gamma:.3g} "
-            f"> M={m:.3g}, so that every point of small gradient would pass. Use more records, or practical "
-            "settings."
-        )
-    if settings.batch_size > n:
-        raise ValueError(f"n={n}: too small for one full query of b₁={settings.batch_size} records.")
-    return settings

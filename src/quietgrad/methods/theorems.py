@@ -2,19 +2,20 @@
 
 A theorem's O(·) hides constants; the inequality that its proof ends with does not, and that is what is evaluated
 here, with the step, the clip and the noise of the plan. Where a printed proof is loose or wrong the line that
-replaces it is in the docstring. Everything is computed from public numbers, before any data is touched.
+replaces it is in the docstring. Everything is computed from public numbers, before any data is touched. A theorem
+whose constants are not known, or whose assumptions no run enforces, gives a rate, and no limit is printed for it.
 
+>>> from quietgrad.core.accounting.budget import Budget
+>>> from quietgrad.core.plans.schedule import plan
 >>> from quietgrad.methods.rrpsgd import RRPSGD
 >>> from quietgrad.objectives import Logistic
->>> from quietgrad.core.plans.schedule import plan
->>> from quietgrad.core.accounting.budget import Budget
 >>> stated, budget = Logistic(row_bound=1.0, rows="clip").constants(), Budget(1.0, 1e-5, "replace-one")
 >>> known = {"dim": 5, "initial_gap": 0.7}
 >>> made = RRPSGD.theory(stated, n=1000, budget=budget, batch_size=50, sampling="fixed-size", **known)
 >>> for found in bounds(made, stated, plan(made, n=1000, budget=budget), **known):
 ...     print(found)
-004 theorem 5: the mean of ‖∇F‖² is at most 0.0132
-004 theorem 6: the mean over the random round of ‖∇F‖² is at most 0.453, with probability 0.95
+004 theorem 5: ‖∇F‖² is at most 0.0132 in expectation
+004 theorem 6: the mean over the random round of ‖∇F‖² is at most 0.453 with probability 0.95
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
@@ -33,20 +34,53 @@ from quietgrad.methods.stagewise import StagewiseDPSGD
 from quietgrad.tables.queries.local_fit import stability
 
 
-class Bound(NamedTuple):
-    """``what`` is at most ``value``: in expectation, or with ``probability``; ``limit`` is what it is worth."""
+class Always(NamedTuple):
+    """A number that a quantity exceeds in no run whatsoever, and the reason; a bound above it says nothing."""
+
+    value: float
+    because: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a theorem says of one quantity: a limit in expectation or with a probability, or only a rate.
+
+    Args:
+        theorem: paper and theorem.
+        what: the quantity.
+        value: its limit; of a rate, the order of its size.
+        kind: how the limit is meant.
+        probability: with which the limit holds, if ``kind`` is ``"probability"``.
+        always: what the quantity stays below in any case, if that is proved too.
+
+    >>> print(Bound("001 theorem 3.4", "the excess risk", 0.02, "rate"))
+    001 theorem 3.4: the excess risk is of the order of 0.02: a rate, whose constant is not known
+    """
 
     theorem: str
     what: str
     value: float
+    kind: Literal["expectation", "probability", "rate"]
     probability: float | None = None
-    limit: float | None = None
+    always: Always | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "probability") != (self.probability is not None):
+            raise ValueError(f"probability={self.probability!r}: goes with a limit of kind 'probability' alone.")
+        if self.kind == "rate" and self.always is not None:
+            raise ValueError("always: a rate is no limit, so nothing can be above or below it.")
 
     def __str__(self) -> str:
-        sure = "" if self.probability is None else f", with probability {self.probability:g}"
-        empty = self.limit is not None and self.value >= self.limit
-        said = f", which says nothing: it is never above {self.limit:g}" if empty else ""
-        return f"{self.theorem}: {self.what} is at most {self.value:.3g}{sure}{said}"
+        if self.kind == "rate":
+            order = f"{self.what} is of the order of {self.value:.3g}"
+            return f"{self.theorem}: {order}: a rate, whose constant is not known"
+        meant = "in expectation" if self.probability is None else f"with probability {self.probability:g}"
+        limit = f"{self.theorem}: {self.what} is at most {self.value:.3g} {meant}"
+        if self.always is None or self.value < self.always.value:
+            return limit
+        return (
+            f"{limit}, which says nothing: it is never above {self.always.value:g}, because {self.always.because}"
+        )
 
 
 @dataclass(frozen=True)
@@ -118,9 +152,10 @@ def _rounds(algorithm: RRPSGD, known: Known) -> Iterator[Bound]:
     gain, every = steps * (eta - beta * eta * eta / 2.0), (steps + 1) * beta * eta * eta / 2.0
     sampling = 4.0 * lipschitz**2 / algorithm.batch_size
     mean = (gap + every * (sampling + known.dim * s * s)) / gain
-    yield Bound("004 theorem 5", "the mean of ‖∇F‖²", mean, limit=lipschitz**2)
-    whole = constants.smoothness == constants.record_smoothness and eta <= 1.0 / beta
-    if algorithm.sampling == "fixed-size" and whole:
+    plain = constants.smoothness == constants.record_smoothness  # no regulariser, whose slope L does not bound
+    short = Always(lipschitz**2, "no record's gradient is longer than L") if plain else None
+    yield Bound("004 theorem 5", "‖∇F‖²", mean, "expectation", always=short)
+    if algorithm.sampling == "fixed-size" and plain and eta <= 1.0 / beta:
         tail = math.log(3.0 / known.failure)
         root, many = math.sqrt(2.0 * (steps + 1) * tail), known.dim * (steps + 1)
         wander = 2.0 * (eta - beta * eta * eta) * lipschitz**2 * root
@@ -128,13 +163,14 @@ def _rounds(algorithm: RRPSGD, known: Known) -> Iterator[Bound]:
         squares = beta * eta * eta / 2.0 * s * s * (many + 2.0 * math.sqrt(many * tail) + 2.0 * tail)
         high = (gap + wander + squares + every * 4.0 * lipschitz**2) / gain
         what = "the mean over the random round of ‖∇F‖²"
-        yield Bound("004 theorem 6", what, high, 1.0 - known.failure, limit=lipschitz**2)
+        yield Bound("004 theorem 6", what, high, "probability", 1.0 - known.failure, always=short)
 
 
 def _average(algorithm: WeightedAverage, known: Known) -> Iterator[Bound]:
     """Paper 002, theorem 2 (strong convexity) and theorem 3 (Polyak–Łojasiewicz), inequality (11).
 
-    E F(θ_T) − F* ≤ (1−μ/β)ᵀ·gap + (d·s²/2μ)(1 − (1−μ/β)ᵀ) for η = 1/β, s the noise of the mean gradient.
+    E F(θ_T) − F* ≤ (1−μ/β)ᵀ·gap + (d·s²/2μ)(1 − (1−μ/β)ᵀ) for η = 1/β, s the noise of the mean gradient. The gap of
+    the start is no limit: noise can end a run above its start.
     """
     lipschitz, beta = known.constants.needed("lipschitz", "smoothness")
     mu, gap = known.convexity, known.initial_gap
@@ -144,11 +180,16 @@ def _average(algorithm: WeightedAverage, known: Known) -> Iterator[Bound]:
     left = (1.0 - mu / beta) ** algorithm.steps
     value = left * gap + known.dim * known.noise(algorithm.clip) ** 2 / (2.0 * mu) * (1.0 - left)
     number = 2 if known.growth is None else 3
-    yield Bound(f"002 theorem {number}", "the mean of F(θ_T) − min F", value, limit=gap)
+    yield Bound(f"002 theorem {number}", "F(θ_T) − min F", value, "expectation")
 
 
 def _output(algorithm: OutputPerturbation, known: Known) -> Iterator[Bound]:
     """Paper 004, section 3.1, with the tail of the noise: ‖z‖ ≤ s(√d + √(2 ln(1/γ))).
+
+    The printed theorems are about the mean, up to a constant. Their proof of the (ε, δ) case of theorem 2 ends with
+    50L²(μ+β)²(d+1)d/(n²ε²μ²β), which is short of the noise's own 25L²(μ+β)²d·ln(2/δ)/(n²ε²μ²β) where
+    2(d+1) < ln(2/δ). Here the noise is the plan's and the statement holds with probability. The noise has no
+    largest length, so no limit holds in every run.
 
     Strongly convex: ‖w_T − ŵ‖ ≤ (1−ημ)ᵀD and F(w) − F(ŵ) ≤ (β/2)‖w − ŵ‖². Convex: D²/(2ηT) + L‖z‖ for η ≤ 1/β.
     New records, by inequality (18) of Shalev-Shwartz et al. (2009) with half of γ for each part:
@@ -169,25 +210,26 @@ def _output(algorithm: OutputPerturbation, known: Known) -> Iterator[Bound]:
     if not mu:
         if eta <= 1.0 / beta:
             value = far * far / (2.0 * eta * algorithm.steps) + lipschitz * length(known.failure)
-            yield Bound("004 theorem 3", "F(w) − min F", value, sure, limit=lipschitz * far)
+            yield Bound("004 theorem 3", "F(w) − min F", value, "probability", sure)
         return
 
     def error(failure: float) -> float:
         return beta / 2.0 * ((1.0 - eta * mu) ** algorithm.steps * far + length(failure)) ** 2
 
-    yield Bound("004 theorem 2", "F(w) − min F", error(known.failure), sure, limit=beta / 2.0 * far**2)
+    yield Bound("004 theorem 2", "F(w) − min F", error(known.failure), "probability", sure)
     half = known.failure / 2.0
     steep = lipschitz + mu * (2.0 * far + length(half))
     new = math.sqrt(2.0 * steep**2 / mu * error(half)) + 4.0 * steep**2 / (half * mu * n)
-    limit = lipschitz * far
-    yield Bound("004 excess risk, regularised", "the risk on new records above the least", new, sure, limit=limit)
+    what = "the risk on new records above the least"
+    yield Bound("004 excess risk, regularised", what, new, "probability", sure)
     what = "the risk without the regulariser on new records above the least"
-    yield Bound("004 excess risk, convex", what, new + mu / 2.0 * far**2, sure, limit=limit)
+    yield Bound("004 excess risk, convex", what, new + mu / 2.0 * far**2, "probability", sure)
 
 
 def _stages(algorithm: StagewiseDPSGD, known: Known) -> Iterator[Bound]:
-    """Paper 001, theorems 3.3 and 3.4 as printed, for losses in [0, 1]; θ = 1.
+    """Paper 001, theorems 3.3 and 3.4 as printed, for losses in [0, 1]; θ = 1. Both are rates here.
 
+    No loss of a run is kept in [0, 1], so theorem 3.3 limits none; theorem 3.4 is printed up to a constant.
     1/(c₄μ) is η⁰(T⁰ − t + t/(2(1−ϱ))). The exponent of e grows with the steps of momentum, and the last term,
     (Tᴷ+1)B/n, is above 1 after one pass over the data: for what people run the bound says nothing, and the one that
     privacy itself implies (:attr:`~quietgrad.core.plans.schedule.Plan.generalization`) does.
@@ -204,11 +246,11 @@ def _stages(algorithm: StagewiseDPSGD, known: Known) -> Iterator[Bound]:
     if on and rho:
         late = math.log1p(1.0 / (2.0 * rho)) - 0.5 * math.log1p(1.0 / (rho * on))
         value += 2.0 * lipschitz**2 * reach / n * _exp(grown + 2.0 * rho * (on - 1)) * late
-    yield Bound("001 theorem 3.3", "the mean risk on new records above that on these", value, limit=1.0)
+    yield Bound("001 theorem 3.3", "the mean risk on new records above that on these", value, "rate")
     budget = known.plan.budget
     signal = known.dim * (lipschitz / (n * budget.epsilon)) ** 2 * math.log(1.0 / budget.delta) / mu
-    what = "the mean risk on new records above the least, up to the theorem's constant,"
-    yield Bound("001 theorem 3.4", what, max(signal, math.sqrt(1.0 / (mu * n))))
+    what = "the mean risk on new records above the least"
+    yield Bound("001 theorem 3.4", what, max(signal, math.sqrt(1.0 / (mu * n))), "rate")
 
 
 def _exp(exponent: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,7 +22,7 @@ from quietgrad.core.sampling.samplers import (
     hashed_slots,
     permuted_slots,
 )
-from quietgrad.core.sampling.schemes import Poisson, Sampling, batch_of, check_records
+from quietgrad.core.sampling.schemes import MeanError, Poisson, Sampling, batch_of, check_records
 
 if TYPE_CHECKING:
     from quietgrad.core.noise.correlated import BandedToeplitzNoise
@@ -76,6 +77,17 @@ class SinglePass(Sampling, kind="single-pass"):
 
     def expected_batch(self, n_public: int) -> float:
         return float(self.batch_size)
+
+    def mean_error(self, n_public: int) -> MeanError:
+        """Return the error of fresh records: given all earlier ones, independent draws from the population.
+
+        Permuted slots hold exactly b of them, and one adds (g − E g)/b. Slots that records draw on their own hold a
+        random number, which depends on the earlier ones. If the number of all records were Poisson with mean n,
+        they would be independent Poisson numbers, and one record would add g/b less its share of the mean. That
+        number is n with probability above 1/(e√n), so what is claimed of n records fails at most e√n times as
+        often. Scans and parties draw slots on their own under either relation; so this is always counted.
+        """
+        return MeanError(1.0 / self.batch_size, 2.0 / self.batch_size, "population", math.e * math.sqrt(self.n))
 
     def sampler(self, n_records: int, stream: SecureStream) -> SlotSampler:
         """Return the sampler that hands out slots in order and refuses when they are used up."""

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,22 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, type[Sampling]] = {}
 _WHOLE_NUMBERS = ("n", "batch_size", "steps_per_epoch", "cohorts")
+
+Risk = Literal["population", "records"]
+"""Which mean a batch stands for: that of the population all records are drawn from, or that of these records."""
+
+
+class MeanError(NamedTuple):
+    """How a batch's sum ÷ its expected size differs from a mean, for contributions no longer than 1.
+
+    Given all earlier batches, the error is a sum over records with mean zero. ``variance`` bounds its mean square,
+    ``longest`` what one record adds to it. Probabilities are at most ``odds`` times those of such a sum.
+    """
+
+    variance: float
+    longest: float
+    risk: Risk | None
+    odds: float = 1.0
 
 
 class Sampling(ABC):
@@ -79,6 +95,10 @@ class Sampling(ABC):
     @abstractmethod
     def expected_batch(self, n_public: int) -> float:
         """Return the public number that sums are divided by."""
+
+    def mean_error(self, n_public: int) -> MeanError | None:
+        """Return how a batch's mean differs from the mean it stands for; ``None`` where no bound is proved."""
+        return None
 
     @abstractmethod
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
@@ -218,6 +238,9 @@ class FullBatch(Sampling, kind="full"):
     def expected_batch(self, n_public: int) -> float:
         return float(n_public)
 
+    def mean_error(self, n_public: int) -> MeanError:
+        return MeanError(0.0, 0.0, "records")
+
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         return Everyone()
 
@@ -252,6 +275,11 @@ class Poisson(Sampling, kind="poisson"):
 
     def expected_batch(self, n_public: int) -> float:
         return self.rate * n_public
+
+    def mean_error(self, n_public: int) -> MeanError:
+        """Return the error of (1/qn)ΣBᵢgᵢ, Bᵢ = 1 with probability q: a record adds (Bᵢ − q)gᵢ/qn to it."""
+        size, missing = self.expected_batch(n_public), 1.0 - self.rate
+        return MeanError(missing / size, (max(self.rate, missing) if missing else 0.0) / size, "records")
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         """Return a sampler that draws the batch's size, then a subset of that size."""
@@ -419,6 +447,13 @@ class FixedSize(Sampling, kind="fixed-size"):
 
     def expected_batch(self, n_public: int) -> float:
         return float(self.batch_size)
+
+    def mean_error(self, n_public: int) -> MeanError:
+        """Return the error of b independent draws.
+
+        A convex function of a sum has no larger mean without replacement than with it (Hoeffding 1963, theorem 4).
+        """
+        return MeanError(1.0 / self.batch_size, 2.0 / self.batch_size, "records")
 
     def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
         check_records(self, n_records, self.n)

@@ -6,17 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.core.plans.method import config_of
 from quietgrad.core.plans.schedule import Law, Plan, Slot
 from quietgrad.core.sampling import Sampling
+from quietgrad.core.sampling.schemes import MeanError
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.queries import Asked, Objective
 from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector
+from quietgrad.methods.oracles.error_bounds import EstimateError
 
 Noise = Literal["independent", "correlated"] | Mechanism
 """Independent Gaussian noise, noise that the next releases take back, or a mechanism that releases sums."""
@@ -31,20 +33,6 @@ class Estimate:
     previous: Vector | None = None
     drift: float = 0.0
     calls: int = 0
-
-
-class EstimateError(NamedTuple):
-    """What separates an estimate from the gradient: ``sampling`` in norm, ``noise`` in each coordinate.
-
-    ``sampling`` is σ of paper 003, a bound on √E‖·‖²; ``noise`` is r, the standard deviation of the Gaussian part.
-    """
-
-    sampling: float
-    noise: float
-
-    def size(self, dim: int) -> float:
-        """ψ = √(σ² + r²d)."""
-        return math.hypot(self.sampling, self.noise * math.sqrt(dim))
 
 
 class Oracle(Protocol):
@@ -130,6 +118,19 @@ def noise_multiplier(session: Session) -> float:
     """
     louder = max(slot.mechanism.loudness for slot in session.plan.schedule.slots)
     return session.plan.noise_multiplier * math.sqrt(session.plan.variance_factor) * louder
+
+
+def batch_part(session: Session, slot: str, length: float) -> tuple[MeanError | None, float, float]:
+    """A slot's part in an estimate's error: that of its batches' means, their size, and its clip.
+
+    Where several curators of this plan answer as one, their batches together are so much larger than the plan's.
+    """
+    sampling, size = session.plan.schedule[slot].sampling, session.expected_batch(slot)
+    error = sampling.mean_error(session.plan.n_public)
+    if error is not None:
+        share = sampling.expected_batch(session.plan.n_public) / size
+        error = error._replace(variance=share * error.variance, longest=share * error.longest)
+    return error, size, length
 
 
 def constant_of(setting: str, name: str, given: float | None, session: Session) -> float:

@@ -43,13 +43,14 @@ from quietgrad.core.settings import Count, Positive
 from quietgrad.core.vectors import Vector, norm
 from quietgrad.methods.oracles.base import (
     Estimate,
-    EstimateError,
     Noise,
     Oracle,
+    batch_part,
     constant_of,
     noise_multiplier,
     slot_of,
 )
+from quietgrad.methods.oracles.error_bounds import EstimateError, chain_error
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,12 @@ class MiniBatch(Oracle):
         yield "gradient", Asked(GradientQuery(params, self.clip))
 
     def error(self, session: Session) -> EstimateError:
-        """σ ≤ C/√b and r = zC/b."""
-        size = session.expected_batch("gradient")
-        return EstimateError(self.clip / math.sqrt(size), noise_multiplier(session) * self.clip / size)
+        """σ ≤ C/√b and r = zC/b; every estimate is a chain of its own."""
+        return chain_error(
+            (batch_part(session, "gradient", self.clip),),
+            noise=noise_multiplier(session),
+            chains=session.plan.schedule["gradient"].count,
+        )
 
 
 def first_apart(sampling: str, cohorts: int | None, noise: Noise) -> bool:
@@ -258,12 +262,11 @@ class AdaptiveSpider(Oracle):
 
     def error(self, session: Session) -> EstimateError:
         """Lemma 7 with its constants: σ² = G²/b₁ + M²κ/b₂ and r² = (zG/b₁)² + (zM/b₂)²κ."""
-        full, difference = (session.expected_batch(slot) for slot in ("o1", "o2"))
-        g, m_drift = self.lipschitz(session), self.smooth(session) * math.sqrt(self.drift_limit(session))
-        z = noise_multiplier(session)
-        return EstimateError(
-            math.hypot(g / math.sqrt(full), m_drift / math.sqrt(difference)),
-            z * math.hypot(g / full, m_drift / difference),
+        drifted = self.smooth(session) * math.sqrt(self.drift_limit(session))
+        return chain_error(
+            (batch_part(session, "o1", self.lipschitz(session)), batch_part(session, "o2", drifted)),
+            noise=noise_multiplier(session),
+            chains=session.plan.schedule["o1"].count,
         )
 
 
