@@ -22,7 +22,7 @@ from quietgrad.federation.simulation import InProcess, assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Array, Message, decode, encode
 from quietgrad.tables.losses import Logistic
-from tests.hostile import HOSTILE
+from tests.malformed_party import HOSTILE
 from tests.talk import people, toml_plan
 from tests.test_federate_network import ended, folder, plan_text, start
 
