@@ -37,7 +37,7 @@ from quietgrad.core.ledger import chain
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
-from quietgrad.core.session import checkpoint
+from quietgrad.core.session import checkpoint, statement
 from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.data import load, scan
 from quietgrad.federation.plan_file import read_plan
@@ -150,7 +150,7 @@ def _parquet_seeds() -> list[bytes]:
 
 
 def _result() -> tuple[dict[str, Any], bytes]:
-    privacy = result.Privacy(
+    privacy = statement.Privacy(
         2.6, 1e-5, qg.Relation.ADD_REMOVE, "gaussian-exact", 5.0, gaussian(5.0, 10), {"gradient": 10}, "all",
         "anyone", "default", True,
     )  # fmt: skip

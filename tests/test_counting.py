@@ -195,7 +195,7 @@ def _front_ends(path: Path) -> dict[str, Any]:
     asked: dict[str, Any] = {"epsilon": 1.0, "delta": 0.01, "relation": "replace-one", "ledger": path}
     box: dict[str, Any] = {"feature_bounds": [(-1, 1)] * 2}
     fitted = estimators.PrivateLogisticRegression(classes=[0, 1], epsilon=2.0, **box).fit(X, y)
-    budget = qg.Budget(1.0, 0.01, "replace-one")
+    budget = qg.Budget(1.0, 0.01, qg.Relation.REPLACE_ONE)
     method = qg.DPGD(steps=3, learning_rate=1.0)
     return {
         "minimize": lambda: qg.minimize(qg.objectives.Logistic(), (X, y), method, budget=budget, ledger=path),

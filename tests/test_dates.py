@@ -29,7 +29,7 @@ BOUNDS = {"when": ("2020-01-01", "2022-12-31")}
 
 
 def frame(unit: str, *, category: bool) -> Any:
-    columns: dict[str, Any] = {"when": pd.Series(WHEN).astype(f"datetime64[{unit}]")}
+    columns: dict[str, Any] = {"when": pd.Series(WHEN.astype(f"datetime64[{unit}]"))}
     columns["group"] = pd.Categorical(GROUP, ["x", "y"]) if category else GROUP == "x"
     return pd.DataFrame(columns)
 

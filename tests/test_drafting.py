@@ -133,10 +133,11 @@ def test_a_draft_is_the_same_for_every_kind_of_file_and_train_reads_it(tmp_path:
     schema.write_text(filled_in(draft.to_toml()))
     data = load(path, schema=schema)
     assert data.feature_names is not None
-    assert np.allclose(data.X[:, 0], [row[0] / 100 for row in ROWS])
-    assert np.allclose(data.X[:, 2], [row[2] for row in ROWS])
+    features = np.asarray(data.X)
+    assert np.allclose(features[:, 0], [row[0] / 100 for row in ROWS])
+    assert np.allclose(features[:, 2], [row[2] for row in ROWS])
     days = [(row[3] - date(2020, 1, 1)).days / 366 for row in ROWS]
-    assert np.allclose(data.X[:, data.feature_names.index("joined days")], days)
+    assert np.allclose(features[:, data.feature_names.index("joined days")], days)
     assert data.y.tolist() == [row[5] for row in ROWS]
 
 
@@ -158,10 +159,11 @@ def test_a_word_for_a_gap_is_a_gap_for_the_draft_and_for_train(tmp_path: Path, k
     schema.write_text(filled_in(draft.to_toml()))
     data = load(path, schema=schema)
     assert data.feature_names is not None
+    features = np.asarray(data.X)
     for place, name in enumerate(HEADER[:4]):
-        flags = data.X[:, data.feature_names.index(f"{name} missing")]
+        flags = features[:, data.feature_names.index(f"{name} missing")]
         assert flags.tolist() == [float(k % 5 == place) for k in range(len(ROWS))]
-    ages = data.X[:, data.feature_names.index("age")]
+    ages = features[:, data.feature_names.index("age")]
     assert np.allclose(ages, [0 if k % 5 == 0 else row[0] / 100 for k, row in enumerate(ROWS)])
 
 

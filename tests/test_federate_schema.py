@@ -143,7 +143,9 @@ def run_all(folder: Path, start: Any, name: str) -> None:
     Path("plan.toml").write_text(plan_text(written(plan_of(name))))
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
     file = read_plan("plan.toml")
-    words = [("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")]
+    words: list[tuple[str, ...]] = [
+        ("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")
+    ]
     words += [("server", "plan.toml", "--keys", f"keys/{each}") for each in file.plan.servers]
     for seed, party in enumerate(file.parties):
         Path(f"{party}.csv").write_text(table(name, seed))
@@ -186,7 +188,9 @@ def test_a_partys_own_run_is_borne_out_by_its_own_ledger(
     """Under an account of its own naming, in its folder or in a ledger elsewhere."""
     Path("plan.toml").write_text(plan_text(written(plan_of("schema"))))
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
-    words = [("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")]
+    words: list[tuple[str, ...]] = [
+        ("server", "plan.toml", "--keys", "keys/coordinator", "--out", "model", "--wait", "60")
+    ]
     for seed, party in enumerate("ab"):
         Path(f"{party}.csv").write_text(table("schema", seed))
         party_words = ("party", "plan.toml", "--keys", f"keys/{party}", "--data", f"{party}.csv", "--out", party)

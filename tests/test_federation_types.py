@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tomllib
 from collections.abc import Callable, Iterator
 from datetime import date, datetime, time
 from functools import partial
@@ -14,7 +15,6 @@ import pytest
 
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.data.schema import read_schema
-from quietgrad.federation import plan_file
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.plan_file import PlanFile, parse_plan
 from quietgrad.federation.provisioning import provision
@@ -62,7 +62,7 @@ def replaced(content: Any, place: tuple[Any, ...], value: Any) -> Any:
 def planned(content: dict[str, Any]) -> PlanFile:
     """The plan of a file with this content, of which TOML could have every value."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_file.tomllib, "loads", lambda text: content)
+        patch.setattr(tomllib, "loads", lambda text: content)
         file = parse_plan("any")
     _ = file.plan
     return file

@@ -123,7 +123,7 @@ def test_losses_are_the_same_from_both(name: str) -> None:
     classes = {"binary": 2, "multiclass": 3, "regression": None}[loss.task]
     data = {"features": 2} if classes is None else {"features": 2, "classes": list(range(classes))}
     settings = {"intercept": True, "row_bound": 2, "rows": "clip", "regularizer": "l2:0.1"}
-    written, facts = objective_of({"name": name + knob, **settings}, data)
+    written, _, facts = objective_of({"name": name + knob, **settings}, data)
     assert objective_from(facts) == written  # what a model is saved with makes the same objective
     spoken = {"objective": name + knob, **settings, "task": loss.task, "classes": classes}
     assert objective_from(spoken) == written

@@ -243,7 +243,7 @@ def test_a_summary_that_would_say_nothing_is_refused() -> None:
 def test_standard_errors_that_a_counted_n_cannot_pay_for_are_left_out_with_a_statement(tmp_path: Path) -> None:
     """The count is a release: a refusal after it had cost the budget of the count and left no model."""
     X, y = table(800)
-    asked = {"epsilon": 0.5, "classes": [0, 1], "feature_bounds": [(-6, 6)] * 6, "inference": True}
+    asked: dict[str, Any] = {"epsilon": 0.5, "classes": [0, 1], "feature_bounds": [(-6, 6)] * 6, "inference": True}
     model = PrivateLogisticRegression(ledger=tmp_path / "ledger.jsonl", **asked)
     with pytest.warns(TooNoisyWarning, match="not bought"):
         model.fit(X, y)
