@@ -30,9 +30,9 @@ from quietgrad.cli.scoring import (
 )
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, write_atomically
-from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.sanitize import sanitize
+from quietgrad.core.session.opening import Terms
 from quietgrad.data.address import public
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset
@@ -274,7 +274,7 @@ def evaluate(
         named = ledger_of(folder) if spec.ledger is None else Path(spec.ledger)
         there = spec.ledger is not None or named.exists()
         book = named if there and named.resolve() != project_path().resolve() else None
-        payer = Account.of(spec.account or "held-out", book, None)
+        payer = Terms.of(None, account=spec.account or "held-out", ledger=book).account
     model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
     assert spec.epsilon is not None
     with usage():

@@ -31,6 +31,7 @@ from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, read_json, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.state import LONGEST, check_account_name
+from quietgrad.core.session.opening import Terms
 from quietgrad.core.settings import field_values, fields_of
 from quietgrad.data.address import Address, is_address, public
 from quietgrad.data.dataset import Dataset, check_task
@@ -442,7 +443,7 @@ def account_of(data: str | Path | None, name: str | None, ledger: Path | None, c
             name = check_account_name(" ".join(parts)[-LONGEST:])
         except ValueError:  # a file whose name is none for an account
             name = "default"
-    paid = Account.of(name, ledger, cap)
+    paid = Terms.of(None, account=name, ledger=ledger, cap=cap).account
     return replace(paid, table=Path(data)) if data is not None and Path(data).is_file() else paid
 
 

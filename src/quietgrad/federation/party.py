@@ -27,6 +27,7 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.mechanisms import NoiseSource
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
+from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
 from quietgrad.core.vectors import zeros_like
 from quietgrad.federation import wire
@@ -351,7 +352,7 @@ class PartyCurator(Member):
         # What is kept goes on after a restart, and without a ledger nothing does.
         people = Account(account, ledger, cap)
         if folder is not None:
-            people = Account.of(account, ledger, cap, seeded=seed is not None)
+            people = Terms.of(plan.budget, account=account, ledger=ledger, cap=cap, seed=seed).account
         self.private_notes: list[str] = []
         """Sums that could not be made, with the reason, which may hold a record's value: for this party alone."""
         self._seed = seed

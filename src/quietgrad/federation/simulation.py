@@ -14,9 +14,9 @@ import numpy as np
 
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import DataError
-from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.rng import fresh_key
+from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Objective
 from quietgrad.core.vectors import Vector
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
@@ -115,7 +115,7 @@ def simulate(
         records_per_person=records_per_person, unit="person" if by_person else "record",
         start=start,
     )  # fmt: skip
-    payer = Account.of(account, ledger, cap, seeded=seed is not None)
+    payer = Terms.of(budget, account=account, ledger=ledger, cap=cap, seed=seed).account
     if budget is not None:
         loss = plan.asks(objective)
 
