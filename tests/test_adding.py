@@ -34,6 +34,9 @@ USES = {
     "assert made.params[0] > 0 == made.params[1] and 3.9 < made.privacy.epsilon <= 4.0",
     "parse_npy": "from quietgrad.data import load\nnp.save('rows.npy', np.column_stack([X, y]))\n"
     "data = load('rows.npy'); assert data.task == 'binary' and data.X.shape == (500, 2)",
+    "clipped_mean": "from quietgrad.estimators.clipped_mean import clipped_mean\n"
+    "mean, privacy = clipped_mean(X + 1.0, 5.0, budget=qg.Budget(4.0, 1e-5), n_public=500)\n"
+    "assert abs(mean - 1.0).max() < 0.3 and 3.9 < privacy.epsilon <= 4.0 and privacy.releases == {'sum': 1}",
     "units": "from quietgrad.cli import main\nassert main(['units']) == 0",
 }
 
