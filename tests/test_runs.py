@@ -18,7 +18,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.assurance.certificates import check, issue
 from quietgrad.cli import main
-from quietgrad.core.errors import BudgetError, DataError, LedgerError
+from quietgrad.core.accounting.budget import PrivacyUnit
+from quietgrad.core.errors import BudgetError, DataError, LedgerError, UnprovableError
 from quietgrad.core.ledger import chain
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger, project_ledger
@@ -227,18 +228,30 @@ def test_runs_on_one_table_add_up_and_others_do_not(tmp_path: Path) -> None:
     assert accounts()["patients"] == 1
 
 
-@pytest.mark.parametrize("account", ["patients", "default"])
 @pytest.mark.parametrize("by_person_first", [False, True])
-def test_an_account_has_one_privacy_unit_and_no_name_is_derived(account: str, by_person_first: bool) -> None:
+def test_an_account_has_one_privacy_unit_and_no_name_is_derived(by_person_first: bool) -> None:
     """A cap that ran by person holds by record too: the other unit is refused, not charged under another name."""
     ids = np.arange(60) // 2
     first, second = (ids, None) if by_person_first else (None, ids)
-    fit(2, account=account, person=first)
-    names = set(accounts())
+    fit(2, account="patients", person=first)
     with pytest.raises(BudgetError, match="do not add up"):
-        fit(2, account=account, person=second)
-    assert set(accounts()) == names
-    fit(2, account="others", person=second)
+        fit(2, account="patients", person=second)
+    assert set(accounts()) == {"patients"}
+
+
+def test_a_table_without_an_account_has_one_name_and_no_common_total_of_two_units() -> None:
+    ids = np.arange(60) // 2
+    fit(2)
+    fit(2, person=ids)
+    (name,) = accounts()
+    with pytest.raises(UnprovableError, match="do not add up"):
+        project_ledger().spent(name, delta=1e-5, relation="add-remove")
+    for unit in (PrivacyUnit.RECORD, PrivacyUnit.PERSON):
+        assert project_ledger().spent(name, delta=1e-5, relation="add-remove", unit=unit).epsilon <= 1.0
+    project_ledger().set_cap("default", qg.Budget(5.0, 1e-5))  # one that holds cannot be proved for both
+    for person in (None, ids):
+        with pytest.raises(BudgetError, match="do not add up"):
+            fit(2, person=person)
 
 
 def test_a_cap_on_default_bounds_all_runs_that_name_no_account() -> None:

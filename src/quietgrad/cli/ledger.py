@@ -196,13 +196,16 @@ def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
         if held is None:
             return []
         account = held.reservation.account
-        runs = ledger.book().runs(account)
-        spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation).epsilon
+        book, unit = ledger.book(), privacy.unit
+        runs = book.runs(account, unit)
+        spent = ledger.spent(account, delta=privacy.delta, relation=privacy.relation, unit=unit).epsilon
     except QuietgradError:  # the total is a service; the run's own statement stands
         return []
     many = "1 run" if runs == 1 else f"{runs} runs"
     named = canonical_account_name(account) == canonical_account_name(privacy.account or "")
     people = repr(account) if named else "this table"
+    if len(book.units(account)) > 1:
+        people += f", of those by {unit}; others do not add up with them"
     return [("spent so far", f"ε = {spent:.4g} by {many} on {people}")]
 
 

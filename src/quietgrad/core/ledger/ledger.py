@@ -33,6 +33,7 @@ from quietgrad.core.ledger.state import (
     check_account_name,
     compose_events,
     fingerprint,
+    is_unnamed,
     may_give_back,
     salted,
     state_folder,
@@ -250,20 +251,23 @@ class Ledger:
             self._book(writer.entries)
             writer.append("adopt", {"reason": reason})
 
-    def spent(self, account: str, *, delta: float, relation: str | Relation) -> ProvedGuarantee:
+    def spent(
+        self, account: str, *, delta: float, relation: str | Relation, unit: PrivacyUnit | None = None
+    ) -> ProvedGuarantee:
         """Prove what all entries of ``account`` together cost: open ones in full, closed ones as charged.
 
+        ``unit`` asks for the entries about that privacy unit alone; without it all must be about one.
         Runs planned under replace-one have no cost under add-remove (``UnprovableError``): they publish n, and
         some of their bounds are about two records, not one.
         """
         book, asked = self.book(), Relation.parse(relation)
-        if len(book.units(account)) > 1:
+        if unit is None and len(book.units(account)) > 1:
             raise UnprovableError(
                 f"account {account!r}: some of its runs are about a record each, others about a person each; their "
                 "costs do not add up."
             )
         _check_relation(book.relations(account), asked)
-        return _prove(book.counted(account), check_delta(delta), asked)
+        return _prove(book.counted(account, unit), check_delta(delta), asked)
 
     def cap(self, account: str) -> Budget | None:
         """The account's newest cap, if it has one."""
@@ -352,7 +356,9 @@ def _check_charge(
     book: LedgerState, account: str, event: events.Event, relation: Relation, cap: Budget | None, unit: PrivacyUnit
 ) -> None:
     """Raise ``BudgetError`` if the account counts another unit, or would exceed its own caps or the one given."""
-    if any(known is not unit for known in book.units(account)):
+    # A table that no account was named for may be read by record and by person: its totals are stated by unit, and
+    # where a cap bounds one, the other is refused below.
+    if not is_unnamed(account) and any(known is not unit for known in book.units(account)):
         other = PrivacyUnit.PERSON if unit is PrivacyUnit.RECORD else PrivacyUnit.RECORD
         raise BudgetError(
             f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "

@@ -75,6 +75,11 @@ def unnamed(mark: str) -> str:
     return f"table {mark[:16]}"
 
 
+def is_unnamed(account: str) -> bool:
+    """Whether lines under ``account`` are of a table for which the caller named no account."""
+    return _UNNAMED.fullmatch(canonical_account_name(account)) is not None
+
+
 def same(name: str, other: str | None) -> bool:
     """Whether lines under ``name`` are those of the account that a run was charged to as ``other``.
 
@@ -85,7 +90,7 @@ def same(name: str, other: str | None) -> bool:
         return False
     shown = canonical_account_name(name)
     return shown == canonical_account_name(other) or (
-        canonical_account_name(other) in NAMELESS and _UNNAMED.fullmatch(shown) is not None
+        canonical_account_name(other) in NAMELESS and is_unnamed(shown)
     )
 
 
@@ -229,7 +234,7 @@ class LedgerState:
 
     def bounds(self, account: str) -> list[tuple[str, Budget]]:
         """The caps that a new entry of ``account`` must keep, each with the account whose total it bounds."""
-        names = [account, *(name for name in NAMELESS if _UNNAMED.fullmatch(canonical_account_name(account)))]
+        names = [account, *(NAMELESS if is_unnamed(account) else ())]
         return [(name, cap) for name in names for cap in self.caps_of(name)]
 
     def accounts(self) -> tuple[str, ...]:
@@ -253,17 +258,18 @@ class LedgerState:
         mine = [h for h in self.held.values() if h.reservation.run == run and h.state != "cancelled"]
         return max(reversed(mine), key=lambda held: held.state == "open", default=None)  # max takes the first
 
-    def counted(self, account: str) -> list[events.Event]:
-        """The events that count for one account."""
-        return [held.counts for held in self.of(account) if held.counts is not None]
+    def counted(self, account: str, unit: PrivacyUnit | None = None) -> list[events.Event]:
+        """The events that count for one account; those about ``unit`` alone, if one is given."""
+        lines = self.of(account)
+        return [held.counts for held in lines if held.counts is not None and unit in (None, held.reservation.unit)]
 
     def charged(self, account: str) -> list[Reservation]:
         """The reservations that count for one account."""
         return [held.reservation for held in self.of(account) if held.counts is not None]
 
-    def runs(self, account: str) -> int:
+    def runs(self, account: str, unit: PrivacyUnit | None = None) -> int:
         """How many runs count for one account; one may have several entries (a count, epochs)."""
-        return len({run_of(one.run) for one in self.charged(account)})
+        return len({run_of(one.run) for one in self.charged(account) if unit in (None, one.unit)})
 
     def relations(self, account: str) -> set[Relation]:
         """The relations that what counts for one account was planned under."""
