@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.tables.privacy_units import UnitGrouping, UserLevelRecords
 from quietgrad.torch.loops import distributed
-from quietgrad.torch.networks import gradients, module, one_record, records, taps, trees
+from quietgrad.torch.networks import gradients, module, one_record, program_state, records, taps
 from quietgrad.torch.networks.randomness import PerRecordRNG, RecordSeeds
 from quietgrad.torch.networks.vectors import SizeBucket, UnitAssignment
 
@@ -137,11 +137,12 @@ def uses_measured_apart(patch: Patch) -> None:
 def buffers_kept(patch: Patch) -> None:
     """What a program writes into a buffer stays there."""
     patch.setattr(one_record, "_copied", lambda buffer: buffer)
+    patch.setattr(program_state.ProgramState, "_put_back", lambda self: None)
 
 
 def attributes_stay(patch: Patch) -> None:
     """What a program keeps in a module's attributes stays there."""
-    patch.setattr(trees.ModuleState, "attributes_kept", lambda self: nullcontext())
+    patch.setattr(program_state.ProgramState, "_put_back", lambda self: None)
 
 
 def all_to_a_collate(patch: Patch) -> None:

@@ -160,7 +160,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         split: _Split | None = None
         rounds: list[Any] = []
 
-        def prepare(method: _SearchReleases, plan: Plan, start: object) -> None:
+        def prepare(method: SearchReleases, plan: Plan, start: object) -> None:
             """Split the people and make the models of all rounds; nothing is charged for the search yet."""
             nonlocal split
             split = self._split(whom, accepted.shape[0], plan.n_public, budget)
@@ -182,7 +182,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
             n_public=self.estimator.n_public if budget.relation is Relation.ADD_REMOVE else None,
         )  # fmt: skip
         best = None
-        method = _SearchReleases(float(self.mean_rounds))
+        method = SearchReleases(float(self.mean_rounds))
         with opened(whom.asks(Scoring()), whom.of_data((X, labels)), method, terms, check=prepare) as active:
             session = active.session
             assert split is not None
@@ -366,7 +366,7 @@ class _Split(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _SearchReleases(HasSchedule):
+class SearchReleases(HasSchedule):
     """The releases of a private search: of a random number of rounds the best is told.
 
     Training and scoring see disjoint records, so a round costs one Gaussian release.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,7 @@ from quietgrad.core.accounting.accounting import gdp_mu
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
 from quietgrad.core.noise.rng import SecureStream, fresh_key
-from quietgrad.core.plans.counting import PublicCount
-from quietgrad.core.plans.schedule import Plan, Schedule, Slot, calibrate_plan
+from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import GradientQuery, Objective, RecordAdapter
@@ -45,10 +44,10 @@ from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateLinearRegression,
     PrivateLogisticRegression,
-    PrivateSearch,
 )
+from quietgrad.estimators.base import PrivateModel
 from quietgrad.estimators.describing import _SHARES, _Describe
-from quietgrad.estimators.search import _rounds
+from quietgrad.estimators.search import SearchReleases, _rounds
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import allocate_range_estimation
@@ -196,9 +195,14 @@ class _Planned(Exception):
     """Carries the plan that a fit was about to open."""
 
 
-def _stop(curator: object, plan: Plan) -> None:
-    """Stop a fit before its session opens, so that nothing is charged."""
-    raise _Planned(plan)
+def _stop_when_planned(model: PrivateModel) -> None:
+    """Let a fit stop once it has its plan, before its session opens, so that nothing is charged."""
+    planned = model._plan
+
+    def stop(*size: Any, **how: Any) -> Plan:
+        raise _Planned(planned(*size, **how))
+
+    model.__dict__["_plan"] = stop
 
 
 def _estimators(runs: int) -> Iterator[AuditReport]:
@@ -215,7 +219,7 @@ def _estimators(runs: int) -> Iterator[AuditReport]:
         PrivateLinearRegression(epsilon=6.0, n_public=n, row_bound=1.0),
         PrivateAdditiveClassifier(epsilon=6.0, n_public=n),
     ):
-        model.__dict__["_open"] = _stop
+        _stop_when_planned(model)
         try:
             model.fit(X, y)
         except _Planned as planned:
@@ -232,12 +236,11 @@ def _search(runs: int) -> Iterator[AuditReport]:
     """The plan of a search: noise of its scores, the law of the number of rounds, and the best score."""
     started = time.perf_counter()
     budget = Budget(6.0, 1e-5, Relation.REPLACE_ONE)
-    model = PrivateLogisticRegression(classes=[0, 1], row_bound=1.0)
-    search = PrivateSearch(model, {"regularization": [0.0]}, mean_rounds=3.0)
-    plan = calibrate_plan(lambda z: search._plan(z, PublicCount(50), budget), budget)
+    releases = SearchReleases(3.0)
+    plan = make_plan(releases, n=50, budget=budget)
     findings = probe_slots(lengthened(plan), what="scores")
     # K ≥ 1 is geometric: P(K > k) = (1 − 1/mean)^k.
-    mean = float(search.mean_rounds)
+    mean = releases.mean_rounds
     u = (SecureStream(fresh_key(), "audit").uint64(0, 4000) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     drawn = np.array([_rounds(mean, float(x)) for x in u])
     edges = np.arange(1, 40)
