@@ -2,9 +2,9 @@
 
 The checks trust nothing that the file states. The stated algorithm at its settings gives the slots, and slots and
 noise give the events: both must be those in the file. ε is proved again from the events by the accountant that is
-named and, where it has a rule that is as tight, by dp-accounting. The lines of the ledger must chain and have paid
-for these events at this δ under this relation. A forger can rewrite all parts alike unless the file is signed:
-without a signature only agreement is shown, and the verdict says so.
+named and, where it has a rule that is as tight, by dp-accounting; a proof names the code that made it. The lines of
+the ledger must chain and have paid for these events at this δ under this relation. A forger can rewrite all parts
+alike unless the file is signed: without a signature only agreement is shown, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -236,8 +236,7 @@ def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
         "the number of records": plan["n_public"] == body["data"]["n_public"],
         # Which also says what is drawn: records, or people.
         "the sampling or the unit": privacy.sampling == privacy.unit.in_words(described),
-        "the private count": not count.counted
-        or (claim.relation is Relation.ADD_REMOVE and privacy.releases.get(COUNT) == 1),
+        "the private count": _count_agrees(count, claim),
         "the releases": all(type(n) is int and 0 <= n <= counts.get(k, -1) for k, n in privacy.releases.items()),
         "the condition": algorithm.condition == privacy.condition,
         **_federation_agrees(federation, plan["n_public"], claim),
@@ -282,20 +281,36 @@ def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim)
     }
 
 
+def _of_parties(claim: _Claim) -> list[Event]:
+    """The releases of each party, without the distance of discrete noise to the stated one, which is no release."""
+    stated = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
+    return [
+        composed(event.parts[:-1])
+        if isinstance(event, Composed) and isinstance(event.parts[-1], TotalVariationSlack)
+        else event
+        for event in stated
+    ]
+
+
+def _count_agrees(count: PublicCount, claim: _Claim) -> bool:
+    """Whether a count that was a release is stated as one, paid for, and may stand before these releases."""
+    if not count.counted:
+        return COUNT not in claim.privacy.releases
+    try:
+        for event in _of_parties(claim):
+            count.rest_of(event, claim.relation)
+    except ValueError:
+        return False
+    return claim.relation is Relation.ADD_REMOVE and claim.privacy.releases.get(COUNT) == 1
+
+
 def _derived(
     schedule: Schedule, claim: _Claim, federation: Json | None, count: PublicCount, *, parts_count: bool
 ) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
-    parties = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
-    first, z, relation = count.event(claim.relation), claim.privacy.noise_multiplier, claim.relation
-    for k, event in enumerate(parties):
-        # The distance of discrete noise to the stated one is no release.
-        if isinstance(event, Composed) and isinstance(event.parts[-1], TotalVariationSlack):
-            event = composed(event.parts[:-1])
-        if first is not None:
-            if not isinstance(event, Composed) or event.parts[0] != first:
-                return False
-            event = composed(event.parts[1:])
+    parties, z, relation = _of_parties(claim), claim.privacy.noise_multiplier, claim.relation
+    for k, whole_event in enumerate(parties):
+        event = count.rest_of(whole_event, relation)
         own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
         all_of_it = repeated(own.event(z, relation), times)
         made = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
@@ -374,7 +389,7 @@ def _first_proof(claim: _Claim, counted: object) -> Finding:
 
 
 def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
-    """Whether dp-accounting proves ε too. Where it cannot, one accountant did, and the claim still stands."""
+    """Whether code that is not quietgrad's proves ε too. Where none can, one did, and the claim still stands."""
     second = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
@@ -393,6 +408,8 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
         said = f"; its correlated releases are one of sensitivity {again[-1]:.4g}, which was computed again"
     if second.epsilon > claim.epsilon * (1.0 + AGREES):
         return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
+    if not second.foreign:
+        return Finding("second proof", None, f"one accountant, which proves it in two ways: {value}{said}")
     return Finding("second proof", True, f"{value}{said}")
 
 
