@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.assurance.certificates import check, issue
+from quietgrad.assurance.certificates import check, checking, issue
 from quietgrad.assurance.certificates.independent_accountant import DP_ACCOUNTING, OURS, second_proof
 from quietgrad.cli import main
 from quietgrad.core.accounting import events
@@ -172,10 +172,14 @@ def test_the_second_accountant_finds_no_more(sigma: float, steps: int, epochs: i
 
 
 def test_a_second_proof_of_our_own_is_not_called_another_accountants(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = qg.minimize(Logistic(), problem(300), METHOD, budget=BUDGET, n_public=300, folder=tmp_path / "run")
     assert result.privacy.sampling.startswith("gradient: random allocation")
+    both = check(issue(tmp_path / "run"))
+    assert both.accountants == 2
+    assert any(f.what == "second proof" and "quietgrad-verify" in f.words for f in both.findings)
+    monkeypatch.setattr(checking, "verifier_proof", lambda *args, **settings: None)  # as if it were not installed
     verdict = check(issue(tmp_path / "run"))
     found = {finding.what: finding for finding in verdict.findings}
     assert found["proof"].ok

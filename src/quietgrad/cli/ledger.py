@@ -117,6 +117,34 @@ def adopt(
     say(f"{file}: adopted with {len(ledger.entries())} entries.")
 
 
+@app.command(epilog="Example: quietgrad ledger add ledger.jsonl claim.json --account patients")
+def add(
+    file: Annotated[Path, Argument(help="The ledger; it is made if it does not exist.", show_default=False)],
+    claim: Annotated[Path, Argument(help="The claim of a run, by any library.", show_default=False)],
+    account: Annotated[str, Option(help="The people that the run was about.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Charge a run of another program, or of another place, to an account; caps hold over it too.
+
+    Its releases are proved again first. What they rest on is not checked here: the entry is conditional and says so.
+    """
+    from quietgrad.assurance.certificates import charge_claim, read  # slow to load, and `train` needs this module
+
+    with usage():
+        charged = charge_claim(Ledger(file), read(claim), account)
+    spent = Ledger(file).spent(charged.account, delta=charged.delta, relation=charged.relation)
+    told = {
+        "file": str(file), "account": charged.account, "run": charged.run, "epsilon": charged.epsilon,
+        "delta": charged.delta, "relation": str(charged.relation), "unit": str(charged.unit),
+        "condition": charged.condition, "spent": spent.epsilon,
+    }  # fmt: skip
+    cost = f"ε={charged.epsilon:.4g} at δ={charged.delta:g} ({charged.relation}, per {charged.unit})"
+    answer(
+        as_json, told, sanitize(f"{charged.account}: charged {cost}, conditional: it holds {charged.condition}."),
+        f"{charged.account}: ε={spent.epsilon:.4g} is spent in all at this δ.",
+    )  # fmt: skip
+
+
 def _existing(file: Path) -> Ledger:
     # A head without its ledger is a finding of the check, not a mistyped name.
     if not file.exists() and not file.with_name(file.name + ".head").exists():

@@ -21,6 +21,7 @@ from quietgrad_verify.proof import prove
 
 _ADVERSARY = "anyone who sees every released number; the machine of the run is trusted"
 _POISSON = {"UniformWithReplacementSampler", "DistributedUniformWithReplacementSampler"}
+_LONGEST_CONDITION = 300  # characters: a ledger's lines hold no more
 _FLOATS = "rounding of floating-point noise tells nothing"
 _APART = "losses and layers treat records apart"
 
@@ -68,6 +69,8 @@ def make_claim(
     condition = (
         f"if {', '.join(conditions[:-1])}{' and ' if len(conditions) > 1 else ''}{conditions[-1]} (not checked)"
     )
+    if len(condition) > _LONGEST_CONDITION or not condition.isprintable():
+        raise ValueError(f"conditions: must be one line of at most {_LONGEST_CONDITION} characters together.")
     if program_version is None:
         try:
             program_version = version(program)

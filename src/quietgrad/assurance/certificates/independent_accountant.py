@@ -13,11 +13,13 @@ parts, and a proof those of what it was read from, so a proof with a part of our
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -193,6 +195,22 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
         return replace(worst, epsilon=None, reason="it finds no finite ε at this δ")
     # That the others are no worse is part of the proof, so their authors are too.
     return replace(worst, authors=worst.authors | authors)
+
+
+def verifier_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof | None:
+    """ε by ``quietgrad-verify``, which shares no code with this package; ``None`` if it is not installed."""
+    if find_spec("quietgrad_verify") is None:
+        return None
+    from quietgrad_verify import NoRule, prove
+
+    try:
+        proof = prove(json.loads(json.dumps(event.to_json())), delta=delta, relation=str(relation))
+    except NoRule as reason:
+        return IndependentProof(None, frozenset(("quietgrad-verify",)), reason=str(reason))
+    except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        words = f"it fails on these numbers ({type(error).__name__})"
+        return IndependentProof(None, frozenset(("quietgrad-verify",)), reason=words)
+    return IndependentProof(proof.epsilon, proof.authors, proof.by)
 
 
 def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
