@@ -38,7 +38,8 @@ def test_it_runs_where_quietgrad_cannot_be_imported() -> None:
         f"sys.path.insert(0, {str(SOURCE.parent)!r})\n"
         "import quietgrad_verify.cli, quietgrad_verify.adapters, quietgrad_verify.page\n"
         "from quietgrad_verify import prove\n"
-        "g = {'event': 'random-allocation', 'steps_per_epoch': 10, 'inner': {'event': 'gaussian', 'noise_multiplier': 2.0}}\n"
+        "g = {'event': 'gaussian', 'noise_multiplier': 2.0}\n"
+        "g = {'event': 'random-allocation', 'steps_per_epoch': 10, 'inner': g}\n"
         "assert 0 < prove(g, delta=1e-5, relation='add-remove').epsilon < 2\n"
         "assert 'quietgrad' not in sys.modules\n"
     )

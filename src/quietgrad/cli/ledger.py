@@ -126,7 +126,7 @@ def add(
 ) -> None:
     """Charge a run of another program, or of another place, to an account; caps hold over it too.
 
-    Its releases are proved again first. What they rest on is not checked here: the entry is conditional and says so.
+    Its releases are proved again first. What they rest on is not checked: the entry is conditional and says so.
     """
     from quietgrad.assurance.certificates import charge_claim, read  # slow to load, and `train` needs this module
 

@@ -13,16 +13,6 @@ from quietgrad_verify.proof import Proof, prove
 from quietgrad_verify.verdict import Finding, Verdict, check
 
 __all__ = [
-    "Claim",
-    "Finding",
-    "NoRule",
-    "Proof",
-    "Unreadable",
-    "Verdict",
-    "__version__",
-    "check",
-    "prove",
-    "read",
-    "schema",
-    "standing",
-]
+    "Claim", "Finding", "NoRule", "Proof", "Unreadable", "Verdict", "__version__", "check", "prove", "read",
+    "schema", "standing",
+]  # fmt: skip

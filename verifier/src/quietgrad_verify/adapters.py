@@ -10,7 +10,7 @@ and cannot be seen from the objects: the claim is *conditional*.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -219,9 +219,8 @@ def from_flower(
         one = {"event": "fixed-size", "n": clients, "batch_size": sampled, "inner": one}
     event, notes = repeated(one, rounds), []
     if stated is not None and rounds > 1:
-        for relation in ("replace-one", "add-remove"):
-            once = _once(one if relation == "replace-one" else gaussian(z), delta, relation)
-            if once is not None and abs(stated / once - 1.0) < 0.02:
+        for relation, release in (("replace-one", one), ("add-remove", gaussian(z))):
+            if abs(stated / prove(release, delta=delta, relation=relation).epsilon - 1.0) < 0.02:
                 notes.append(f"the ε that was stated is that of one round under {relation}; there were {rounds}")
                 break
     kind = type(strategy).__name__
@@ -232,13 +231,6 @@ def from_flower(
     return make_claim(event, delta=delta, relation="replace-one", program="flwr", read_from=kind, n=clients,
                       conditions=conditions, notes=[*notes, "a person is a client"], unit="person", stated=stated,
                       sampling=f"{sampled} of {clients} clients a round", **about)  # fmt: skip
-
-
-def _once(event: Json, delta: float, relation: str) -> float | None:
-    try:
-        return prove(event, delta=delta, relation=relation).epsilon
-    except Exception:  # no price, nothing to compare
-        return None
 
 
 def from_diffprivlib(accountant: Any, *, delta: float, relation: str = "replace-one", **about: Any) -> Claim:
@@ -288,13 +280,11 @@ def from_opendp(measurement: Any, d_in: float, *, delta: float, stated: float | 
 
 def _relation(value: Any) -> str:
     """REPLACE_SPECIAL (a record is zeroed out) has the losses of add-remove."""
-    name = str(getattr(value, "name", value))
-    return "replace-one" if name == "REPLACE_ONE" else "add-remove"
+    return "replace-one" if str(getattr(value, "name", value)) == "REPLACE_ONE" else "add-remove"
 
 
 def event_of_dp_accounting(event: Any, relation: str) -> Json:
     """An event of dp-accounting as one of the format; ``ValueError`` names what has no counterpart."""
-    fields: Mapping[str, Any] = vars(event) if hasattr(event, "__dict__") else {}
     match type(event).__name__:
         case "GaussianDpEvent":
             return gaussian(event.noise_multiplier)
@@ -316,10 +306,5 @@ def event_of_dp_accounting(event: Any, relation: str) -> Json:
             return {"event": "fixed-size", **sizes, "inner": inner}
         case "RepeatAndSelectDpEvent":
             inner = event_of_dp_accounting(event.event, relation)
-            return {
-                "event": "repeat-and-select",
-                "inner": inner,
-                "mean": float(event.mean),
-                "shape": float(event.shape),
-            }
-    raise ValueError(f"{type(event).__name__}({', '.join(fields)}): has no counterpart among the format's events.")
+            return {"event": "repeat-and-select", "inner": inner, "mean": event.mean, "shape": event.shape}
+    raise ValueError(f"{type(event).__name__}: has no counterpart among the format's events.")

@@ -31,10 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdict = check(claim, public_key=key, head=given.head, model=given.model)
         if given.html is not None:
             Path(given.html).write_text(page(claim, verdict, given.file), encoding="utf-8")
-    except Unreadable as error:
-        print(f"quietgrad-verify: {_printable(str(error))}", file=sys.stderr)
-        return 2
-    except OSError as error:
+    except (Unreadable, OSError) as error:
         print(f"quietgrad-verify: {_printable(str(error))}", file=sys.stderr)
         return 2
     if given.json:
@@ -63,20 +60,16 @@ def public_key(value: str) -> str:
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     given = value.strip()
-    if not re.fullmatch("[0-9a-fA-F]{64}", given):
-        content = Path(given).read_bytes().strip()
+    try:
+        content = given.encode() if re.fullmatch("[0-9a-fA-F]{64}", given) else Path(given).read_bytes().strip()
         if content.startswith(b"-----BEGIN PUBLIC KEY-----"):
-            try:
-                key = load_pem_public_key(content + b"\n")
-            except ValueError:
-                key = None
-            if not isinstance(key, Ed25519PublicKey):
-                raise Unreadable("--public-key: the file holds no Ed25519 public key.")
-            return key.public_bytes_raw().hex()
-        given = content.decode("ascii", "replace")
-    if not re.fullmatch("[0-9a-fA-F]{64}", given):
-        raise Unreadable("--public-key: is neither 64 hexadecimal digits nor a file with a public key.")
-    return given.lower()
+            key = load_pem_public_key(content + b"\n")
+            content = key.public_bytes_raw().hex().encode() if isinstance(key, Ed25519PublicKey) else b""
+        if len(digits := bytes.fromhex(content.decode("ascii")).hex()) == 64:
+            return digits
+    except ValueError:
+        pass
+    raise Unreadable("--public-key: is neither 64 hexadecimal digits nor a file with an Ed25519 public key.")
 
 
 def _printable(words: str) -> str:

@@ -157,9 +157,7 @@ def _check_parts(claim: Claim, name: str) -> None:
         and all(isinstance(key, str) and type(number) is int for key, number in stated["releases"].items())
         and stated["unit"] in ("record", "person")
         and all(isinstance(body[part], dict) for part in ("data", "event", "versions"))
-        and all(
-            body[part] is None or isinstance(body[part], dict) for part in ("federation", "ledger", "model", "plan")
-        )
+        and all(isinstance(body[part], dict | None) for part in ("federation", "ledger", "model", "plan"))
         and isinstance(body["issued"], str)
     )
     if claim.version == 2:
@@ -167,10 +165,8 @@ def _check_parts(claim: Claim, name: str) -> None:
         good = good and isinstance(body["statement"], str) and isinstance(source, dict)
         good = good and set(source) == {"program", "version", "object", "stated"}
         good = good and (isinstance(body["plan"], dict) == isinstance(body["model"], dict))
-    if not good:
-        raise Unreadable(f"{name}: a part of it is not of its kind.")
-    if not stated["is_private"]:
-        raise Unreadable(f"{name}: is of a run that was not private.")
+    if not good or not stated["is_private"]:
+        raise Unreadable(f"{name}: a part of it is not of its kind, or its run was not private.")
 
 
 def statement(body: Mapping[str, Any]) -> str:
@@ -242,9 +238,15 @@ def _below(node: Json, key: str | int | None) -> Iterator[Json]:
 def fields(claim: Claim) -> dict[str, list[str]]:
     """The fields of a claim's body by standing, as dotted paths of two levels at most."""
     by: dict[str, list[str]] = {each: [] for each in STANDINGS}
-    for part, value in claim.body.items():
-        inner = value if isinstance(value, dict) and part in ("claim", "plan", "data", "model", "source") else None
-        paths = [(part, key) for key in inner] if inner else [(part,)]
-        for path in paths:
-            by[standing(("body", *path))].append(".".join(path))
+    for path, _ in leaves(claim):
+        by[standing(("body", *path))].append(".".join(path))
     return by
+
+
+def leaves(claim: Claim) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The paths of a body's parts, or of their fields where those stand for themselves, and their values."""
+    for part, value in sorted(claim.body.items()):
+        if isinstance(value, dict) and value and part in ("claim", "plan", "data", "model", "source"):
+            yield from (((part, key), value[key]) for key in sorted(value))
+        else:
+            yield (part,), value

@@ -11,12 +11,11 @@ What is added up apart (distances, failures, releases that decide about others) 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, product
 from typing import Any, Literal, TypeAlias
 
-Relation: TypeAlias = Literal["add-remove", "replace-one"]
 RELATIONS = ("add-remove", "replace-one")
 _MOST_BRANCHES = 256
 _MOST_PARTS = 4096
@@ -39,7 +38,7 @@ class Pure:
     """A release that was proved ε-DP under ``relation``."""
 
     epsilon: float
-    relation: Relation
+    relation: str
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class ZCDP:
     """A release, or a sequence of them under a filter, that was proved ρ-zCDP under ``relation``."""
 
     rho: float
-    relation: Relation
+    relation: str
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,17 @@ def take_apart(event: object, relation: str) -> Parts:
     ...            "add-remove").branches
     (((Gaussian(z=1.0), 1),),)
     """
-    if relation not in RELATIONS:
-        raise ValueError(f"relation={relation!r}: must be add-remove or replace-one.")
+    _known(relation)
     if _size(event) > _MOST_PARTS:
         raise ValueError(f"event: has more than {_MOST_PARTS} parts.")
     parts = _read(event, relation)
     return replace(parts, branches=_undominated(tuple(dict.fromkeys(map(_merged, parts.branches)))))
+
+
+def _known(relation: object) -> object:
+    if relation not in RELATIONS:
+        raise ValueError(f"relation={relation!r}: must be add-remove or replace-one.")
+    return relation
 
 
 def _size(value: object, depth: int = 0) -> int:
@@ -137,12 +141,10 @@ def _fields(data: Mapping[str, Any], *names: str) -> None:
         raise ValueError(f"event {data.get('event')!r}: has the fields {', '.join(names)} and no others.")
 
 
-def _proved_under(data: Mapping[str, Any], relation: str) -> Relation:
-    if data.get("relation") not in RELATIONS:
-        raise ValueError(f"relation={data.get('relation')!r}: must be add-remove or replace-one.")
-    if data["relation"] != relation:
+def _proved_under(data: Mapping[str, Any], relation: str) -> str:
+    if _known(data.get("relation")) != relation:
         raise NoRule(f"a release was proved under {data['relation']}, and {relation} is claimed")
-    return "add-remove" if relation == "add-remove" else "replace-one"
+    return relation
 
 
 def _read(data: object, relation: str) -> Parts:
@@ -195,22 +197,17 @@ def _together(parts: list[Parts]) -> Parts:
     if math.prod(len(part.branches) for part in parts) > _MOST_BRANCHES:
         raise NoRule(f"its parallel parts combine in more than {_MOST_BRANCHES} ways")
     branches = tuple(_merged(sum(choice, ())) for choice in product(*(part.branches for part in parts)))
-    return Parts(
-        tuple(dict.fromkeys(branches)),
-        math.fsum(part.slack for part in parts),
-        math.fsum(part.failure for part in parts),
-        math.fsum(part.upfront for part in parts),
-    )
+    return _added(tuple(dict.fromkeys(branches)), parts, math.fsum)
 
 
 def _apart(parts: list[Parts]) -> Parts:
     branches = tuple(dict.fromkeys(branch for part in parts for branch in part.branches))
-    return Parts(
-        _undominated(branches),
-        max(part.slack for part in parts),
-        max(part.failure for part in parts),
-        max(part.upfront for part in parts),
-    )
+    return _added(_undominated(branches), parts, max)
+
+
+def _added(branches: tuple[Branch, ...], parts: list[Parts], how: Callable[[list[float]], float]) -> Parts:
+    totals = ([part.slack for part in parts], [part.failure for part in parts], [part.upfront for part in parts])
+    return Parts(branches, *map(how, totals))
 
 
 def _repeated(inner: Parts, count: int) -> Parts:
@@ -260,18 +257,14 @@ def _inside(data: Mapping[str, Any], relation: str) -> Parts:
 
 
 def _law(value: object) -> tuple[tuple[int, float], ...]:
-    good = isinstance(value, list) and all(
-        isinstance(pair, list)
-        and len(pair) == 2
-        and type(pair[0]) is int
-        and 0 <= pair[0] <= 10**15
-        and type(pair[1]) in (int, float)
-        and pair[1] >= 0.0
-        for pair in value
+    pairs = value if isinstance(value, list) else []
+    good = bool(pairs) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    good = good and all(
+        type(r) is int and 0 <= r <= 10**15 and type(p) in (int, float) and p >= 0 for r, p in pairs
     )
-    if not good or not value or not isinstance(value, list) or abs(math.fsum(p for _, p in value) - 1.0) > 1e-9:
+    if not good or abs(math.fsum(p for _, p in pairs) - 1.0) > 1e-9:
         raise ValueError("law: must be pairs [rounds ≥ 0, probability ≥ 0] whose probabilities sum to 1.")
-    return tuple(sorted((int(rounds), float(chance)) for rounds, chance in value))
+    return tuple(sorted((int(rounds), float(chance)) for rounds, chance in pairs))
 
 
 def _one_release(branch: Branch, where: str) -> Gaussian | Pure:

@@ -60,7 +60,8 @@ def _chain_problem(lines: Sequence[Mapping[str, Any]], last: int, digits: str) -
         content = {key: value for key, value in line.items() if key != "hash"}
         if type(line["seq"]) is not int or not isinstance(line["body"], dict) or line["hash"] != digest_of(content):
             return "a line was edited: its hash does not fit its content"
-        if before is not None and (line["seq"] <= before["seq"] or _breaks(before, line)):
+        beside = before is not None and line["seq"] == before["seq"] + 1
+        if before is not None and (line["seq"] <= before["seq"] or (beside and line["prev"] != before["hash"])):
             return "a line does not follow the line before: one was removed, added or moved"
         before = line
     assert before is not None
@@ -69,10 +70,6 @@ def _chain_problem(lines: Sequence[Mapping[str, Any]], last: int, digits: str) -
     if last > before["seq"] and [line["seq"] for line in lines] == list(range(1, len(lines) + 1)):
         return "its head names a later line: lines are missing"
     return ""
-
-
-def _breaks(before: Mapping[str, Any], line: Mapping[str, Any]) -> bool:
-    return bool(line["seq"] == before["seq"] + 1 and line["prev"] != before["hash"])
 
 
 def _unpaid(body: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:

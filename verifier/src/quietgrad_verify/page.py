@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from quietgrad_verify.document import Claim, standing
+from quietgrad_verify.document import Claim, leaves, standing
 from quietgrad_verify.verdict import Verdict
 
 _STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:52rem;margin:2rem auto;padding:0 1rem;color:#1b1b1b}
@@ -41,23 +41,18 @@ def page(claim: Claim, verdict: Verdict, name: str) -> str:
 
 
 def _rows(claim: Claim, verdict: Verdict) -> Iterable[tuple[str, str, str]]:
-    for part, value in sorted(claim.body.items()):
-        inner = value if isinstance(value, dict) and part in ("claim", "plan", "data", "model", "source") else None
-        for path in [(part, key) for key in sorted(inner)] if inner else [(part,)]:
-            name, item = ".".join(path), inner[path[-1]] if inner else value
-            state = "open" if name in verdict.open else standing(("body", *path))
-            text = item if isinstance(item, str) else repr(item)
-            shown = text if len(text) <= 300 else text[:299] + "…"
-            yield escape(name), f"<span class='{'open' if state == 'open' else ''}'>{state}</span>", escape(shown)
+    for path, item in leaves(claim):
+        name = ".".join(path)
+        state = "open" if name in verdict.open else standing(("body", *path))
+        text = item if isinstance(item, str) else repr(item)
+        shown = text if len(text) <= 300 else text[:299] + "…"
+        yield escape(name), f"<span class='{'open' if state == 'open' else ''}'>{state}</span>", escape(shown)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    return (
-        f"<table><tr>{top}</tr>"
-        + "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-        + "</table>"
-    )
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{lines}</table>"
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,11 +83,11 @@ def prove(event: object, *, delta: float, relation: str) -> Proof:
         curve = _curve(branch, relation, rest)
         authors |= curve.authors
         epsilon = _with_slack(curve.epsilon, rest, parts.slack) + parts.upfront - math.log1p(-parts.failure)
-        if not math.isfinite(epsilon):
-            raise NoRule("no finite ε at this δ is found")
         if epsilon >= worst.epsilon:
             worst = Proof(epsilon, delta, relation, curve.authors, curve.by)
-    return Proof(worst.epsilon, delta, relation, worst.authors | authors, worst.by)
+    if not math.isfinite(worst.epsilon):
+        raise NoRule("no finite ε at this δ is found")
+    return replace(worst, authors=worst.authors | authors)
 
 
 def _with_slack(epsilon: Callable[[float], float], delta: float, slack: float) -> float:

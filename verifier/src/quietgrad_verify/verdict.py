@@ -20,12 +20,6 @@ from quietgrad_verify.ledger import Lines, check_lines
 from quietgrad_verify.proof import Proof, prove
 
 TOLERANCE = 0.01  # of ε: two bounds of the same loss on two grids
-_NAMES = {
-    "claim.unit": "whom it protects", "claim.condition": "the condition", "claim.notes": "the notes",
-    "claim.adversary": "against whom", "claim.account": "the account", "claim.sampling": "the sampling in words",
-    "claim.releases": "the numbers of releases", "claim.noise_multiplier": "the noise multiplier",
-    "claim.accountant": "the accountant", "claim.is_private": "that it is private",
-}  # fmt: skip
 _BROKEN = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 
 
@@ -48,7 +42,6 @@ class Verdict:
     bound_by: tuple[str, ...]
     open: tuple[str, ...]
     """Fields that something should hold fast and nothing does."""
-    said: tuple[str, ...]
     standing: Mapping[str, tuple[str, ...]]
     shown: tuple[str, ...]
     not_shown: tuple[str, ...]
@@ -81,9 +74,8 @@ def check(
     findings.append(proof_finding)
     lines = Lines("")
     if body["ledger"] is None:
-        findings.append(
-            Finding("ledger", None if head is None else False, "none: what else was spent is not known")
-        )
+        missing = None if head is None else False
+        findings.append(Finding("ledger", missing, "none: what else was spent is not known"))
     else:
         try:
             lines = check_lines(body)
@@ -92,10 +84,9 @@ def check(
         findings.append(Finding("ledger", not lines.problem, lines.problem or lines.words))
         if head is not None:
             same = body["ledger"].get("head") == head
-            words = (
-                "it is the one you gave" if same else f"it is {body['ledger'].get('head')}, not the one you gave"
+            findings.append(
+                Finding("head", same, "it is the one you gave" if same else "it is not the one you gave")
             )
-            findings.append(Finding("head", same, words))
     findings += [*_agreement(claim), *_correlated(claim)]
     if model is not None:
         findings.append(_model(claim, Path(model)))
@@ -104,7 +95,7 @@ def check(
     open_fields = () if bound_by else tuple(by["bound"])
     shown, not_shown = _words(claim, findings, proof, bound_by)
     return Verdict(_headline(stated, proof, bool(bound_by)), claim.digest, tuple(findings), bound_by, open_fields,
-                   by["said"], by, shown, not_shown)  # fmt: skip
+                   by, shown, not_shown)  # fmt: skip
 
 
 def _headline(stated: Json, proof: Proof | None, bound: bool) -> str:
@@ -270,7 +261,7 @@ def _words(
     claim: Claim, findings: list[Finding], proof: Proof | None, bound_by: tuple[str, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     good = {finding.what for finding in findings if finding.ok}
-    stated, shown, rest = claim.body["claim"], [], []
+    stated, shown, rest = claim.body["claim"], list[str](), list[str]()
     if "proof" in good and proof is not None:
         shown.append(f"The releases listed cost no more than ε = {max(proof.epsilon, stated['epsilon']):.6g} at "
                      f"δ = {stated['delta']:g} under {stated['relation']}, by {proof.whose}.")  # fmt: skip
@@ -278,7 +269,7 @@ def _words(
         shown.append("The ledger's lines fit their hashes, and reserve and pay for these releases.")
     shown += [f"Claim, condition, unit and notes are held fast by {by}." for by in bound_by]
     if not bound_by:
-        names = ", ".join(name for key, name in _NAMES.items() if key in fields(claim)["bound"])
+        names = ", ".join(fields(claim)["bound"])
         rest.append(f"Open, because neither a signature nor a ledger holds the file fast: {names}.")
         rest.append(f"The file says: per {stated['unit']}; condition: {stated.get('condition') or 'none'}.")
     if stated.get("condition") is not None:
@@ -290,7 +281,5 @@ def _words(
         f"Anything against others than this adversary: {stated['adversary']}.",
     ]
     if claim.native:
-        rest.append(
-            "That the releases follow from the stated algorithm and settings: `quietgrad verify` derives them."
-        )
+        rest.append("That the releases follow from the stated settings: `quietgrad verify` derives them.")
     return tuple(shown), tuple(rest)
