@@ -25,8 +25,8 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.core.noise.rng import seed_key
-from quietgrad.core.session import checkpoint
 from quietgrad.core.plans.counting import PublicCount
+from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import CentralSession

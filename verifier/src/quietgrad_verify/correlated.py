@@ -32,6 +32,8 @@ def column_of(mechanism: Mapping[str, Any]) -> tuple[Floats, int, int]:
         column[: bands.size] = bands
         return column, 1, releases
     lam, alpha = np.asarray(mechanism["lam"], float), np.asarray(mechanism["alpha"], float)
+    if lam.shape != alpha.shape or not ((lam > 0.0) & (lam < 1.0) & (alpha > 0.0)).all():
+        raise ValueError("lam, alpha: must be as many of the one as of the other, λ in (0, 1) and α above 0.")
     powers = np.arange(releases - 1)[:, None] * np.log(lam)
     column = np.concatenate([[1.0], np.exp(powers) @ alpha])
     return column, int(mechanism["participations"]), int(mechanism["separation"])

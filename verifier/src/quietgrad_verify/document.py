@@ -186,6 +186,7 @@ def statement(body: Mapping[str, Any]) -> str:
         f"Sampling: {claim['sampling']}",
         f"Releases: {json.dumps(claim['releases'], sort_keys=True)}",
         f"Notes: {json.dumps(claim['notes'])}",
+        f"Records: {json.dumps(body['data'].get('n_public'))}",
         f"Event: sha256:{digest_of(body['event'])}",
         f"Ledger: {charged}",
     )

@@ -151,6 +151,7 @@ def statement(body: Json) -> str:
             f"Sampling: {claim['sampling']}",
             f"Releases: {json.dumps(claim['releases'], sort_keys=True)}",
             f"Notes: {json.dumps(claim['notes'])}",
+            f"Records: {json.dumps(body['data'].get('n_public'))}",
             f"Event: sha256:{digest_of(body['event'])}",
             f"Ledger: {charged}",
         )
