@@ -29,7 +29,7 @@ import quietgrad as qg
 import quietgrad_verify as qv
 from quietgrad.assurance.certificates import PrivacyCertificate, SigningKey, issue, new_key
 from quietgrad.federation import Party, simulate
-from quietgrad_verify import verdict as checking
+from quietgrad_verify import proof, verdict
 from quietgrad_verify.document import Claim, Unreadable, parse, standing, statement
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,7 +44,7 @@ def made(folder: Path, kinds: tuple[str, ...] = ()) -> dict[str, PrivacyCertific
     loss, rng = qg.objectives.Logistic(), np.random.default_rng(0)
     X = rng.normal(size=(300, 2))
     data = X, (X[:, 0] > 0) * 1
-    add, replace = qg.Budget(1.0, 1e-5), qg.Budget(1.0, 1e-5, "replace-one")
+    add, replace = qg.Budget(1.0, 1e-5), qg.Budget(1.0, 1e-5, qg.Relation.REPLACE_ONE)
     runs: dict[str, tuple[Any, qg.Budget, int | None]] = {
         "gaussian": (qg.DPGD(steps=4), add, 300),
         "poisson": (qg.DPSGD(steps=4, batch_size=30), add, 300),
@@ -139,13 +139,13 @@ def try_edits(claim: Claim, number: int, editor: Editor, seed: int) -> dict[str,
             if editor == "digest and statement":
                 body["statement"] = statement(body)
             forged = parse(Claim(body, claim.signature, claim.version).to_bytes(), "forged")
-            verdict = qv.check(forged)
+            found = qv.check(forged)
         except (Unreadable, LookupError, TypeError, ValueError, AttributeError):
             continue
-        if verdict.ok:
+        if found.ok:
             field = ".".join(str(key) for key in path if not isinstance(key, int))
             name = ".".join(map(str, path[:2]))
-            left_open = name in verdict.open or (path[0] == "ledger" and bool(verdict.open))
+            left_open = name in found.open or (path[0] == "ledger" and bool(found.open))
             (opened if left_open else passed)[f"{field} [{standing(('body', *path))}]"] += 1
     return {"edits": number, "no change": same, "passed": dict(passed), "passed and said to be open": dict(opened)}
 
@@ -167,7 +167,7 @@ def variants(document: PrivacyCertificate | Claim, key: SigningKey) -> Iterator[
 
 def remember_proofs() -> None:
     """Prove each event once: most edits are elsewhere."""
-    prove = checking.prove
+    prove = proof.prove
 
     @cache
     def known(event: str, delta: Any, relation: Any) -> Any:
@@ -182,7 +182,7 @@ def remember_proofs() -> None:
             raise value
         return value
 
-    checking.prove = remembered
+    verdict.prove = remembered  # type: ignore[attr-defined]
 
 
 def main(number: int) -> dict[str, Any]:
@@ -194,7 +194,8 @@ def main(number: int) -> dict[str, Any]:
         os.environ["QUIETGRAD_STATE"] = str(folder / "state")
         new_key(folder / "key")
         key = SigningKey.read(folder / "key")
-        for kind, document in {**made(folder), **foreign()}.items():
+        documents: dict[str, PrivacyCertificate | Claim] = {**made(folder), **foreign()}
+        for kind, document in documents.items():
             for words, claim in variants(document, key):
                 assert qv.check(claim).ok or kind == "filter", (kind, qv.check(claim))
                 for editor in ("digest", "digest and statement"):

@@ -13,7 +13,15 @@ from benchmarks.certificate_edits import foreign, made, try_edits, variants
 
 import quietgrad as qg
 import quietgrad_verify as qv
-from quietgrad.assurance.certificates import SigningKey, charge_claim, check, issue, new_key, read
+from quietgrad.assurance.certificates import (
+    PrivacyCertificate,
+    SigningKey,
+    charge_claim,
+    check,
+    issue,
+    new_key,
+    read,
+)
 from quietgrad.assurance.certificates.document import covered, schema, standings, statement
 from quietgrad.cli import main
 from quietgrad.core.errors import BudgetError, DataError, LedgerError
@@ -69,7 +77,7 @@ def test_edits_that_pass_are_of_fields_that_are_said(
     monkeypatch.setenv("QUIETGRAD_STATE", str(home / "state"))
     if not (home / "key").exists():
         new_key(home / "key")
-    documents = {**made(home / "made", (kind,)), **foreign()}
+    documents: dict[str, PrivacyCertificate | qv.Claim] = {**made(home / "made", (kind,)), **foreign()}
     for words, claim in variants(documents[kind], SigningKey.read(home / "key")):
         assert qv.check(claim).ok, words
         plain, careful = (try_edits(claim, 60, editor, 5) for editor in ("digest", "digest and statement"))
@@ -103,7 +111,7 @@ def test_edits_of_the_result_file() -> None:
 
 def quietgrad_run(ledger: Path, epsilon: float, people: str) -> None:
     X = np.random.default_rng(0).normal(size=(200, 2))
-    budget = qg.Budget(epsilon, 1e-5, "replace-one")
+    budget = qg.Budget(epsilon, 1e-5, qg.Relation.REPLACE_ONE)
     data = X, (X[:, 0] > 0) * 1
     qg.minimize(qg.objectives.Logistic(), data, qg.DPGD(steps=3), budget=budget, ledger=ledger, account=people)
 

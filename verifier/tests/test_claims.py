@@ -69,7 +69,7 @@ def test_an_accountant_of_dp_accounting(relation: str) -> None:
 
 
 def test_other_events_of_dp_accounting() -> None:
-    theirs = dp_accounting
+    theirs = dp_accounting.dp_event
     event = theirs.ComposedDpEvent([
         theirs.LaplaceDpEvent(4.0), theirs.ZCDpEvent(0.01), theirs.GaussianDpEvent(5.0),
         theirs.RepeatAndSelectDpEvent(theirs.GaussianDpEvent(20.0), 5.0, 1.0),
@@ -110,7 +110,7 @@ class KerasOptimizer:
 
 
 def test_the_settings_of_tensorflow_privacy() -> None:
-    about = {"n": 1000, "batch_size": 50, "epochs": 4, "delta": 1e-5}
+    about: dict[str, Any] = {"n": 1000, "batch_size": 50, "epochs": 4, "delta": 1e-5}
     one = KerasOptimizer(noise_multiplier=1.5, num_microbatches=50)
     several = KerasOptimizer(noise_multiplier=1.5, num_microbatches=10)
     sampled, merged = (adapters.from_tf_privacy(each, poisson=True, **about) for each in (one, several))

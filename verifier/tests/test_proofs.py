@@ -242,7 +242,7 @@ def test_selection_by_enumeration(z: float, mean: float, delta: float) -> None:
 
     def best(density: Floats) -> Floats:
         cdf = np.clip(np.cumsum(density) * step, 0.0, 1.0)
-        return density * gamma / (1.0 - (1.0 - gamma) * cdf) ** 2
+        return np.asarray(density * gamma / (1.0 - (1.0 - gamma) * cdf) ** 2)
 
     event = {"event": "repeat-and-select", "inner": gaussian(z), "mean": mean, "shape": 1.0}
     proved = prove(event, delta=delta, relation="add-remove").epsilon

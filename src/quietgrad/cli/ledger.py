@@ -132,16 +132,19 @@ def add(
 
     with usage():
         charged = charge_claim(Ledger(file), read(claim), account)
-    spent = Ledger(file).spent(charged.account, delta=charged.delta, relation=charged.relation)
+    ledger = Ledger(file)
+    # It is charged by now: a total that cannot be proved is said, and no error.
+    row = _account_row(ledger, ledger.book(), charged.account, None)
     told = {
         "file": str(file), "account": charged.account, "run": charged.run, "epsilon": charged.epsilon,
         "delta": charged.delta, "relation": str(charged.relation), "unit": str(charged.unit),
-        "condition": charged.condition, "spent": spent.epsilon,
+        "condition": charged.condition, "spent": row["epsilon"],
     }  # fmt: skip
     cost = f"ε={charged.epsilon:.4g} at δ={charged.delta:g} ({charged.relation}, per {charged.unit})"
+    total = row["problem"] or f"ε={row['epsilon']:.4g} is spent in all at δ={row['delta']:g} ({row['relation']})."
     answer(
         as_json, told, sanitize(f"{charged.account}: charged {cost}, conditional: it holds {charged.condition}."),
-        f"{charged.account}: ε={spent.epsilon:.4g} is spent in all at this δ.",
+        sanitize(f"{charged.account}: {total}"),
     )  # fmt: skip
 
 
