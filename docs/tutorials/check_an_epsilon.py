@@ -17,8 +17,13 @@ from quietgrad_verify import adapters, check
 
 step = {"event": "poisson", "rate": 0.1, "inner": adapters.gaussian(3.0)}
 claim = adapters.make_claim(
-    adapters.repeated(step, 30), delta=1e-5, relation="add-remove", program="opacus", program_version="1.6.0",
-    read_from="PrivacyEngine", stated=0.762,
+    adapters.repeated(step, 30),
+    delta=1e-5,
+    relation="add-remove",
+    program="opacus",
+    program_version="1.6.0",
+    read_from="PrivacyEngine",
+    stated=0.762,
     conditions=["the batches were this loader's and stayed secret", "losses and layers treat records apart"],
 )
 verdict = check(claim)
@@ -56,8 +61,13 @@ print("\n".join(verdict.not_shown[:4]))
 
 # %%
 shuffled = adapters.make_claim(
-    adapters.repeated(adapters.gaussian(3.0), 3), delta=1e-5, relation="replace-one", program="opacus",
-    program_version="1.6.0", read_from="PrivacyEngine", stated=0.762,
+    adapters.repeated(adapters.gaussian(3.0), 3),
+    delta=1e-5,
+    relation="replace-one",
+    program="opacus",
+    program_version="1.6.0",
+    read_from="PrivacyEngine",
+    stated=0.762,
     conditions=["every record was in at most one batch of an epoch"],
     notes=["batches came from a shuffled loader, and were priced as Poisson samples"],
 )
