@@ -185,8 +185,8 @@ def remember_proofs() -> None:
     verdict.prove = remembered  # type: ignore[attr-defined]
 
 
-def main(number: int) -> dict[str, Any]:
-    """All kinds, all variants, both editors."""
+def main(number: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """All kinds, or those named, all variants, both editors."""
     remember_proofs()
     result: dict[str, Any] = {"command": f"python benchmarks/certificate_edits.py --edits {number}", "kinds": {}}
     with tempfile.TemporaryDirectory() as name:
@@ -194,8 +194,10 @@ def main(number: int) -> dict[str, Any]:
         os.environ["QUIETGRAD_STATE"] = str(folder / "state")
         new_key(folder / "key")
         key = SigningKey.read(folder / "key")
-        documents: dict[str, PrivacyCertificate | Claim] = {**made(folder), **foreign()}
+        documents: dict[str, PrivacyCertificate | Claim] = {**made(folder, kinds), **foreign()}
         for kind, document in documents.items():
+            if kinds and kind not in kinds:
+                continue
             for words, claim in variants(document, key):
                 assert qv.check(claim).ok or kind == "filter", (kind, qv.check(claim))
                 for editor in ("digest", "digest and statement"):
@@ -208,6 +210,10 @@ def main(number: int) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--edits", type=int, default=2000)
-    outcome = main(parser.parse_args().edits)
-    file = RESULTS / "certificate_edits.json"
+    parser.add_argument("--kinds", nargs="*", default=(), help="only these; the others stay as they are")
+    given = parser.parse_args()
+    outcome, file = main(given.edits, tuple(given.kinds)), RESULTS / "certificate_edits.json"
+    if given.kinds:
+        kept = json.loads(file.read_text(encoding="utf-8"))["kinds"]
+        outcome["kinds"] = {**kept, **outcome["kinds"]}
     file.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

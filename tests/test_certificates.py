@@ -538,7 +538,7 @@ def test_people_of_several_parties_are_certified_as_priced(
 
 @pytest.mark.parametrize(("unit", "other"), [("person", "record"), ("record", "person")])
 def test_a_unit_that_was_edited_is_not_certified(unit: str, other: str, tmp_path: Path) -> None:
-    X = np.full((90, 2), 1.0 if unit == "person" else 0.5)  # two tables: an account has one unit
+    X = np.full((90, 2), 1.0 if unit == "person" else 0.0)  # two tables: an account has one unit
     ids = np.repeat(np.arange(30), 3) if unit == "person" else None
     method, loss, budget = qg.DPGD(steps=2), qg.objectives.Logistic(), qg.Budget(1.0, 1e-5)
     qg.minimize(loss, (X, X[:, 0]), method, budget=budget, person=ids).save(tmp_path)

@@ -129,6 +129,12 @@ def test_one_rule_says_which_count_may_stand_before_which_releases(tmp_path: Pat
     assert "the private count" in verdict["plan"].words
 
 
+@pytest.mark.parametrize("gaussian", [None, 0, "", "no", 1])
+def test_whether_a_count_is_gaussian_is_said_and_not_guessed(gaussian: Any) -> None:
+    with pytest.raises(ValueError, match="counted"):
+        PublicCount.from_json(90, {"noise_multiplier": 100.0, "gaussian": gaussian})
+
+
 def test_noise_that_is_fixed_needs_a_declared_number() -> None:
     for method in METHODS[:2]:
         with pytest.raises(ValueError, match="n_public"):

@@ -164,13 +164,9 @@ def from_jax_privacy(
     """A ``DPExecutionPlan`` of JAX Privacy: its ``dp_event``, under the relation that it was calibrated for."""
     batches = type(plan.batch_selection_strategy).__name__
     event = event_of_dp_accounting(plan.dp_event, relation)
-    conditions = [
-        f"batches were those of the plan's {batches}",
-        "gradients and noise were those of the plan",
-        _FLOATS,
-    ]
+    conditions = [f"batches were those of the plan's {batches}", "gradients and noise were those of the plan"]
     return make_claim(event, delta=delta, relation=relation, program="jax-privacy", read_from="DPExecutionPlan",
-                      conditions=conditions, sampling=batches, stated=stated, **about)  # fmt: skip
+                      conditions=[*conditions, _FLOATS], sampling=batches, stated=stated, **about)  # fmt: skip
 
 
 def from_tf_privacy(

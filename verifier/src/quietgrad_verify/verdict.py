@@ -176,7 +176,8 @@ def _count_agrees(counted: object, event: Json, stated: Json) -> bool:
     """
     if counted is None:
         return "count" not in stated["releases"]
-    if not isinstance(counted, dict) or set(counted) != {"noise_multiplier", "gaussian"}:
+    kinds = {"noise_multiplier": float, "gaussian": bool}
+    if not isinstance(counted, dict) or {key: type(value) for key, value in counted.items()} != kinds:
         return False
     z, relation = counted["noise_multiplier"], stated["relation"]
     parties = event.get("parties", []) if event.get("event") == "per-party" else [event]

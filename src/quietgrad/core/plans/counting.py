@@ -156,9 +156,10 @@ class PublicCount:
         """
         if data is None:
             return cls(n)
-        if not isinstance(data, dict) or set(data) != {"noise_multiplier", "gaussian"}:
+        named = isinstance(data, dict) and set(data) == {"noise_multiplier", "gaussian"}
+        if not isinstance(data, dict) or not named or type(data["gaussian"]) is not bool:
             raise ValueError(f"counted={data!r}: must be a noise multiplier and whether it is Gaussian.")
-        return cls(n, float(data["noise_multiplier"]), bool(data["gaussian"]))
+        return cls(n, float(data["noise_multiplier"]), data["gaussian"])
 
 
 def count_noise(budget: Budget, *, gaussian: bool) -> float:
