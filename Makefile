@@ -15,15 +15,16 @@ test: $(VENV)/.ready lint types unit attack
 setup: $(VENV)/.ready
 
 # What the demo needs: a plain install.
-$(VENV)/.plain: pyproject.toml
+$(VENV)/.plain: pyproject.toml verifier/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e .
+	$(BIN)/python -m pip install --quiet -e verifier -e .
 	touch $@
 
 # torch first and exactly: what follows then finds it installed and keeps the CPU build.
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml verifier/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e verifier
 	$(BIN)/python -m pip install --quiet -e '.[torch,federated,report,data,logs,docs,dev,zoo]'
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/zoo torchvision==0.28.0 timm==1.0.30
 	touch $(VENV)/.plain $@

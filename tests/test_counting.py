@@ -105,6 +105,37 @@ def test_a_run_states_its_count_and_its_budget(method: Any, tmp_path: Path) -> N
         assert "plan" in [finding.what for finding in findings if finding.ok is False]
 
 
+def test_one_rule_says_which_count_may_stand_before_which_releases(tmp_path: Path) -> None:
+    """A Gaussian count before Poisson samples: refused by plan(), and a certificate of it is not proved."""
+    z = count_noise(BUDGET, gaussian=True)
+    gaussian, method = PublicCount(300, z, True), qg.DPSGD(steps=5, batch_size=50)
+    for noise in (None, 3.0):
+        with pytest.raises(ValueError, match="not Gaussian"):
+            qg.plan(method, n=gaussian, budget=BUDGET, noise_multiplier=noise)
+    with pytest.raises(ValueError, match="not Gaussian"):
+        gaussian.before(events.poisson_gaussian(0.1, 2.0, 5), ADD)
+    qg.minimize(qg.objectives.Logistic(), rows(1009), method, budget=BUDGET).save(tmp_path)
+    body = copy.deepcopy(issue(tmp_path, whole_ledger=False).body)
+    assert check(PrivacyCertificate(body)).ok
+    # The same file as if its records had been counted by the Gaussian release that costs about as much.
+    rest = events.from_json(body["event"]["parts"][1])
+    body["plan"]["counted"] = {"noise_multiplier": z, "gaussian": True}
+    body["event"] = events.Composed((events.Gaussian(z), rest)).to_json()
+    proof = prove(events.Composed((events.Gaussian(z), rest)), delta=1e-5, relation=ADD)
+    body["claim"] |= {"epsilon": proof.epsilon, "accountant": proof.accountant}
+    body["ledger"] = None
+    verdict = {finding.what: finding for finding in check(PrivacyCertificate(body)).findings}
+    assert verdict["proof"].ok  # the arithmetic is right, of releases that may not be combined so
+    assert verdict["plan"].ok is False
+    assert "the private count" in verdict["plan"].words
+
+
+@pytest.mark.parametrize("gaussian", [None, 0, "", "no", 1])
+def test_whether_a_count_is_gaussian_is_said_and_not_guessed(gaussian: Any) -> None:
+    with pytest.raises(ValueError, match="counted"):
+        PublicCount.from_json(90, {"noise_multiplier": 100.0, "gaussian": gaussian})
+
+
 def test_noise_that_is_fixed_needs_a_declared_number() -> None:
     for method in METHODS[:2]:
         with pytest.raises(ValueError, match="n_public"):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from quietgrad.assurance.certificates import check, issue
-from quietgrad.assurance.certificates.independent_accountant import second_proof
+from quietgrad.assurance.certificates import check, checking, issue
+from quietgrad.assurance.certificates.independent_accountant import DP_ACCOUNTING, OURS, second_proof
+from quietgrad.cli import main
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Relation
@@ -170,16 +171,51 @@ def test_the_second_accountant_finds_no_more(sigma: float, steps: int, epochs: i
     assert 0.99 * ours < theirs <= ours * (1 + 1e-6)
 
 
-def test_a_certificate_is_proved_twice(tmp_path: Path) -> None:
+def test_a_second_proof_of_our_own_is_not_called_another_accountants(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = qg.minimize(Logistic(), problem(300), METHOD, budget=BUDGET, n_public=300, folder=tmp_path / "run")
     assert result.privacy.sampling.startswith("gradient: random allocation")
+    both = check(issue(tmp_path / "run"))
+    assert both.accountants == 2
+    assert any(f.what == "second proof" and "quietgrad-verify" in f.words for f in both.findings)
+    monkeypatch.setattr(checking, "verifier_proof", lambda *args, **settings: None)  # as if it were not installed
     verdict = check(issue(tmp_path / "run"))
     found = {finding.what: finding for finding in verdict.findings}
     assert found["proof"].ok
-    assert found["second proof"].ok
-    theirs = second_proof(made().event, delta=1e-5, relation=Relation.ADD_REMOVE).epsilon
-    assert theirs is not None
-    assert theirs > 0.97  # a claim of less would not be confirmed
+    assert found["second proof"].ok is None
+    assert verdict.accountants == 1
+    assert "quietgrad itself by a second derivation" in found["second proof"].words
+    second = second_proof(made().event, delta=1e-5, relation=Relation.ADD_REMOVE)
+    assert second.epsilon is not None
+    assert second.epsilon > 0.97  # a claim of less would not be confirmed
+    assert second.authors == {OURS, DP_ACCOUNTING}
+    issue(tmp_path / "run").write(tmp_path / "c.json")
+    assert main(["verify", str(tmp_path / "c.json")]) == 0
+    told = capsys.readouterr().out
+    assert "yes  dp-accounting" not in " ".join(told.split()).replace("yes dp", "yes  dp")
+    assert "One accountant proved it." in told
+
+
+@pytest.mark.parametrize(
+    ("event", "foreign"),
+    [
+        (events.poisson_gaussian(0.1, 2.0, 5), True),
+        (events.random_allocation(steps_per_epoch=5, noise_multiplier=2.0), False),
+        (events.Composed((events.random_allocation(steps_per_epoch=5, noise_multiplier=2.0), events.Gaussian(9.0))),
+         False),
+        (events.Parallel((events.random_allocation(steps_per_epoch=5, noise_multiplier=9.0), events.Gaussian(2.0))),
+         False),
+        (events.RandomNumberOfReleases(events.random_allocation(steps_per_epoch=5, noise_multiplier=3.0),
+                                       ((1, 0.5), (2, 0.5))), False),
+        (events.Upfront(0.1, Relation.ADD_REMOVE), False),
+    ],
+)  # fmt: skip
+def test_a_proof_has_the_authors_of_all_its_parts(event: events.Event, foreign: bool) -> None:
+    proof = second_proof(event, delta=1e-5, relation=Relation.ADD_REMOVE)
+    assert proof.epsilon is not None
+    assert proof.foreign == foreign
+    assert proof.how.startswith("dp-accounting") == foreign
 
 
 # --- mutants: each is a way to get it wrong, and is seen --------------------------------------------------------

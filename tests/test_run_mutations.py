@@ -17,11 +17,15 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
+from quietgrad.assurance.certificates import PrivacyCertificate, check, issue
+from quietgrad.core.accounting import events
+from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.errors import DataError, LedgerError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.core.noise.rng import seed_key
+from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
@@ -282,6 +286,37 @@ def a_party_after_lost_rounds(home: Path) -> None:
     again.close()
 
 
+def a_certificates_count(home: Path) -> None:
+    """Whatever a certificate says of its private count otherwise than it was, with all that follows from it."""
+    method, loss = qg.DPSGD(steps=3, batch_size=20), qg.objectives.Logistic()
+    qg.minimize(loss, rows(0, 400), method, budget=BUDGET, ledger=home / "l").save(home)
+    body = issue(home, ledger=home / "l").body
+    counted, (first, *rest) = body["plan"]["counted"], body["event"]["parts"]
+    free = {**first, "epsilon": first["epsilon"] / 100}
+    gaussian = {"event": "gaussian", "noise_multiplier": counted["noise_multiplier"]}
+    releases = body["claim"]["releases"]
+    unsaid = {name: number for name, number in releases.items() if name != "count"}
+    edits: list[tuple[Any, Any, Any]] = [
+        ({**counted, "noise_multiplier": 100 * counted["noise_multiplier"]}, [first, *rest], releases),
+        (counted, [free, *rest], releases),
+        (counted, rest, releases),
+        (counted, [first, *rest], unsaid),
+        (None, [first, *rest], releases),
+        (None, rest, releases),
+        ({**counted, "gaussian": True}, [gaussian, *rest], releases),
+    ]
+    for said, parts, stated in edits:
+        event = events.from_json(parts[0] if len(parts) == 1 else {"event": "composed", "parts": parts})
+        proof = prove(event, delta=BUDGET.delta, relation=BUDGET.relation)
+        claim = {**body["claim"], "epsilon": proof.epsilon, "accountant": proof.accountant, "releases": stated}
+        plan = {**body["plan"], "counted": said}
+        changed = {**body, "claim": claim, "event": event.to_json(), "plan": plan, "ledger": None}
+        found = {finding.what: finding.ok for finding in check(PrivacyCertificate(changed)).findings}
+        assert found["proof"]
+        assert found["plan"] is False, (said, parts)
+    assert check(PrivacyCertificate(body)).ok
+
+
 # --- bugs -------------------------------------------------------------------------------------------------------
 
 
@@ -435,6 +470,21 @@ def draws_are_counted_by_lines(patch: Patch) -> None:
     patch.setattr(Journal, "_opened", counts)
 
 
+def a_certificates_first_release_is_not_compared(patch: Patch) -> None:
+    def trusts(count: PublicCount, event: events.Event, relation: qg.Relation) -> events.Event:
+        return events.composed(event.parts[1:]) if isinstance(event, events.Composed) else event
+
+    patch.setattr(PublicCount, "rest_of", trusts)
+
+
+def a_count_stands_before_anything(patch: Patch) -> None:
+    def joined(count: PublicCount, event: events.Event, relation: qg.Relation) -> events.Event:
+        first = count.event(relation)
+        return event if first is None else events.Composed((first, event))
+
+    patch.setattr(PublicCount, "before", joined)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A bug and the probe that must notice it."""
@@ -463,6 +513,8 @@ TABLE = [
     Mutation(rows_from_the_last_64, correlated_rows_after_a_restart),
     Mutation(who_scores_trained_too, a_search_scores_strangers),
     Mutation(draws_are_counted_by_lines, a_party_after_lost_rounds),
+    Mutation(a_certificates_first_release_is_not_compared, a_certificates_count),
+    Mutation(a_count_stands_before_anything, a_certificates_count),
 ]
 
 

@@ -1,7 +1,8 @@
 """Build the release and try it as a stranger would: sdist and wheel, empty environments, the demo from the wheel.
 
-``python tools/release.py`` builds into dist/, checks names, versions and sizes, installs the wheel with and without
-extras into fresh environments of every Python that is here, and runs what the README promises. Nothing is uploaded.
+``python tools/release.py`` builds quietgrad and quietgrad-verify into dist/, checks names, versions and sizes,
+installs the wheels with and without extras into fresh environments of every Python that is here, and runs what the
+README promises. Nothing is uploaded.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ DIST = ROOT / "dist"
 LARGEST_WHEEL = 1_060_000  # bytes: nothing but modules, 3.0 MB of them; no data, pictures or tables
 SLOWEST_IMPORT = 2.5  # times numpy's
 PYTHONS = ("3.11", "3.12", "3.13")
+VERIFIER = ROOT / "verifier"
+LARGEST_VERIFIER = 60_000  # bytes
 NEEDED = (
     "quietgrad/py.typed",
     "quietgrad/assurance/report/page.html.j2",
@@ -36,10 +39,12 @@ def main() -> int:
     version = checked_version()
     wheel, sdist = build()
     check_files(wheel, sdist, version)
+    verifier = build_verifier(version)
     if not given.build_only:
         for python in pythons():
             for extras in ("", "[report,data]"):
-                try_it(python, wheel, extras, version)
+                try_it(python, wheel, verifier, extras, version)
+            try_verifier(python, verifier, version)
         try_sdist(sdist, version)
     print(f"release {version}: {wheel.name} ({wheel.stat().st_size >> 10} KiB), {sdist.name}")
     return 0
@@ -75,7 +80,44 @@ def build() -> tuple[Path, Path]:
     """Both files, made afresh."""
     shutil.rmtree(DIST, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", str(DIST), str(ROOT))
-    return next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
+    return next(DIST.glob("quietgrad-*.whl")), next(DIST.glob("quietgrad-*.tar.gz"))
+
+
+def build_verifier(version: str) -> Path:
+    """The wheel of quietgrad-verify: its own files, the schema that quietgrad has too, and the same version."""
+    run(sys.executable, "-m", "build", "--outdir", str(DIST), str(VERIFIER))
+    wheel = next(DIST.glob("quietgrad_verify-*.whl"))
+    with zipfile.ZipFile(wheel) as content:
+        names = content.namelist()
+        schema = content.read("quietgrad_verify/schema.json")
+    ours = ("quietgrad_verify/", f"quietgrad_verify-{version}.dist-info/")
+    foreign = [name for name in names if not name.startswith(ours)]
+    if foreign or wheel.stat().st_size > LARGEST_VERIFIER or not any(name.endswith("LICENSE") for name in names):
+        raise SystemExit(f"{wheel.name}: foreign {foreign[:3]}, {wheel.stat().st_size} bytes, or no licence")
+    if schema != (ROOT / "src/quietgrad/assurance/certificates/schema.json").read_bytes():
+        raise SystemExit("schema.json: quietgrad and quietgrad-verify have different ones")
+    return wheel
+
+
+def try_verifier(python: str, wheel: Path, version: str) -> None:
+    """Install quietgrad-verify alone, without quietgrad, and check claims of real runs of other libraries."""
+    claims = ROOT / "benchmarks/results/foreign_claims"
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        run(python, "-m", "venv", str(home / "env"))
+        its = home / "env" / "bin"
+        run(str(its / "python"), "-m", "pip", "install", "--quiet", str(wheel))
+        told = run(str(its / "python"), "-c", "import quietgrad_verify as v; print(v.__version__)", cwd=home)
+        if told.strip() != version:
+            raise SystemExit(f"{python}: quietgrad-verify says {told!r}")
+        command = str(its / "quietgrad-verify")
+        run(command, str(claims / "opacus-Poisson_samples.json"), "--html", "v.html", cwd=home)
+        refuted = subprocess.run(
+            [command, str(claims / "opacus-a_shuffled_loader.json")], cwd=home, capture_output=True
+        )
+        if refuted.returncode != 1 or not (home / "v.html").exists():
+            raise SystemExit(f"{python}: quietgrad-verify ends with {refuted.returncode} for a false ε")
+        print(f"{python} quietgrad-verify: alone, one claim proved, one refuted", flush=True)
 
 
 def check_files(wheel: Path, sdist: Path, version: str) -> None:
@@ -95,13 +137,15 @@ def check_files(wheel: Path, sdist: Path, version: str) -> None:
         raise SystemExit(f"{sdist.name}: {absent} are missing")
 
 
-def try_it(python: str, wheel: Path, extras: str, version: str) -> None:
+def try_it(python: str, wheel: Path, verifier: Path, extras: str, version: str) -> None:
     """Install into an empty environment and do what a new user does."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         run(python, "-m", "venv", str(home / "env"))
         its = home / "env" / "bin"
         run(str(its / "python"), "-m", "pip", "install", "--quiet", f"{wheel}{extras}")
+        if extras:  # the second proof by the verifier, and without extras by dp-accounting
+            run(str(its / "python"), "-m", "pip", "install", "--quiet", str(verifier))
         told = run(str(its / "quietgrad"), "--version", cwd=home)
         if told.strip() != f"quietgrad {version}":
             raise SystemExit(f"{python}: says {told!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,8 @@ from typer import Argument, Option
 from quietgrad.assurance.certificates import SigningKey, check, issue, read
 from quietgrad.assurance.certificates import public_key as read_key
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, say_meaning
+from quietgrad.core.errors import DataError
+from quietgrad.core.files import write_atomically
 from quietgrad.core.sanitize import sanitize
 
 certificate_app = typer.Typer(add_completion=False)
@@ -60,15 +63,20 @@ def verify(
     ] = None,
     ledger: Annotated[Path | None, Option(help="The ledger itself, if it is at hand.")] = None,
     model: Annotated[Path | None, Option(help="The model file, if it is at hand.")] = None,
+    html: Annotated[Path | None, Option(help="Write quietgrad-verify's verdict as a page.")] = None,
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
-    """Prove a certificate's ε again, by quietgrad and by dp-accounting, and check chain, plan and signature.
+    """Prove a certificate's ε again, by quietgrad and by quietgrad-verify, and check chain, plan and signature.
 
     Exit code 0 only if ε is proved and nothing was altered; whether by two accountants or by one is said. Unsigned,
     a file shows only that it is consistent.
     """
     demanded = None if public_key is None else read_key(public_key)
+    if html is not None and find_spec("quietgrad_verify") is None:
+        raise DataError(
+            "--html: the page is made by quietgrad-verify; install it with `pip install quietgrad-verify`."
+        )
     document = read(file)
     verdict = check(document, public_key=demanded, ledger=ledger, model=model)
     if verdict.ok:
@@ -78,6 +86,16 @@ def verify(
     lines = []
     for title, words in (("Shown:", verdict.shown), ("Not shown:", verdict.not_shown)):
         lines += [title, *(sanitize(f"  · {line}") for line in words)] if words else []
+    lines.append(
+        "Standing of the fields (proved: follows from the rest; bound: held fast; said: the author's word):"
+    )
+    lines += [sanitize(f"  {kind:<8}{', '.join(names)}", most=2000) for kind, names in verdict.standing.items()]
+    if verdict.open:
+        lines.append(sanitize(f"  {'OPEN':<8}{', '.join(verdict.open)}: nothing holds them fast", most=2000))
+    elif verdict.bound_by:
+        lines.append(f"  held fast by {' and '.join(verdict.bound_by)}")
+    if html is not None:
+        _write_page(file, html, demanded, model)
     signed = any(finding.what == "signature" and finding.ok for finding in verdict.findings)
     holds = (
         "The claim holds as certified." if signed else "The claim follows from the file; the file is not signed."
@@ -86,3 +104,14 @@ def verify(
     end = holds + by if verdict.ok else "The claim is NOT proved: see what says NO above."
     answer(as_json, {"file": str(file), **verdict.to_json()}, *lines, end, table=(verdict.claim, rows))
     raise typer.Exit(0 if verdict.ok else 1)
+
+
+def _write_page(file: Path, page_file: Path, demanded: str | None, model: Path | None) -> None:
+    """The verdict of quietgrad-verify, whose code is its own, as a page."""
+    from quietgrad_verify import check as check_again
+    from quietgrad_verify import read as read_again
+    from quietgrad_verify.page import page
+
+    claim = read_again(file)
+    text = page(claim, check_again(claim, public_key=demanded, model=model), str(file))
+    write_atomically(page_file, text.encode())

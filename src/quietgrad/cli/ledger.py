@@ -117,6 +117,37 @@ def adopt(
     say(f"{file}: adopted with {len(ledger.entries())} entries.")
 
 
+@app.command(epilog="Example: quietgrad ledger add ledger.jsonl claim.json --account patients")
+def add(
+    file: Annotated[Path, Argument(help="The ledger; it is made if it does not exist.", show_default=False)],
+    claim: Annotated[Path, Argument(help="The claim of a run, by any library.", show_default=False)],
+    account: Annotated[str, Option(help="The people that the run was about.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Charge a run of another program, or of another place, to an account; caps hold over it too.
+
+    Its releases are proved again first. What they rest on is not checked: the entry is conditional and says so.
+    """
+    from quietgrad.assurance.certificates import charge_claim, read  # slow to load, and `train` needs this module
+
+    with usage():
+        charged = charge_claim(Ledger(file), read(claim), account)
+    ledger = Ledger(file)
+    # It is charged by now: a total that cannot be proved is said, and no error.
+    row = _account_row(ledger, ledger.book(), charged.account, None)
+    told = {
+        "file": str(file), "account": charged.account, "run": charged.run, "epsilon": charged.epsilon,
+        "delta": charged.delta, "relation": str(charged.relation), "unit": str(charged.unit),
+        "condition": charged.condition, "spent": row["epsilon"],
+    }  # fmt: skip
+    cost = f"ε={charged.epsilon:.4g} at δ={charged.delta:g} ({charged.relation}, per {charged.unit})"
+    total = row["problem"] or f"ε={row['epsilon']:.4g} is spent in all at δ={row['delta']:g} ({row['relation']})."
+    answer(
+        as_json, told, sanitize(f"{charged.account}: charged {cost}, conditional: it holds {charged.condition}."),
+        sanitize(f"{charged.account}: {total}"),
+    )  # fmt: skip
+
+
 def _existing(file: Path) -> Ledger:
     # A head without its ledger is a finding of the check, not a mistyped name.
     if not file.exists() and not file.with_name(file.name + ".head").exists():

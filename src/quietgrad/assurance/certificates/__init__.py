@@ -8,6 +8,7 @@ could have made all of it up. A signed one also shows who vouches for the releas
 
 from __future__ import annotations
 
+from quietgrad.assurance.certificates.charging import charge_claim
 from quietgrad.assurance.certificates.checking import Finding, Verdict, check
 from quietgrad.assurance.certificates.document import (
     PrivacyCertificate,
@@ -24,6 +25,7 @@ __all__ = [
     "PrivacyCertificate",
     "SigningKey",
     "Verdict",
+    "charge_claim",
     "check",
     "issue",
     "new_key",

@@ -2,9 +2,9 @@
 
 The checks trust nothing that the file states. The stated algorithm at its settings gives the slots, and slots and
 noise give the events: both must be those in the file. ε is proved again from the events by the accountant that is
-named and, where it has a rule that is as tight, by dp-accounting. The lines of the ledger must chain and have paid
-for these events at this δ under this relation. A forger can rewrite all parts alike unless the file is signed:
-without a signature only agreement is shown, and the verdict says so.
+named and, where it has a rule that is as tight, by dp-accounting; a proof names the code that made it. The lines of
+the ledger must chain and have paid for these events at this δ under this relation. A forger can rewrite all parts
+alike unless the file is signed: without a signature only agreement is shown, and the verdict says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,12 @@ from quietgrad.assurance.certificates.document import (
     Json,
     PrivacyCertificate,
     canonical,
+    covered,
     signature_holds,
+    standings,
+    statement,
 )
-from quietgrad.assurance.certificates.independent_accountant import second_proof, sensitivity_again
+from quietgrad.assurance.certificates.independent_accountant import second_proof, sensitivity_again, verifier_proof
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import PrivacyUnit, Relation, check_delta
 from quietgrad.core.accounting.events import (
@@ -60,6 +63,7 @@ BUT_FOR_LISTS = (
 )
 
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
+VERIFIER_AGREES = 0.01  # relative: quietgrad-verify says so of itself, and prints both numbers
 _EXACT = 1e-6  # relative: our own accountant on another machine
 _UNIT = {PrivacyUnit.RECORD: "one record is one person", PrivacyUnit.PERSON: "every person has one id in them"}
 # A plan of a stranger is made here, and its events are proved: both must fit the memory.
@@ -86,6 +90,12 @@ class Verdict:
     findings: tuple[Finding, ...]
     shown: tuple[str, ...]
     not_shown: tuple[str, ...]
+    bound_by: tuple[str, ...] = ()
+    """What holds the claim fast: a signature, a ledger's head."""
+    open: tuple[str, ...] = ()
+    """Fields that something should hold fast and nothing does."""
+    standing: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The fields by standing: proved, bound or said."""
 
     @property
     def ok(self) -> bool:
@@ -127,15 +137,24 @@ def check(
         words = f"it is not a statement of privacy with its releases ({type(error).__name__})"
         findings.append(Finding("claim", False, words))
         return Verdict("unreadable", tuple(findings), (), ("Anything: the claim cannot be read.",))
-    schedule = None
-    try:
-        schedule, problems = _rebuild(body, claim)
-        words = f"the parts of the file disagree about {', '.join(problems)}" if problems else ""
-    except ALTERED as error:
-        words = f"it cannot be read as a plan ({type(error).__name__})"
-    agrees = "the events are those of its slots and noise, and the slots those of its settings"
-    findings.append(Finding("plan", not words, words or agrees))
-    findings += [_first_proof(claim, body["plan"].get("counted")), _second_finding(claim, schedule)]
+    if document.version > 1:
+        same = statement(body) == body["statement"]
+        words = "it follows from the fields" if same else "it is not what the fields say"
+        findings.append(Finding("statement", same, words))
+    schedule, name = None, f"{body['source']['program']} {body['source']['version']}" if claim.foreign else ""
+    if claim.foreign:
+        findings.append(Finding("plan", None, f"none: a run of {name}; its releases are its author's word"))
+        findings.append(_printed(claim, body["source"]))
+    else:
+        try:
+            schedule, problems = _rebuild(body, claim)
+            words = f"the parts of the file disagree about {', '.join(problems)}" if problems else ""
+        except ALTERED as error:
+            words = f"it cannot be read as a plan ({type(error).__name__})"
+        agrees = "the events are those of its slots and noise, and the slots those of its settings"
+        findings.append(Finding("plan", not words, words or agrees))
+    counted = None if claim.foreign else body["plan"].get("counted")
+    findings += [_first_proof(claim, counted), _second_finding(claim, schedule)]
     try:
         findings += _ledger_findings(body, claim, ledger)
     except ALTERED as error:
@@ -144,8 +163,36 @@ def check(
     stated = f"({claim.epsilon:.4g}, {claim.delta:g})-DP per {claim.privacy.unit} under {claim.relation}"
     stated = stated if claim.privacy.condition is None else f"{stated}, {claim.privacy.condition}"
     stated = "; ".join([stated, *(note for note in claim.privacy.notes if note.endswith(DECLARED))])
-    stated = f"{body['plan'].get('algorithm')} on {body['data'].get('name')}: {stated}"
-    return Verdict(stated, tuple(findings), *_words(document, claim, findings, public_key))
+    stated = f"{name or body['plan'].get('algorithm')} on {body['data'].get('name')}: {stated}"
+    bound_by, by = _bound_by(document, findings), standings(body)
+    left_open = () if bound_by else by["bound"]
+    shown, not_shown = _words(document, claim, findings, public_key)
+    if not bound_by:
+        open_words = f"What nothing holds fast, neither a signature nor a ledger: {', '.join(left_open)}."
+        not_shown = (open_words, *not_shown)
+    return Verdict(stated, tuple(findings), shown, not_shown, bound_by, left_open, by)
+
+
+def _bound_by(document: PrivacyCertificate, findings: list[Finding]) -> tuple[str, ...]:
+    """What holds the claim fast."""
+    good = {finding.what for finding in findings if finding.ok}
+    signer = document.signature["public_key"] if document.signature is not None else ""
+    head = (document.body["ledger"] or {}).get("head")
+    return (
+        *((f"the signature of {signer}",) if "signature" in good else ()),
+        *((f"the ledger's head {head}",) if "bound" in good else ()),
+    )
+
+
+def _printed(claim: _Claim, source: Json) -> Finding:
+    """The ε that another program printed, held against what its releases cost."""
+    printed, name = source["stated"], f"{source['program']} {source['version']}"
+    if printed is None or printed["delta"] != claim.delta:
+        return Finding("printed", None, f"{name} printed no ε at this δ that the claim holds")
+    if printed["epsilon"] < claim.epsilon * (1.0 - VERIFIER_AGREES):
+        words = f"{name} printed ε = {printed['epsilon']:.6g}; the releases cost {claim.epsilon:.6g}"
+        return Finding("printed", False, words)
+    return Finding("printed", True, f"{name} printed ε = {printed['epsilon']:.6g}, no less than is proved")
 
 
 def _signature(document: PrivacyCertificate, demanded: str | None) -> Finding:
@@ -171,6 +218,8 @@ class _Claim:
     epsilon: float
     delta: float
     relation: Relation
+    foreign: bool = False
+    """Whether it is of another program's run, without a plan."""
 
 
 def _read_claim(body: Json) -> _Claim:
@@ -189,8 +238,15 @@ def _read_claim(body: Json) -> _Claim:
     if not privacy.is_private or not 0.0 < privacy.epsilon < math.inf or not_private:
         raise ValueError("not private")
     # Parts that nothing else in the file could contradict must at least be of their kind.
-    plan, data, model = body["plan"], body["data"], body["model"]
+    data, foreign = body["data"], "source" in body and body["plan"] is None
+    plan = {"stopped_by": "", "algorithm": ""} if foreign else body["plan"]
+    model: Json = {"sha256": "0" * 64, "parameters": 1} if foreign else body["model"]
+    source = body.get("source", {"program": "", "version": "", "object": "", "stated": None})
     good = (
+        set(source) == {"program", "version", "object", "stated"} and (body["model"] is None) == foreign,
+        all(isinstance(source[key], str) for key in ("program", "version", "object")),
+        source["stated"] is None or set(source["stated"]) == {"epsilon", "delta"},
+        isinstance(body.get("statement", ""), str),
         re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", body["issued"]),
         {"name", "n_public"} <= set(data) <= {"name", "n_public", *PUBLIC_MODEL} and isinstance(data["name"], str),
         all(value is None or isinstance(value, str | int | float) for value in data.values()),
@@ -201,7 +257,8 @@ def _read_claim(body: Json) -> _Claim:
     )
     if not all(good):
         raise ValueError("parts")
-    return _Claim(privacy, privacy.events, privacy.epsilon, check_delta(privacy.delta or 0.0), privacy.relation)
+    delta = check_delta(privacy.delta or 0.0)
+    return _Claim(privacy, privacy.events, privacy.epsilon, delta, privacy.relation, foreign)
 
 
 def _values(value: object) -> Iterator[Any]:
@@ -236,8 +293,7 @@ def _rebuild(body: Json, claim: _Claim) -> tuple[Schedule, list[str]]:
         "the number of records": plan["n_public"] == body["data"]["n_public"],
         # Which also says what is drawn: records, or people.
         "the sampling or the unit": privacy.sampling == privacy.unit.in_words(described),
-        "the private count": not count.counted
-        or (claim.relation is Relation.ADD_REMOVE and privacy.releases.get(COUNT) == 1),
+        "the private count": _count_agrees(count, claim),
         "the releases": all(type(n) is int and 0 <= n <= counts.get(k, -1) for k, n in privacy.releases.items()),
         "the condition": algorithm.condition == privacy.condition,
         **_federation_agrees(federation, plan["n_public"], claim),
@@ -282,20 +338,36 @@ def _federation_agrees(federation: Json | None, n_public: object, claim: _Claim)
     }
 
 
+def _of_parties(claim: _Claim) -> list[Event]:
+    """The releases of each party, without the distance of discrete noise to the stated one, which is no release."""
+    stated = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
+    return [
+        composed(event.parts[:-1])
+        if isinstance(event, Composed) and isinstance(event.parts[-1], TotalVariationSlack)
+        else event
+        for event in stated
+    ]
+
+
+def _count_agrees(count: PublicCount, claim: _Claim) -> bool:
+    """Whether a count that was a release is stated as one, paid for, and may stand before these releases."""
+    if not count.counted:
+        return COUNT not in claim.privacy.releases
+    try:
+        for event in _of_parties(claim):
+            count.rest_of(event, claim.relation)
+    except ValueError:
+        return False
+    return claim.relation is Relation.ADD_REMOVE and claim.privacy.releases.get(COUNT) == 1
+
+
 def _derived(
     schedule: Schedule, claim: _Claim, federation: Json | None, count: PublicCount, *, parts_count: bool
 ) -> bool:
     """Whether the stated event follows from the schedule, for the whole plan or for the releases made."""
-    parties = claim.event.parties if isinstance(claim.event, MaxOverParties) else (claim.event,)
-    first, z, relation = count.event(claim.relation), claim.privacy.noise_multiplier, claim.relation
-    for k, event in enumerate(parties):
-        # The distance of discrete noise to the stated one is no release.
-        if isinstance(event, Composed) and isinstance(event.parts[-1], TotalVariationSlack):
-            event = composed(event.parts[:-1])
-        if first is not None:
-            if not isinstance(event, Composed) or event.parts[0] != first:
-                return False
-            event = composed(event.parts[1:])
+    parties, z, relation = _of_parties(claim), claim.privacy.noise_multiplier, claim.relation
+    for k, whole_event in enumerate(parties):
+        event = count.rest_of(whole_event, relation)
         own, times = (schedule, 1) if federation is None else _of_party(schedule, federation, k, len(parties))
         all_of_it = repeated(own.event(z, relation), times)
         made = {name: n for name, n in claim.privacy.releases.items() if n and name != COUNT}
@@ -357,7 +429,7 @@ def _same(planned: Schedule, schedule: Schedule, *, federated: bool) -> bool:
 def _first_proof(claim: _Claim, counted: object) -> Finding:
     name = str(claim.privacy.accountant)
     families = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
-    family = next((each for each in families if name.startswith(each)), None)
+    family = "best" if claim.foreign else next((each for each in families if name.startswith(each)), None)
     if family is None:
         return Finding("proof", False, "the claim names no accountant that is known here")
     try:
@@ -365,6 +437,9 @@ def _first_proof(claim: _Claim, counted: object) -> Finding:
     except (UnprovableError, *ALTERED) as error:
         return Finding("proof", False, f"quietgrad proves no ε from the events ({error})")
     proved = f"ε = {proof.epsilon:.6g}"
+    if claim.foreign:  # its ε was proved by quietgrad-verify, on a grid of its own
+        good = abs(claim.epsilon / proof.epsilon - 1.0) <= VERIFIER_AGREES if proof.epsilon > 0.0 else False
+        return Finding("proof", good, f"quietgrad, {proof.accountant}: {proved}")
     if claim.epsilon < proof.epsilon * (1.0 - _EXACT) or proof.accountant != name:
         return Finding("proof", False, f"the events cost {proved} by {proof.accountant}, not what is claimed")
     # A run whose records were counted states its budget, which its plan meets to a thousandth.
@@ -374,8 +449,10 @@ def _first_proof(claim: _Claim, counted: object) -> Finding:
 
 
 def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
-    """Whether dp-accounting proves ε too. Where it cannot, one accountant did, and the claim still stands."""
-    second = second_proof(claim.event, delta=claim.delta, relation=claim.relation)
+    """Whether code that is not quietgrad's proves ε too. Where none can, one did, and the claim still stands."""
+    verified = verifier_proof(claim.event, delta=claim.delta, relation=claim.relation)
+    second = verified or second_proof(claim.event, delta=claim.delta, relation=claim.relation)
+    agrees = AGREES if verified is None else VERIFIER_AGREES
     if second.epsilon is None:
         return Finding("second proof", None, f"one accountant: {second.how}: {second.reason}")
     value, said = f"{second.how}: ε = {second.epsilon:.6g}", ""
@@ -383,7 +460,7 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
     together = [slot.mechanism for slot in schedule.slots if slot.mechanism.together] if schedule else []
     again = [sensitivity_again(each) if each.whole_run else None for each in together]
     known = all(s is not None and s <= m.factor * (1.0 + 1e-9) for s, m in zip(again, together, strict=True))
-    if schedule is None or schedule.composition == "filter" or not known:
+    if not claim.foreign and (schedule is None or schedule.composition == "filter" or not known):
         words = (
             "one accountant: the event stands for many releases (a filter, or noise in bands), by a theorem that "
             f"only quietgrad applies; from that event, {value}"
@@ -391,8 +468,10 @@ def _second_finding(claim: _Claim, schedule: Schedule | None) -> Finding:
         return Finding("second proof", None, words)
     if again:
         said = f"; its correlated releases are one of sensitivity {again[-1]:.4g}, which was computed again"
-    if second.epsilon > claim.epsilon * (1.0 + AGREES):
+    if second.epsilon > claim.epsilon * (1.0 + agrees):
         return Finding("second proof", None, f"one accountant: the other's bound is above the claim; {value}")
+    if not second.foreign:
+        return Finding("second proof", None, f"one accountant, which proves it in two ways: {value}{said}")
     return Finding("second proof", True, f"{value}{said}")
 
 
@@ -416,7 +495,17 @@ def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list
         problem = problem or str(error)
     part = f"the {len(entries)} lines of this run; other runs on the same people are not shown"
     all_lines = f"{len(entries)} lines that chain up to {head}"
+    certified = [
+        line.body for line in entries if line.kind == "certificate" and line.body.get("run") == stated["run"]
+    ]
+    bound = "source" in body and any(each.get("digest") == covered(body) for each in certified)
+    if certified and not bound:
+        problem = problem or "it certifies this run otherwise: a part of the claim was edited"
     found = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
+    if bound and not problem:
+        found.append(
+            Finding("bound", True, f"its head {head} holds the claim fast; compare it with the ledger's own")
+        )
     if whole and not problem:
         found.append(Finding("account", None, _account_total(book, claim)))
     if file is not None:

@@ -3,7 +3,8 @@
 A certificate is the canonical JSON of ``{body, digest, format, signature, version}`` and a line end: keys sorted,
 no spaces, ASCII, numbers as Python writes them. What is digested and signed is the canonical JSON of ``{body,
 format, version}``. :func:`parse` refuses any other spelling, so a key that stands twice, a NaN or a space has no
-second meaning that one reader sees and another does not.
+second meaning that one reader sees and another does not. The format is written down in
+``docs/certificate-format.md``; ``quietgrad-verify`` reads it too.
 
 :func:`issue` takes the body from a saved run. It computes nothing from data, and no record is in it. The ledger's
 lines are copied as they are: their fingerprints of tables are keyed with a secret of the machine that made them,
@@ -15,6 +16,7 @@ key is kept in a file that only its owner may read, and this is checked before u
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +28,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.core.errors import DataError, boundary
+from quietgrad.core.errors import DataError, LedgerError, boundary
 from quietgrad.core.files import parse_json, read_bytes, sync_folder, write_atomically
 from quietgrad.core.ledger.account import run_of
 from quietgrad.core.ledger.chain import anchor
@@ -40,11 +42,15 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 FORMAT = "quietgrad-certificate"
-VERSION = 1
+VERSIONS = (1, 2)
 LARGEST = 16 << 20  # bytes: a ledger of some ten thousand lines
 _SIGNATURE = {"algorithm": "ed25519", "public_key": "[0-9a-f]{64}", "value": "[0-9a-f]{128}"}
 _PARTS = {"body", "digest", "format", "signature", "version"}
-BODY = {"claim", "data", "event", "federation", "issued", "ledger", "model", "plan", "versions"}
+BODY_1 = {"claim", "data", "event", "federation", "issued", "ledger", "model", "plan", "versions"}
+BODIES = {1: BODY_1, 2: BODY_1 | {"source", "statement"}}
+COVERED = ("claim", "data", "event", "federation", "model", "plan", "source")
+"""The parts whose digest the ledger's line of kind ``certificate`` holds."""
+STANDINGS = ("proved", "bound", "said")
 
 
 def canonical(value: object) -> bytes:
@@ -63,10 +69,15 @@ class PrivacyCertificate:
     body: Json
     signature: dict[str, str] | None = None
 
+    @property
+    def version(self) -> int:
+        """The version of the format: from 2 on a body has a statement."""
+        return 2 if "statement" in self.body else 1
+
     @cached_property
     def payload(self) -> bytes:
         """The bytes that are digested and signed."""
-        return canonical({"body": self.body, "format": FORMAT, "version": VERSION})
+        return canonical({"body": self.body, "format": FORMAT, "version": self.version})
 
     @property
     def digest(self) -> str:
@@ -75,7 +86,7 @@ class PrivacyCertificate:
 
     def to_bytes(self) -> bytes:
         """The file's content."""
-        parts = {"body": self.body, "digest": self.digest, "format": FORMAT, "version": VERSION}
+        parts = {"body": self.body, "digest": self.digest, "format": FORMAT, "version": self.version}
         return canonical({**parts, "signature": self.signature}) + b"\n"
 
     def write(self, path: str | Path) -> Path:
@@ -101,13 +112,17 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
         value = parse_json(content)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise DataError(f"{name}: is not a quietgrad certificate.")
-    if type(value.get("version")) is not int or value["version"] != VERSION:
-        raise DataError(f"{name}: is of a version that this quietgrad does not read; it reads {VERSION}.")
+    if type(value.get("version")) is not int or value["version"] not in VERSIONS:
+        raise DataError(f"{name}: is of a version that this quietgrad does not read; it reads 1 and 2.")
     with boundary(f"{name}: was altered: it holds a number or a text that no certificate has."):
         spelt = canonical(value) + b"\n"
     if spelt != content:
         raise DataError(f"{name}: was altered: it is not spelt as certificates are (keys, numbers or spaces).")
-    if set(value) != _PARTS or not isinstance(value["body"], dict) or set(value["body"]) != BODY:
+    if (
+        set(value) != _PARTS
+        or not isinstance(value["body"], dict)
+        or set(value["body"]) != BODIES[value["version"]]
+    ):
         raise DataError(f"{name}: was altered: parts are missing or were added.")
     signature = value["signature"]
     if signature is not None and not _is_signature(signature):
@@ -116,6 +131,60 @@ def parse(content: bytes, name: str) -> PrivacyCertificate:
     if document.digest != value["digest"]:
         raise DataError(f"{name}: was altered: its digest does not fit its content.")
     return document
+
+
+def statement(body: Json) -> str:
+    """The claim as one text, which follows from the fields: an edit of one field alone contradicts it."""
+    claim, ledger = body["claim"], body["ledger"]
+    condition = claim.get("condition")
+    charged = "none"
+    if ledger is not None:
+        charged = f"{ledger['head']}, {len(ledger['lines'])} lines, sha256:{digest_of(ledger['lines'])}"
+    guarantee = f"({claim['epsilon']!r}, {claim['delta']!r})-differential privacy per {claim['unit']}"
+    return "\n".join(
+        (
+            f"{guarantee} under {claim['relation']}{'' if condition is None else f', {condition}'}",
+            f"Against {claim['adversary']}",
+            f"Account: {json.dumps(claim['account'])}",
+            f"Proved by: {claim['accountant']}",
+            f"Noise multiplier: {claim['noise_multiplier']!r}",
+            f"Sampling: {claim['sampling']}",
+            f"Releases: {json.dumps(claim['releases'], sort_keys=True)}",
+            f"Notes: {json.dumps(claim['notes'])}",
+            f"Records: {json.dumps(body['data'].get('n_public'))}",
+            f"Event: sha256:{digest_of(body['event'])}",
+            f"Ledger: {charged}",
+        )
+    )
+
+
+def digest_of(value: object) -> str:
+    """SHA-256 of the canonical JSON of ``value``."""
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def covered(body: Json) -> str:
+    """The digest that the ledger's line of kind ``certificate`` holds."""
+    return digest_of({part: body[part] for part in COVERED})
+
+
+def standings(body: Json) -> dict[str, tuple[str, ...]]:
+    """The fields of a body by standing, which the schema alone states: proved, bound or said.
+
+    >>> {"claim.unit", "claim.notes"} <= set(standings({"claim": {"unit": "record", "notes": []}})["bound"])
+    True
+    """
+    by: dict[str, list[str]] = {each: [] for each in STANDINGS}
+    known = schema()["properties"]["body"]["properties"]
+    for part, value in body.items():
+        inner = known[part]
+        options = (inner, *inner.get("anyOf", ()))
+        named = {key: field for option in options for key, field in option.get("properties", {}).items()}
+        split = isinstance(value, dict) and part in ("claim", "plan", "data", "model", "source")
+        for key in value if split else (None,):
+            own = inner if key is None else named.get(key, inner)
+            by[own.get("x-standing", inner["x-standing"])].append(part if key is None else f"{part}.{key}")
+    return {each: tuple(names) for each, names in by.items()}
 
 
 def _is_signature(value: object) -> bool:
@@ -149,7 +218,7 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     ``ledger`` says where the run was paid, if neither its options nor its folder do (a run of Python's, saved).
     With ``whole_ledger`` all lines of the ledger are copied, unless they are more than a certificate may hold.
     The run's statement is first proved again and held against its options and its ledger: what refutes it there is
-    not certified.
+    not certified. The ledger gets a line with the digest of the certificate, so that its head holds it fast.
     """
     path = Path(folder)
     result = load(path)
@@ -176,42 +245,50 @@ def issue(folder: str | Path, *, whole_ledger: bool = True, ledger: str | Path |
     if "trust" in details:  # how parties took part; their names stay with them
         kept = ("trust", "secure", "sizes", "parties_per_person", "plan_file")
         federation = {**{key: details.get(key) for key in kept}, "matched": bool(details.get("matched"))}
-    document = PrivacyCertificate(
-        {
-            "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-            "claim": stated,
-            "event": event,
-            "plan": {
-                "algorithm": result.algorithm,
-                "config": dict(result.config),
-                "n_public": result.n_public,
-                "noise_multiplier": privacy.noise_multiplier,
-                "composition": details.get("composition", "sequential"),
-                "rounds": details.get("rounds"),
-                "slots": list(details.get("slots", ())),
-                "counted": details.get("counted"),
-                "stopped_by": result.stopped_by,
-            },
-            "federation": federation,
-            "ledger": lines,
-            "model": {
-                "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
-                "parameters": len(result.params),
-            },
-            "data": {
-                "name": str(result.data.get("name", "not named")),
-                "n_public": result.n_public,
-                **{key: details.get("model", {}).get(key) for key in PUBLIC_MODEL},
-            },
-            "versions": {name: text for name, text in result.versions.items() if text},
-        }
-    )
+    body: Json = {
+        "issued": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        "claim": stated,
+        "event": event,
+        "plan": {
+            "algorithm": result.algorithm,
+            "config": dict(result.config),
+            "n_public": result.n_public,
+            "noise_multiplier": privacy.noise_multiplier,
+            "composition": details.get("composition", "sequential"),
+            "rounds": details.get("rounds"),
+            "slots": list(details.get("slots", ())),
+            "counted": details.get("counted"),
+            "stopped_by": result.stopped_by,
+        },
+        "federation": federation,
+        "ledger": None,
+        "model": {
+            "sha256": hashlib.sha256(read_bytes(path / "model.safetensors")).hexdigest(),
+            "parameters": len(result.params),
+        },
+        "data": {
+            "name": str(result.data.get("name", "not named")),
+            "n_public": result.n_public,
+            **{key: details.get("model", {}).get(key) for key in PUBLIC_MODEL},
+        },
+        "versions": {name: text for name, text in result.versions.items() if text},
+        "source": {
+            "program": "quietgrad", "version": result.versions.get("quietgrad") or "unknown",
+            "object": "a saved run", "stated": None,
+        },
+    }  # fmt: skip
     try:
+        if lines is not None and book is not None:
+            with contextlib.suppress(LedgerError):  # a ledger that cannot be written holds nothing fast
+                Ledger(book).certify(str(result.details["run"]), covered(body))
+            lines = _lines(result, book, whole=whole_ledger)
+        body["ledger"] = lines
+        document = PrivacyCertificate({**body, "statement": statement(body)})
         size = len(document.to_bytes())
     except ValueError:
         raise DataError(f"{path}: its settings hold a number that no certificate can (not finite).") from None
     if size > LARGEST and whole_ledger:  # no reader would accept it: keep the run's own lines
-        return issue(path, whole_ledger=False)
+        return issue(path, whole_ledger=False, ledger=ledger)
     return document
 
 
@@ -228,7 +305,7 @@ def _lines(result: Result, file: Path | None, *, whole: bool) -> Json | None:
             ids.add(entry.body["id"])
             # A ledger of a whole project shows other tables too, which the issuer did not mean to show.
             whole = whole and (entry.body["account"] == DEFAULT or not same(entry.body["account"], DEFAULT))
-        if entry.body.get("id") in ids:
+        if entry.body.get("id") in ids or (entry.kind == "certificate" and entry.body.get("run") == run):
             mine.append(entry)
     kept = entries if whole else tuple(mine)
     if not mine:

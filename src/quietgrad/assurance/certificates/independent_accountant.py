@@ -1,4 +1,4 @@
-"""The second accountant: ε of the same events by dp-accounting, whose code is not ours.
+"""The second accountant: ε of the same events by other code, and whose code that is.
 
 Its privacy-loss distributions take Gaussian releases, un-sampled or Poisson-sampled, and pure ones; its Rényi
 accountant takes zCDP releases and private search. Both accountants share the walk over compositions
@@ -6,15 +6,20 @@ accountant takes zCDP releases and private search. Both accountants share the wa
 because ours come from dp-accounting: they would be no second proof. Events that dp-accounting has no rule for
 get none, except epochs of random allocation. Their losses are computed here in another way than ours, by one power
 of one transform on an even grid, and dp-accounting composes them.
+
+Every distribution carries its authors: the names of the code that made it. A composition has the authors of all its
+parts, and a proof those of what it was read from, so a proof with a part of ours cannot be called dp-accounting's.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -59,18 +64,77 @@ _FINEST, _COARSEST = 1e-7, 1e-4  # steps of a grid
 _ORDERS = tuple(1.0 + 10 ** (k / 40.0) for k in range(-80, 161))
 
 
+DP_ACCOUNTING = f"dp-accounting {version('dp-accounting')}"
+OURS = "quietgrad"
+
+
 @dataclass(frozen=True)
 class IndependentProof:
-    """ε by the other accountant, and how; or ``None`` and why not."""
+    """ε by a second derivation, whose code made it, and how; or ``None`` and why not.
+
+    ``authors`` names the code of every part of the proof; it is empty where there is none.
+    """
 
     epsilon: float | None
-    how: str
+    authors: frozenset[str]
+    by: str = ""
     reason: str = ""
+
+    @property
+    def foreign(self) -> bool:
+        """Whether no part of the proof is quietgrad's own code."""
+        return self.epsilon is not None and OURS not in self.authors
+
+    @property
+    def how(self) -> str:
+        """Whose proof it is and by which method.
+
+        >>> IndependentProof(1.0, frozenset((OURS, "dp-accounting 0.6.0")), "distributions").how
+        'quietgrad itself by a second derivation, composed by dp-accounting 0.6.0, distributions'
+        """
+        others = " and ".join(sorted(self.authors - {OURS}))
+        own = "quietgrad itself by a second derivation" if OURS in self.authors else ""
+        whose = f"{own}, composed by {others}" if own and others else own or others or DP_ACCOUNTING
+        return f"{whose}, {self.by}" if self.by else whose
+
+
+@dataclass(frozen=True)
+class _Losses:
+    """A privacy-loss distribution of dp-accounting's kind, and the authors of what is in it."""
+
+    distribution: Any
+    authors: frozenset[str]
+
+    def times(self, count: int, tail: float) -> _Losses:
+        if count == 1:
+            return self
+        return _Losses(
+            self.distribution.self_compose(count, tail_mass_truncation=tail), self.authors | {DP_ACCOUNTING}
+        )
+
+    def then(self, other: _Losses, tail: float) -> _Losses:
+        composed_losses = self.distribution.compose(other.distribution, tail_mass_truncation=tail)
+        return _Losses(composed_losses, self.authors | other.authors | {DP_ACCOUNTING})
+
+    def epsilon(self, delta: float) -> float:
+        return float(self.distribution.get_epsilon_for_delta(delta))
+
+    def delta(self, epsilon: float) -> float:
+        return float(self.distribution.get_delta_for_epsilon(epsilon))
 
 
 Floats = npt.NDArray[np.float64]
 Curve = Callable[[float], float]
 """δ ↦ ε."""
+
+
+@dataclass(frozen=True)
+class _Proved:
+    """A curve δ ↦ ε, its authors and its method."""
+
+    curve: Curve
+    authors: frozenset[str]
+    by: str
 
 
 class _NoRule(Exception):
@@ -94,7 +158,7 @@ def sensitivity_again(mechanism: Mechanism) -> float | None:
 
 
 def second_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof:
-    """ε of ``event`` at ``delta`` by dp-accounting.
+    """ε of ``event`` at ``delta`` by a second derivation, and whose code that is.
 
     >>> from quietgrad.core.accounting.events import poisson_gaussian
     >>> proof = second_proof(poisson_gaussian(0.01, 1.1, 1000), delta=1e-5, relation=Relation.ADD_REMOVE)
@@ -104,29 +168,49 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
     >>> second_proof(sampled, delta=1e-5, relation=Relation.ADD_REMOVE).reason
     'it has no rule for a sample of zcdp releases'
     """
-    name = f"dp-accounting {version('dp-accounting')}"
-    slack, failure = total_slack(event), total_failure(event)
+    slack, failure, nobody = total_slack(event), total_failure(event), frozenset[str]()
     rest = delta - failure
     if rest <= 0.0:
-        return IndependentProof(None, name, "the failures listed use up δ")
-    worst, how = 0.0, name
+        return IndependentProof(None, nobody, reason="the failures listed use up δ")
+    # Without a release to account for, ε is a sum that the shared walk adds up: ours.
+    worst = IndependentProof(0.0, frozenset((OURS,)))
     try:
-        upfront = worst = total_upfront(event, relation)
+        upfront = total_upfront(event, relation)
+        worst = replace(worst, epsilon=upfront)
         choices = parallel_branches(event)
         if len(choices) > _MOST_CHOICES:
             raise _NoRule(f"more than {_MOST_CHOICES} choices of parallel parts are not tried here")
+        largest, authors = upfront, nobody
         for core in choices:
-            curve, by = _curve(core, relation, rest)
-            epsilon = _with_slack(curve, rest, slack) + upfront - math.log1p(-failure)
-            if epsilon >= worst:
-                worst, how = epsilon, f"{name}, {by}"
+            proved = _curve(core, relation, rest)
+            authors |= proved.authors
+            epsilon = _with_slack(proved.curve, rest, slack) + upfront - math.log1p(-failure)
+            if epsilon >= largest:
+                largest, worst = epsilon, IndependentProof(epsilon, proved.authors, proved.by)
     except (_NoRule, AccountantRefusal) as refusal:
-        return IndependentProof(None, name, str(refusal))
+        return IndependentProof(None, nobody, reason=str(refusal))
     except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
-        return IndependentProof(None, name, f"it fails on these numbers ({type(error).__name__})")
-    if not math.isfinite(worst):
-        return IndependentProof(None, how, "it finds no finite ε at this δ")
-    return IndependentProof(worst, how)
+        return IndependentProof(None, nobody, reason=f"it fails on these numbers ({type(error).__name__})")
+    if not math.isfinite(largest):
+        return replace(worst, epsilon=None, reason="it finds no finite ε at this δ")
+    # That the others are no worse is part of the proof, so their authors are too.
+    return replace(worst, authors=worst.authors | authors)
+
+
+def verifier_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof | None:
+    """ε by ``quietgrad-verify``, which shares no code with this package; ``None`` if it is not installed."""
+    if find_spec("quietgrad_verify") is None:
+        return None
+    from quietgrad_verify import NoRule, prove
+
+    try:
+        proof = prove(json.loads(json.dumps(event.to_json())), delta=delta, relation=str(relation))
+    except NoRule as reason:
+        return IndependentProof(None, frozenset(("quietgrad-verify",)), reason=str(reason))
+    except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        words = f"it fails on these numbers ({type(error).__name__})"
+        return IndependentProof(None, frozenset(("quietgrad-verify",)), reason=words)
+    return IndependentProof(proof.epsilon, proof.authors, proof.by)
 
 
 def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
@@ -143,8 +227,8 @@ def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
     return math.inf
 
 
-def _curve(core: Event, relation: Relation, delta: float) -> tuple[Curve, str]:
-    """What it proves about one choice of parallel parts, and how."""
+def _curve(core: Event, relation: Relation, delta: float) -> _Proved:
+    """What it proves about one choice of parallel parts, whose code does, and how."""
     releases, factor = count_releases(core), sensitivity_factor(relation)
     if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
         raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")
@@ -155,15 +239,15 @@ def _curve(core: Event, relation: Relation, delta: float) -> tuple[Curve, str]:
 
         accountant = rdp.RdpAccountant(list(_ORDERS), NeighboringRelation.ADD_OR_REMOVE_ONE)
         accountant.compose(_translated(core, relation))
-        return accountant.get_epsilon, "Rényi divergences"
+        return _Proved(accountant.get_epsilon, frozenset((DP_ACCOUNTING,)), "Rényi divergences")
     rounds = [part for part in releases if isinstance(part, RandomNumberOfReleases)]
     if not rounds:
         losses = _losses(core, relation, delta, _step(core, relation))
-        return losses.get_epsilon_for_delta, "privacy-loss distributions"
+        return _Proved(losses.epsilon, losses.authors, "privacy-loss distributions")
     if len(rounds) > 1 or releases[rounds[0]] > 1:
         raise _NoRule("random rounds more than once are not averaged here")
     others = [repeated(part, count) for part, count in releases.items() if part is not rounds[0]]
-    return _averaged(rounds[0], others, relation, delta), "privacy-loss distributions, averaged over rounds"
+    return _averaged(rounds[0], others, relation, delta)
 
 
 def _rawest(event: object, factor: float) -> float:
@@ -181,20 +265,19 @@ def _step(core: Event, relation: Relation) -> float:
     return min(max(approximate_mu(core, sensitivity_factor(relation)) / 500.0, _FINEST), _COARSEST)
 
 
-def _losses(core: Event, relation: Relation, delta: float, step: float) -> Any:
+def _losses(core: Event, relation: Relation, delta: float, step: float) -> _Losses:
     """The privacy-loss distribution of a composition without random rounds."""
-    total = None
+    total, tail = None, min(1e-15, delta * 1e-6)
     for part, count in count_releases(core).items():
-        one = _one_loss(part, relation, step, delta)
-        many = one if count == 1 else one.self_compose(count, tail_mass_truncation=min(1e-15, delta * 1e-6))
-        total = many if total is None else total.compose(many, tail_mass_truncation=min(1e-15, delta * 1e-6))
+        many = _one_loss(part, relation, step, delta).times(count, tail)
+        total = many if total is None else total.then(many, tail)
     if total is None:
         raise _NoRule("nothing was released")
     return total
 
 
 @lru_cache(maxsize=8)
-def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any:
+def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> _Losses:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import common
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -210,21 +293,23 @@ def _one_loss(part: Event, relation: Relation, step: float, delta: float) -> Any
                 raise _NoRule(f"it has no rule for a sample of {kinds} releases")
             replaced = relation is Relation.REPLACE_ONE
             neighbours = NeighboringRelation.REPLACE_ONE if replaced else NeighboringRelation.ADD_OR_REMOVE_ONE
-            return pld.from_gaussian_mechanism(
+            gaussian = pld.from_gaussian_mechanism(
                 inner[0].noise_multiplier,
                 sampling_prob=rate,
                 neighboring_relation=neighbours,
                 log_mass_truncation_bound=min(-50.0, math.log(delta) - 20.0),
                 **grid,
             )
+            return _Losses(gaussian, frozenset((DP_ACCOUNTING,)))
         case Pure(epsilon=epsilon, relation=proved):
             if proved is not relation:
                 raise _NoRule(f"a release was proved under {proved}, and {relation} is claimed")
-            return pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), **grid)
+            pure = pld.from_privacy_parameters(common.DifferentialPrivacyParameters(epsilon, 0.0), **grid)
+            return _Losses(pure, frozenset((DP_ACCOUNTING,)))
         case AllocationSampled(steps_per_epoch=steps, inner=Gaussian(noise_multiplier=z)):
             if relation is not Relation.ADD_REMOVE:
                 raise _NoRule("random allocation is understood under add-remove alone")
-            return _allocation(1.0 / z, steps, step, delta)
+            return _Losses(_allocation(1.0 / z, steps, step, delta), frozenset((OURS,)))
     raise _NoRule(f"it has no rule for a {part.kind} release here")
 
 
@@ -271,7 +356,7 @@ def _allocation(mu: float, steps: int, step: float, delta: float) -> Any:
     return pld.PrivacyLossDistribution(present, rounded(-loss, law[1:], float(law[0])))
 
 
-def _averaged(rounds: RandomNumberOfReleases, others: list[Event], relation: Relation, delta: float) -> Curve:
+def _averaged(rounds: RandomNumberOfReleases, others: list[Event], relation: Relation, delta: float) -> _Proved:
     """ε of δ(ε) = E[δ_R(ε)]: R was drawn before the run, so by convexity nothing is lost if it is published."""
     step = _step(composed([*others, rounds.inner]), relation)
     parts = []
@@ -282,14 +367,15 @@ def _averaged(rounds: RandomNumberOfReleases, others: list[Event], relation: Rel
 
     def epsilon(target: float) -> float:
         def at(value: float) -> float:
-            return math.fsum(weight * float(part.get_delta_for_epsilon(value)) for weight, part in parts)
+            return math.fsum(weight * part.delta(value) for weight, part in parts)
 
         if at(0.0) <= target:
             return 0.0
-        most = max(float(part.get_epsilon_for_delta(target)) for _, part in parts)
+        most = max(part.epsilon(target) for _, part in parts)
         return bisect(lambda value: at(value) > target, 0.0, most, lambda high: 1e-6 * high)[1]
 
-    return epsilon
+    authors = frozenset[str]().union(*(part.authors for _, part in parts))
+    return _Proved(epsilon, authors, "privacy-loss distributions, averaged over rounds")
 
 
 def _grouped(law: tuple[tuple[int, float], ...], groups: int) -> list[tuple[int, float]]:

@@ -221,6 +221,13 @@ class Ledger:
             writer.append("resume", {"run": run, "opening": number})
         return number
 
+    def certify(self, run: str, digest: str) -> None:
+        """Write down the digest of a certificate of ``run``, once: from then on the head holds it fast."""
+        body = {"run": run, "digest": digest}
+        with self._chain.writing() as writer:
+            if not any(entry.kind == "certificate" and entry.body == body for entry in writer.entries):
+                writer.append("certificate", body)
+
     def openings(self, run: str) -> int:
         """How often ``run`` was opened: 0 without an entry, 1 from its reservation on, one more by each resume."""
         return self.book().openings.get(run, 0)

@@ -208,7 +208,7 @@ class LedgerState:
             if number != self.openings.get(run, 0) + 1:
                 raise ValueError(f"opening {number} of run {run} does not follow the one before.")
             self.openings[run] = number
-        elif kind not in ("open", "quarantine", "adopt"):
+        elif kind not in ("open", "quarantine", "adopt", "certificate"):
             raise ValueError("unknown kind; it was written by a newer quietgrad.")
 
     def open(self, reservation_id: str) -> ReservationState:

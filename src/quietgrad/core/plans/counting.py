@@ -32,7 +32,7 @@ from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.accounting.composition import AccountantRefusal, count_releases, parallel_branches
-from quietgrad.core.accounting.events import Composed, Event, Gaussian, MaxOverParties, Pure, Upfront
+from quietgrad.core.accounting.events import Composed, Event, Gaussian, MaxOverParties, Pure, Upfront, composed
 from quietgrad.core.noise.mechanisms import GaussianNoise, L2LaplaceNoise
 
 if TYPE_CHECKING:
@@ -98,15 +98,39 @@ class PublicCount:
     def before(self, event: Event, relation: Relation) -> Event:
         """``event`` after the count, if that was a release; of every party's records, if parties are counted apart.
 
+        This is the one place where a count and what was planned from it are put together, and the rule for it is
+        here: a Gaussian count stands before un-sampled Gaussian releases alone (``ValueError``).
+
         >>> PublicCount(1203, 26.0).before(Gaussian(2.0), Relation.ADD_REMOVE)
         Composed(parts=(Gaussian(noise_multiplier=26.0), Gaussian(noise_multiplier=2.0)))
         """
         first = self.event(relation)
         if first is None:
             return event
+        if self.gaussian and not only_gaussian(event):
+            raise ValueError(
+                "the releases are not Gaussian, but the records were counted by a Gaussian release. Count them "
+                "with Laplace noise (gaussian=False), whose ε is added to that of any plan."
+            )
         if isinstance(event, MaxOverParties):
             return MaxOverParties(tuple(Composed((first, own)) for own in event.parties))
         return Composed((first, event))
+
+    def rest_of(self, event: Event, relation: Relation) -> Event:
+        """What follows the count in ``event``; ``ValueError`` if :meth:`before` cannot have made it.
+
+        >>> count = PublicCount(1203, 26.0)
+        >>> count.rest_of(count.before(Gaussian(2.0), Relation.ADD_REMOVE), Relation.ADD_REMOVE)
+        Gaussian(noise_multiplier=2.0)
+        """
+        first = self.event(relation)
+        if first is None:
+            return event
+        if not isinstance(event, Composed) or event.parts[0] != first or len(event.parts) == 1:
+            raise ValueError("the event does not begin with the count.")
+        rest = composed(event.parts[1:])
+        self.before(rest, relation)
+        return rest
 
     def describe(self, unit: PrivacyUnit) -> str:
         """What a statement says of a number that was counted.
@@ -132,9 +156,10 @@ class PublicCount:
         """
         if data is None:
             return cls(n)
-        if not isinstance(data, dict) or set(data) != {"noise_multiplier", "gaussian"}:
+        named = isinstance(data, dict) and set(data) == {"noise_multiplier", "gaussian"}
+        if not isinstance(data, dict) or not named or type(data["gaussian"]) is not bool:
             raise ValueError(f"counted={data!r}: must be a noise multiplier and whether it is Gaussian.")
-        return cls(n, float(data["noise_multiplier"]), bool(data["gaussian"]))
+        return cls(n, float(data["noise_multiplier"]), data["gaussian"])
 
 
 def count_noise(budget: Budget, *, gaussian: bool) -> float:

@@ -21,7 +21,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account, calibrate_event, delta_of, prove
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 from quietgrad.core.errors import BudgetError, UnprovableError
-from quietgrad.core.plans.counting import PublicCount, only_gaussian
+from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.explain import explain
 from quietgrad.core.plans.slots import Composition, Law, Schedule, Slot
 from quietgrad.core.sanitize import html_facts
@@ -63,6 +63,9 @@ class Plan:
         check_condition(self.condition)
         if self.counted is not None and (self.budget is None or self.counted.n != self.n_public):
             raise ValueError("plan: was counted for another number of records, or without a budget.")
+        if self.counted is not None and self.budget is not None:
+            # Which kinds of release there are does not depend on their noise.
+            self.with_count(self.schedule.event(1.0, self.budget.relation))
         if self.budget is not None and self.schedule != self.schedule.under(self.budget.relation):
             raise ValueError(
                 f"plan: its samples are drawn for neighbours of another relation than {self.budget.relation}; make "
@@ -402,8 +405,4 @@ def plan(
         return made(0.0)
     schedule = schedule.under(budget.relation)
     algorithm.check_budget(budget)
-    if counted is not None and counted.gaussian and not only_gaussian(schedule.event(1.0, budget.relation)):
-        raise ValueError(
-            f"{algorithm.name}: its releases are not Gaussian, but the records were counted by a Gaussian release."
-        )
     return calibrate_plan(made, budget) if noise_multiplier is None else made(noise_multiplier)
