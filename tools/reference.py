@@ -4,10 +4,24 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args
+
+from typer.main import get_command
+
+from quietgrad.cli import COMMANDS, app_of
+from quietgrad.core.accounting.events import kinds as event_kinds
+from quietgrad.core.noise.mechanisms import kinds as mechanism_kinds
+from quietgrad.core.sampling.schemes import KINDS as SAMPLINGS
+from quietgrad.federation.plan import Trust
+from quietgrad.federation.planning import ADVERSARIES
+from quietgrad.methods.oracles.gradient_estimators import ORACLES
+from quietgrad.methods.registry import ALGORITHMS as METHODS
+from quietgrad.tables.losses import LOSSES
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -136,6 +150,68 @@ def text(group: Group) -> str:
     )
 
 
+def _first_line(value: object) -> str:
+    """The first sentence of a docstring, for a cell of a table."""
+    words = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("|", "\\|")
+    return words.replace("``", "`")
+
+
+_SECURE = "no member alone sees a party's sum: the noise is added inside a secure sum (`masks`, `servers` or `mpc`)"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def _table(title: str, rows: Mapping[str, str]) -> str:
+    cells = "\n".join(f"| `{name}` | {words} |" for name, words in rows.items())
+    return f"## {title}\n\n| name | what it is |\n|---|---|\n{cells}\n"
+
+
+def _options() -> str:
+    """Every command with its options, as the command line itself knows them."""
+    parts = []
+    for name, words in COMMANDS.items():
+        waiting: list[tuple[str, Any]] = [(name, get_command(app_of(name)))]
+        options: dict[str, list[str]] = {}
+        while waiting:
+            path, command = waiting.pop(0)
+            waiting += [(f"{path} {sub}", inner) for sub, inner in getattr(command, "commands", {}).items()]
+            named = [max(p.opts, key=len) for p in command.params if p.param_type_name == "option"]
+            options[path] = sorted({option for option in named if option != "--help"})
+        parts.append(f"### `quietgrad {name}`\n\n{words[0].upper()}{words[1:]}.\n")
+        parts += [
+            f"`{path}`: {' '.join(f'`{option}`' for option in listed) or 'no options.'}\n"
+            for path, listed in options.items()
+            if listed or len(options) == 1
+        ]
+    return "\n".join(parts)
+
+
+def registered() -> str:
+    """docs/api/registered.md: the names that settings, plan files and commands take, from the registries."""
+    tables = [
+        _table("Algorithms", {name: _first_line(spec.kind) for name, spec in sorted(METHODS.items())}),
+        _table("Oracles", {name: _first_line(kind) for name, kind in sorted(ORACLES.items())}),
+        _table("Losses of tables", {name: _first_line(kind) for name, kind in sorted(LOSSES.items())}),
+        _table("Samplings", {name: _first_line(kind) for name, kind in sorted(SAMPLINGS.items())}),
+        _table("Mechanisms", {name: _first_line(kind) for name, kind in sorted(mechanism_kinds().items())}),
+        _table("Events", {name: _first_line(kind) for name, kind in sorted(event_kinds().items())}),
+        _table(
+            "Trust between parties",
+            {trust: _sentence(ADVERSARIES.get(trust, _SECURE)) for trust in get_args(Trust)},
+        ),
+    ]
+    return (
+        "# Registered names\n\nThe names that settings, plan files, certificates and the command line take. This page is written from the\n"
+        "registries themselves.\n\n```python\nimport quietgrad as qg\n\n"
+        'qg.DPSGD(steps=100, batch_size=50, sampling="poisson")      # a name of the table below\n```\n\n'
+        + "\n".join(tables)
+        + "\n## Commands and options\n\n"
+        + _options()
+    )
+
+
 def index() -> str:
     """docs/api.md: the groups and their names."""
     parts = [
@@ -147,7 +223,10 @@ def index() -> str:
     for group in GROUPS:
         listed = " · ".join(f"`{name}`" for name in names(group))
         parts.append(f"## [{group.title}](api/{group.page}.md)\n\n{group.purpose}\n\n{listed}".replace("../", ""))
-    pages = "\n".join(f"api/{group.page}" for group in GROUPS)
+    parts.append(
+        "## [Registered names](api/registered.md)\n\nAlgorithms, losses, samplings, mechanisms, events, trust, commands and options."
+    )
+    pages = "\n".join([*(f"api/{group.page}" for group in GROUPS), "api/registered"])
     parts.append(f"```{{toctree}}\n:maxdepth: 1\n:hidden:\n\n{pages}\nglossary\n```")
     parts.append(
         "`tools/reference.py` writes these pages; a test fails if a name is missing, untyped or undocumented."
@@ -157,7 +236,8 @@ def index() -> str:
 
 def pages() -> dict[Path, str]:
     """Every page of the reference and its text."""
-    return {DOCS / "api.md": index(), **{DOCS / "api" / f"{group.page}.md": text(group) for group in GROUPS}}
+    groups = {DOCS / "api" / f"{group.page}.md": text(group) for group in GROUPS}
+    return {DOCS / "api.md": index(), **groups, DOCS / "api" / "registered.md": registered()}
 
 
 if __name__ == "__main__":

@@ -41,6 +41,11 @@ class Event:
         return {"event": self.kind, **{name: _to_json(value) for name, value in vars(self).items()}}
 
 
+def kinds() -> dict[str, type[Event]]:
+    """All events, by kind."""
+    return dict(_KINDS)
+
+
 def from_json(data: Json) -> Event:
     """Rebuild an event from :meth:`Event.to_json`.
 
