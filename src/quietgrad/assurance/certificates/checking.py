@@ -112,6 +112,15 @@ class Verdict:
         return {"ok": self.ok, "accountants": self.accountants, **asdict(self)}
 
 
+def _statement_finding(body: Json) -> Finding:
+    """Whether the statement is what the fields say."""
+    try:
+        same = statement(body) == body["statement"]
+    except ALTERED as error:
+        return Finding("statement", False, f"its fields cannot be read ({type(error).__name__})")
+    return Finding("statement", same, "it follows from the fields" if same else "it is not what the fields say")
+
+
 def check(
     document: PrivacyCertificate,
     *,
@@ -138,9 +147,7 @@ def check(
         findings.append(Finding("claim", False, words))
         return Verdict("unreadable", tuple(findings), (), ("Anything: the claim cannot be read.",))
     if document.version > 1:
-        same = statement(body) == body["statement"]
-        words = "it follows from the fields" if same else "it is not what the fields say"
-        findings.append(Finding("statement", same, words))
+        findings.append(_statement_finding(body))
     schedule, name = None, f"{body['source']['program']} {body['source']['version']}" if claim.foreign else ""
     if claim.foreign:
         findings.append(Finding("plan", None, f"none: a run of {name}; its releases are its author's word"))
