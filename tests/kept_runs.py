@@ -465,7 +465,7 @@ def undisturbed_epsilon(world: World) -> float:
 
 def believe_what_is_found(patch: pytest.MonkeyPatch) -> None:
     """The bug: neither the ledger nor the file itself is asked whether a transcript is the newest."""
-    from quietgrad.core.session.transcript import SealedLog
+    from quietgrad.core.ledger.log import SealedLog
 
     patch.setattr(SealedLog, "agrees", lambda self, openings: True)
     patch.setattr(SealedLog, "untouched", property(lambda self: True, lambda self, value: None), raising=False)

@@ -257,7 +257,7 @@ def test_full_disk_gives_nothing_and_spoils_nothing(make: Make, monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("quietgrad.core.session.transcript.os.write", full)
+        disk.setattr("quietgrad.core.ledger.log.os.write", full)
         assert "ENOSPC" in ask(party, 1).fields["reason"]
     assert ask(party, 1).kind == "sum"
     party.close()

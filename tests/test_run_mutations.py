@@ -23,6 +23,7 @@ from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.errors import DataError, LedgerError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.log import SealedLog
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise, NoiseRecurrence
 from quietgrad.core.noise.rng import seed_key
 from quietgrad.core.plans.counting import PublicCount
@@ -30,7 +31,7 @@ from quietgrad.core.session import checkpoint
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import CentralSession
-from quietgrad.core.session.transcript import SealedLog, Transcript
+from quietgrad.core.session.transcript import Transcript
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic

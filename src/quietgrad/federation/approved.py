@@ -24,9 +24,9 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.files import os_error_text, parse_json, read_bytes, read_json, write_atomically
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.log import LockedAppendFile
 from quietgrad.core.ledger.state import check_account_name
 from quietgrad.core.session.statement import Privacy, contradiction
-from quietgrad.core.session.transcript import LockedAppendFile
 from quietgrad.core.settings import Within, check_types, fields_of
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell

@@ -30,11 +30,11 @@ from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.core.ledger.account import Account, Charge
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.log import LockedAppendFile
 from quietgrad.core.noise.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.queries import Objective, Query, Regularizer
-from quietgrad.core.session.transcript import LockedAppendFile
 from quietgrad.core.vectors import Vector, zeros_like
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan

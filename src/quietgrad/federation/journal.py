@@ -24,8 +24,8 @@ from quietgrad.core.accounting.events import Event
 from quietgrad.core.errors import BudgetError, DataError, LedgerError
 from quietgrad.core.files import parse_json, read_bytes, write_atomically
 from quietgrad.core.ledger.account import EPOCH, Account, Charge
+from quietgrad.core.ledger.log import LockedAppendFile, SealedLog
 from quietgrad.core.noise.rng import KEY_BYTES, fresh_key
-from quietgrad.core.session.transcript import LockedAppendFile, SealedLog
 from quietgrad.federation.plan import FederatedPlan
 from quietgrad.federation.wire import Message, WireError, decode, encode
 

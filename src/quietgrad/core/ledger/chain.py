@@ -34,6 +34,7 @@ from typing import Any
 from quietgrad.core.accounting.budget import Json
 from quietgrad.core.errors import DataError, LedgerError
 from quietgrad.core.files import check_regular, os_error_text, read_json, sync_folder, write_atomically
+from quietgrad.core.ledger.log import append_whole
 
 FORMAT = "quietgrad-ledger"
 _BEFORE_FIRST = "0" * 64
@@ -252,10 +253,7 @@ class Writer:
         entry = replace(entry, hash=entry.digest())
         size = os.fstat(self._fd).st_size
         try:
-            line = canonical(vars(entry)) + b"\n"
-            while line:
-                line = line[os.write(self._fd, line) :]
-            os.fsync(self._fd)
+            append_whole(self._fd, canonical(vars(entry)) + b"\n")
             self._write_head(entry)
             if entry.seq == 1:
                 sync_folder(self._chain.path.parent)
