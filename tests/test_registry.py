@@ -155,8 +155,8 @@ def test_objectives_are_refused_in_one_sentence(settings: dict[str, Any], words:
 
 
 def test_labels_of_another_kind_are_refused_by_both() -> None:
-    for classes in (3, 1):
-        with pytest.raises(DataError, match="for binary labels"):
+    for classes, words in ((3, "for binary labels"), (1, "two or more different labels")):
+        with pytest.raises(ValueError, match=words):
             objective_of({"name": "logistic"}, {"features": 2, "classes": list(range(classes))})
     facts = {"objective": "hinge", "regularizer": None, "intercept": True, "row_bound": None, "rows": "refuse"}
     with pytest.raises(DataError, match="for binary labels"):

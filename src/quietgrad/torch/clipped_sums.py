@@ -121,6 +121,8 @@ def _sum(
     if person is not None:
         codes, _ = factorize_ids(person, len(group.rows))
         units = UnitAssignment.numbered(codes, mean=combine == "mean")
+    if len(group.rows):  # a program that cannot run at all is no record's fault
+        engine.try_out(mapped(group.record, lambda tensor: tensor[:1]))
     out = torch.zeros_like(points[0])
     norms = engine.add(points, [group] if len(group.rows) else [], rule, out, units=units)
     return engine.views(out), norms[:, 0]
