@@ -157,7 +157,7 @@ def people(m: int = 4, n: int = 60) -> list[Party]:
     return [Party(X[j::m], (X[j::m, 0] > 0) * 1.0) for j in range(m)]
 
 
-@pytest.mark.parametrize(("secure", "first"), [("masks", 10), ("servers", 5)])
+@pytest.mark.parametrize(("secure", "first"), [("masks", 13), ("servers", 5)])
 def test_a_lost_round_goes_to_the_next_cohort_and_is_paid_for(secure: Any, first: int, tmp_path: Path) -> None:
     """Its keys died with a party that was killed when the question had left."""
     faults = [Fault("party-2", "restart", first=first, seconds=60.0)]

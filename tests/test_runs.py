@@ -380,7 +380,7 @@ def test_every_run_has_a_name_that_its_certificate_finds(tmp_path: Path) -> None
         document = issue(tmp_path / name)
         assert document.body["ledger"]["run"] == result.details["run"]
         kinds = [line["kind"] for line in document.body["ledger"]["lines"]]
-        assert kinds == ["reserve", "close", "claim"]  # of this run alone: other tables are nobody's business
+        assert kinds == ["reserve", "close", "certificate"]  # of this run alone: other tables are nobody's business
         assert check(document).ok
 
 
