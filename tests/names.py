@@ -164,7 +164,7 @@ def resolved(dotted: str) -> object:
     path = f"{ALIASES.get(head, head)}{'.' if rest else ''}{rest}".split(".")
     for cut in range(len(path), 0, -1):
         name = ".".join(path[:cut])
-        if name.startswith("quietgrad") and name not in modules():
+        if path[0] == "quietgrad" and name not in modules():
             continue
         try:
             value: object = import_module(name)
