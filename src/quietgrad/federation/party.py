@@ -29,7 +29,8 @@ from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
 from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
-from quietgrad.core.vectors import zeros_like
+from quietgrad.core.session.summing import batch_sum
+from quietgrad.core.vectors import Vector, zeros_like
 from quietgrad.federation import wire
 from quietgrad.federation.journal import Approval, Journal, LastReply
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -518,20 +519,18 @@ class PartyCurator(Member):
         return slot, draw, t
 
     def _sum(self, slot: str, draw: int, query: Query) -> Floats:
-        dim = query.dim(self.records)
-        out = zeros_like(self._zero) if dim == len(self._zero) else np.zeros(dim)
+        out: Vector = np.zeros(query.dim(self.records))
         indices = self._samplers[slot](draw)
         if indices is None or len(indices):
             inner = self._inner.get(slot)
-            key = None if inner is None else inner.bytes(draw, 32)
+            batch = Batch(self.records, indices, None if inner is None else inner.bytes(draw, 32))
             try:
-                query.sum_into(self.objective, Batch(self.records, indices, key), out)
+                out = batch_sum(query, self.objective, batch, self._zero, private=self.plan.is_private)
             except (MemoryError, OSError):
                 raise
             except Exception as error:  # a refusal could depend on a record: the answer is noise alone
                 self.private_notes.append(f"slot {slot}, draw {draw}: {type(error).__name__}: {error}")
-                out = zeros_like(out)
-        total: Floats = out if isinstance(out, np.ndarray) else out.detach().double().cpu().numpy()
+        total: Floats = out if isinstance(out, np.ndarray) else out.detach().cpu().numpy()
         factor = self.plan.factors[self._place]
         if factor != 1.0:
             total *= factor

@@ -35,8 +35,9 @@ from quietgrad.core.session.queries import (
     StreamedRecords,
     public_loss,
 )
+from quietgrad.core.session.summing import add_batch, batch_sum
 from quietgrad.core.session.transcript import Transcript
-from quietgrad.core.vectors import Vector, wide_zeros, zeros_like
+from quietgrad.core.vectors import Vector, zeros_like
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -260,20 +261,13 @@ class CentralSession:
             return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
         while True:
-            # Sums are kept in float64, in which C holds for any number of records.
-            out: Vector = wide_zeros(self._zero) if dim == self._dim else np.zeros(dim)
             batch = self._batches.pop(drawn, None) or self._batch(drawn)
             if self._private and bound == 0.0:  # zero whatever the data, so no record is read
-                return narrow(out)
-            self._sum(query, batch, out)
+                return zeros_like(self._zero) if dim == self._dim else np.zeros(dim)
+            out = batch_sum(query, self._reading, batch, self._zero, private=self._private)
             if not self._private:
                 return narrow(out)
             host = isinstance(out, np.ndarray)
-            if not self._compiled:  # what is no number would tell that there is a record that causes it
-                if host:
-                    np.nan_to_num(out, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-                else:
-                    out.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             log, source = self._transcript, self._sources[slot]
             if on_accelerator(out) and source.stays(out):  # it meets its noise there
                 if log is None or self._settled(drawn, (multiplier, bound), log.digest(out)):
@@ -426,19 +420,8 @@ class CentralSession:
 
     def _score(self, query: Query, begun: PendingRelease) -> float:
         score = np.zeros(1)
-        self._sum(query, self.batch(begun), score)
+        add_batch(query, self._reading, self.batch(begun), score)
         return float(score[0])
-
-    def _sum(self, query: Query, batch: Batch, out: Vector) -> None:
-        if self._streamed is not None:
-            self._streamed.answer(query, batch, out)
-            return
-        if self._compiled and batch.indices is not None:  # compiled sums never warn
-            query.sum_into(self._reading, batch, out)
-            return
-        # A warning about an overflow would tell that there is a record that causes it.
-        with np.errstate(all="ignore"):
-            query.sum_into(self._reading, batch, out)
 
     def _spent_event(self, data_dependent: bool) -> events.Event:
         budget = self.plan.budget

@@ -31,21 +31,18 @@ _address: Any = getattr(torch._C, "_data_address")  # noqa: B009  # reads it; da
 class ProgramState:
     """The state that programs with these ``roots`` can reach: modules, losses, functions, objects.
 
-    >>> class Counter:
-    ...     def __init__(self):
-    ...         self.seen = []
-    ...     def __call__(self, record):
-    ...         self.seen.append(record)
-    ...         return len(self.seen)
-    >>> loss = Counter()
-    >>> state = ProgramState(loss)
+    >>> from functools import partial
+    >>> seen = []
+    >>> remember = partial(seen.append)  # stands for a loss that keeps what it was given
+    >>> state = ProgramState(remember)
     >>> with state.release(0):
     ...     for record in ("ann", "bob"):
     ...         state.begin_pass()
-    ...         print(loss(record))
-    1
-    1
-    >>> loss.seen
+    ...         remember(record)
+    ...         print(seen)
+    ['ann']
+    ['bob']
+    >>> seen
     []
     """
 
