@@ -19,6 +19,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.accounting import events
 from quietgrad.core.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
+from quietgrad.core.ledger import log as append_log
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.state import COUNTED
@@ -27,7 +28,6 @@ from quietgrad.core.noise.rng import seed_key
 from quietgrad.core.plans.schedule import Plan, Slot
 from quietgrad.core.plans.schedule import plan as make_plan
 from quietgrad.core.sampling import FullBatch
-from quietgrad.core.session import transcript
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.transcript import Transcript
@@ -259,8 +259,8 @@ def test_after_a_power_cut_what_is_missing_is_not_trusted(tmp_path: Path, monkey
     path = tmp_path / "transcript"
     opening, one, *_ = path.read_text().splitlines()
     path.write_text("\n".join([opening, one]) + "\n")
-    monkeypatch.setattr(transcript, "_boot", lambda: "another start")
-    monkeypatch.setattr(transcript, "_NEAR", math.inf)
+    monkeypatch.setattr(append_log, "_boot", lambda: "another start")
+    monkeypatch.setattr(append_log, "_NEAR", math.inf)
     door, log = replaying(tmp_path, X, y)
     assert np.array_equal(ask(door, 0.0), first[0])  # known by content
     second = ask(door, 0.1)
