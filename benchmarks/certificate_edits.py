@@ -19,7 +19,9 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -216,4 +218,10 @@ if __name__ == "__main__":
     if given.kinds:
         kept = json.loads(file.read_text(encoding="utf-8"))["kinds"]
         outcome["kinds"] = {**kept, **outcome["kinds"]}
+    outcome = {
+        "command": outcome["command"],
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("quietgrad", "quietgrad-verify", "dp-accounting", "numpy")},
+        "kinds": outcome["kinds"],
+    }
     file.write_text(json.dumps(outcome, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
