@@ -18,7 +18,7 @@ X = np.random.default_rng(0).uniform(-1, 1, (1500, 3))
 MODELS: dict[str, tuple[Any, Any]] = {
     "declared": (PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], feature_bounds=[(-1, 1)] * 3), X[:, 0] > 0),
     "found": (PrivateLogisticRegression(epsilon=8.0), np.where(X[:, 0] > 0, "yes", "no")),
-    "linear": (PrivateLinearRegression(epsilon=4.0, target_bounds=(-3, 3), feature_bounds=[(-1, 1)] * 3), 2 * X[:, 0]),
+    "linear": (PrivateLinearRegression(epsilon=4.0, target_bounds=(-3, 3), feature_bounds=[(-1, 1)] * 3), X[:, 0]),
     "additive": (PrivateAdditiveClassifier(epsilon=4.0, classes=[0, 1], feature_bounds=[(-1, 1)] * 3), X[:, 1] > 0),
 }  # fmt: skip
 

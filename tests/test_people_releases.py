@@ -17,6 +17,7 @@ from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session import curator as central
 from quietgrad.core.session.session import CentralSession
+from quietgrad.core.session.summing import add_batch
 from quietgrad.estimators import (
     PrivateAdditiveClassifier,
     PrivateAdditiveRegressor,
@@ -71,7 +72,7 @@ def test_no_release_of_a_fit_moves_more_than_it_was_told(
 
     def answer(self: Any, drawn: Any, query: Any, rho: Any) -> Any:
         exact = np.zeros(query.dim(self._records))
-        self._sum(query, self._batch(drawn), exact)
+        add_batch(query, self._reading, self._batch(drawn), exact)
         place = len(fits[-1])
         told = true_answer(self, drawn, query, rho) if len(fits) == 1 else fits[0][place][3]
         fits[-1].append((drawn.slot, float(query.bound), exact, np.array(told)))

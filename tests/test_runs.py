@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,12 +22,14 @@ from quietgrad.cli import main
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError, LedgerError, UnprovableError
 from quietgrad.core.ledger import chain
+from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger, project_ledger
+from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.kept import FILE, is_kept, open_run
 from quietgrad.core.session.session import CentralSession
-from quietgrad.estimators import PrivateLogisticRegression, private_score
+from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, from_run, private_score, to_run
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import L2, Huber, Logistic
 from tests.common import ROWS, objective, problem
@@ -389,3 +392,73 @@ def test_a_score_on_the_table_that_was_trained_on_is_of_its_account() -> None:
     model = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, inference=False, relation="replace-one")
     private_score(model.fit(X, y), X, y, epsilon=0.5, delta=1e-6, relation="replace-one")
     assert list(accounts().values()) == [2]
+
+
+# --- what a count and an account pay for ------------------------------------------------------------------------
+
+
+def test_a_private_count_pays_for_the_one_run_that_was_planned_from_it(tmp_path: Path) -> None:
+    """Used again, its run's open entry would pay for two runs; of another account it was not paid for at all."""
+    counts: list[Any] = []
+
+    def stops(progress: Any) -> None:
+        counts.append(progress.plan)
+        if progress.step == 2:
+            raise Killed
+
+    settings: dict[str, Any] = {"budget": BUDGET, "account": "a", "ledger": tmp_path / "a.jsonl"}
+    with pytest.raises(Killed):
+        qg.minimize(Logistic(), rows(0), METHODS[0], callback=stops, **settings)
+    used = counts[-1].counted
+    for other in ({}, {"account": "b"}, {"ledger": tmp_path / "b.jsonl"}):
+        with pytest.raises(ValueError, match="n_public: is a private count"):
+            qg.minimize(Logistic(), rows(1), METHODS[0], n_public=used, **{**settings, **other})
+    forged = PublicCount(400, used.multiplier, used.gaussian, "never counted")
+    with pytest.raises(ValueError, match="n_public: is a private count"):
+        qg.minimize(Logistic(), rows(1), METHODS[0], n_public=forged, **settings)
+
+
+def test_an_account_that_says_its_ledger_is_not_given_another(tmp_path: Path) -> None:
+    whose = Account("patients", tmp_path / "own.jsonl")
+    with pytest.raises(ValueError, match="leave ledger= and cap= out"):
+        fit(0, account=whose, ledger=tmp_path / "other.jsonl")
+    with pytest.raises(ValueError, match="leave ledger= and cap= out"):
+        fit(0, account=whose, cap=qg.Budget(0.5, 1e-5))
+
+
+def test_a_name_with_signs_in_it_stays_the_name_of_a_saved_model(tmp_path: Path) -> None:
+    X, y = rows(0, 400)
+    model = PrivateLogisticRegression(classes=[0, 1], row_bound=2.0, account="cohort; 2021").fit(X, y)
+    to_run(model, tmp_path / "run")
+    assert from_run(tmp_path / "run").account == "cohort; 2021"
+
+
+def test_a_search_whose_round_fails_after_a_release_is_charged(tmp_path: Path) -> None:
+    class Fails(PrivateLogisticRegression):
+        def fit(self, *args: Any, **options: Any) -> Any:
+            super().fit(*args, **options)
+            if self._within is not None:
+                raise Killed
+            return self
+
+    X, y = rows(0, 600)
+    model = Fails(classes=[0, 1], row_bound=2.0)
+    search = PrivateSearch(model, {"regularization": [0.0]}, epsilon=4.0, ledger=tmp_path / "l.jsonl", account="a")
+    with pytest.raises(Killed):
+        search.fit(X, y)
+    states = [held.state for held in qg.Ledger(tmp_path / "l.jsonl").book().held.values()]
+    assert "cancelled" not in states
+
+
+def test_a_head_holds_fast_only_the_lines_that_chain_up_to_it(tmp_path: Path) -> None:
+    """Lines that are followed by unknown ones are tied to nothing, whatever head the file names."""
+    ledger = tmp_path / "ledger.jsonl"
+    fit(0, ledger=ledger, account="first")
+    fit(1, ledger=ledger, account="second").save(tmp_path / "run")
+    document = issue(tmp_path / "run", whole_ledger=False, ledger=ledger)
+    assert any("head" in words for words in check(document).bound_by)
+    part = document.body["ledger"]
+    seq = int(part["head"].partition("-")[0])
+    later = {**part, "head": f"{seq + 3}-{'ab' * 20}"}
+    forged = replace(document, body={**document.body, "ledger": later})
+    assert not any("head" in words for words in check(forged).bound_by)

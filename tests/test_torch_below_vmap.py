@@ -237,10 +237,15 @@ def test_an_index_out_of_range_counts_as_zero() -> None:
     assert float((whole - rest).norm()) <= 1e-5  # the others are rounded otherwise one by one
 
 
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, torch.OutOfMemoryError])
 def test_what_is_not_the_record_s_ends_the_run(kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         clipped_sum(Case(lambda: Fails("forward", kind)), table(), range(N))
+
+
+def test_a_record_cannot_end_the_run_by_leaving_it() -> None:
+    """``sys.exit`` in a model or a loss is an exception of its record like any other."""
+    assert torch.isfinite(clipped_sum(Case(lambda: Fails("forward", SystemExit)), table(), range(N))).all()
 
 
 def test_errors_raise_is_for_public_data() -> None:

@@ -166,3 +166,21 @@ def test_what_the_user_changes_between_releases_counts() -> None:
     _, after = qt.clipped_gradient_sum(model, loss, (x, y), 1.0)
     assert torch.allclose(after, 3.0 * before)
     assert model.scale == 3.0
+
+
+def test_a_view_that_the_user_took_before_stays_readable() -> None:
+    """A program writes into a plain tensor; the memory that an array of the user's points to is not freed."""
+    torch.manual_seed(0)
+    model: Any = PROGRAMS["a tensor in a tuple"]()
+    store = model.memory_store = torch.zeros(1 << 16)
+    view = store.numpy()
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        model.memory_store[0] += float(x.sum())
+        return F.cross_entropy(model(x), y)
+
+    x, y = torch.randn(6, FEATURES), torch.zeros(6, dtype=torch.int64)
+    for _ in range(3):
+        qt.clipped_gradient_sum(model, loss, (x, y), clip=1.0)
+        assert float(model.memory_store[0]) == 0.0
+        assert not view.any()

@@ -19,7 +19,7 @@ import quietgrad.torch as qt
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.events import gaussian, poisson_gaussian
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.ledger.ledger import Ledger, project_ledger
 from tests.loops import network, table
 
 F: Any = nn.functional
@@ -618,3 +618,15 @@ def test_the_private_model_is_the_plain_module_to_everyone_else() -> None:
             setattr(optimizer, name, 0.1)
     with pytest.raises(Exception, match="would fuse"):
         compiled(made, backend="eager")(next(iter(loader))[0])
+
+
+def test_a_loop_without_an_end_does_not_pass_a_cap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    project_ledger().set_cap("patients", qg.Budget(0.01, 1e-5))
+    data = torch.utils.data.TensorDataset(torch.randn(60, 3), torch.zeros(60, dtype=torch.int64))
+    model = nn.Linear(3, 2)
+    settings: dict[str, Any] = {"batch_size": 10, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    with pytest.raises(BudgetError, match="has a cap"):
+        qt.PrivateLoop(model, nn.CrossEntropyLoss(), data, account="patients", **settings)
+    qt.PrivateLoop(model, nn.CrossEntropyLoss(), data, account="others", **settings)

@@ -17,6 +17,7 @@ import random
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -484,6 +485,44 @@ class CountsPasses(nn.Module):
         return self.second(torch.tanh(self.first(x))) * (1.0 if far else 10.0**self.passes)
 
 
+def crowded(store: set[Any], number: float) -> float:
+    """Members come and go: the table of the set grows, and its order with it."""
+    for extra in range(200 + int(number)):
+        store.add(extra)
+    for extra in range(200 + int(number)):
+        store.discard(extra)
+    return float(sum(place * ord(member) for place, member in enumerate(store)))
+
+
+def _read_only() -> Any:
+    array = np.zeros(2)
+    array.flags.writeable = False
+    return array
+
+
+def written_nevertheless(store: Any, number: float) -> float:
+    store.flags.writeable = True
+    store[0] += number
+    store.flags.writeable = False
+    return float(store[0])
+
+
+def _csr() -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this layout a beta
+        return torch.eye(2).to_sparse_csr()
+
+
+def into_values(store: Tensor, number: float) -> float:
+    store.values().add_(number)
+    return float(store.values()[0])
+
+
+def into_sparse(store: Tensor, number: float) -> float:
+    store.add_(store, alpha=number)
+    return float(store.to_dense()[0, 0])
+
+
 MEMORIES: dict[str, Callable[[nn.Module], Memory]] = {
     "a tensor, in place": attribute(lambda: torch.zeros(()), grown),
     "a tensor, through .data": attribute(lambda: torch.zeros(()), grown_below),
@@ -501,6 +540,10 @@ MEMORIES: dict[str, Callable[[nn.Module], Memory]] = {
     "a nested dictionary": attribute(lambda: {"a": {"b": []}}, nested),
     "the order of a dictionary": attribute(lambda: OrderedDict(a=1.0, b=2.0), moved_to_the_end),
     "a set": attribute(set, lambda store, number: float(store.add(number) or sum(store))),
+    "the order of a set": attribute(lambda: {"a", "b", "c", "d"}, crowded),
+    "a read-only array": attribute(_read_only, written_nevertheless),
+    "the values of a sparse matrix": attribute(_csr, into_values),
+    "a sparse tensor": attribute(lambda: torch.eye(2).to_sparse(), into_sparse),
     "an object": attribute(State, on_an_object),
     "an object with slots": attribute(Slotted, on_an_object),
     "a namespace": attribute(lambda: types.SimpleNamespace(total=0.0), on_an_object),

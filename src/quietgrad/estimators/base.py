@@ -363,7 +363,7 @@ class PrivateModel(SpendsPrivacy):
         if self.inference and isinstance(method, WhitenedGD) and not method.inference_share:
             warnings.warn(_NO_ERRORS_BOUGHT, TooNoisyWarning, stacklevel=4)
             notes = (*notes, _NO_ERRORS_BOUGHT)
-        result = run(method, session, session.initial(), account=str(self.account), notes=notes)
+        result = run(method, session, session.initial(), account=str(active.account), notes=notes)
         if active.kept is not None:
             active.kept.finish(result)
         elif self._folder is not None:  # seeded, or paid by no ledger: it cannot be resumed

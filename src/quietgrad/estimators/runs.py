@@ -53,7 +53,7 @@ def from_run(folder: str | Path) -> Any:
     if result.privacy.relation is not None:
         model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
-        model.account = account.rpartition("; ")[2]  # of the last part
+        model.account = account
     weights, bias = _objective_of(name, facts).coefficients(np.asarray(result.params))
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])

@@ -509,6 +509,9 @@ def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list
     if certified and not bound:
         problem = problem or "it certifies this run otherwise: a part of the claim was edited"
     found = [Finding("ledger", not problem, problem or (all_lines if whole else part))]
+    # The head holds fast what chains up to it: a line with lines left out behind it is tied to nothing.
+    tied = [line for place, line in enumerate(reversed(entries)) if line.seq == _seq(head) - place]
+    bound = bound and any(line.kind == "certificate" and line.body.get("digest") == covered(body) for line in tied)
     if bound and not problem:
         found.append(
             Finding("bound", True, f"its head {head} holds the claim fast; compare it with the ledger's own")
@@ -526,6 +529,12 @@ def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list
         words = problem or "it is the one certified, or has grown from it"
         found.append(Finding("ledger at hand", not problem, words))
     return found
+
+
+def _seq(head: str) -> int:
+    """The number of the line that a head names; 0 if it names none."""
+    seq = head.partition("-")[0]
+    return int(seq) if seq.isdecimal() and len(seq) <= 18 else 0
 
 
 def _chain_problem(entries: tuple[ChainEntry, ...], head: str, *, whole: bool) -> str:

@@ -78,6 +78,8 @@ class Account:
         A ``seeded`` run is not private, so it is charged only where a ledger is named. An account stays as it is.
         """
         if isinstance(name, Account):
+            if ledger is not None or cap is not None:
+                raise ValueError("account: says which ledger and cap it has; leave ledger= and cap= out.")
             return name
         return cls(name, ledger, cap, by_default=ledger is None and not seeded)
 
@@ -248,6 +250,8 @@ class Charge:
     booked: events.Event | None = None
     note: str = ""
     spent: events.Event | None = field(default=None, init=False)
+    parted: bool = field(default=False, init=False)
+    """Whether it paid for a round of a search, so that something may have been released under it."""
     closed: bool = field(default=False, init=False)
 
     def close(self, spent: events.Event | None, *, reason: str, data_dependent: bool) -> events.Event | None:
@@ -290,6 +294,7 @@ class Charge:
                 "a round of a search is accounted as one Gaussian release: only full-batch methods "
                 "(algorithm=None, WhitenedGD, DPGD) and declared classes can be searched over."
             )
+        self.parted = True
         return Charge(event)
 
     def cancel(self, reason: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import DataError, DeltaWarning
 from quietgrad.core.ledger.account import COUNTED, EPOCH, Account, Charge
+from quietgrad.core.ledger.state import canonical_account_name
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.core.plans.counting import COUNT, PublicCount, count_noise, plans_gaussian, rest_like
 from quietgrad.core.plans.schedule import Plan
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from quietgrad.core.plans.method import HasSchedule
 
 __all__ = ["CentralCurator", "CentralSession"]
+
+
+_COUNTED_IN_MEMORY: set[str] = set()  # runs that no ledger pays for, counted here and not planned yet
 
 
 class CentralCurator:
@@ -86,13 +90,38 @@ class CentralCurator:
         first release of a run, made before it has a plan, because the plan follows from it. So it has a line of its
         own in the ledger, under the run's name.
         """
+        if isinstance(declared, PublicCount):
+            self._check_count(declared, budget)
+            return declared
         if declared is not None:
-            return declared if isinstance(declared, PublicCount) else PublicCount(declared)
+            return PublicCount(declared)
         if budget is None or budget.relation is Relation.REPLACE_ONE:
             return PublicCount(len(self.records))
         gaussian = algorithm is not None and plans_gaussian(algorithm, budget.relation)
         found = public_count(len(self.records), budget, self.settle(), gaussian, self.run, self.unit, self._seed)
         return found if algorithm is None else found.at_least(algorithm)
+
+    def _check_count(self, count: PublicCount, budget: Budget | None) -> None:
+        """Raise unless a count that was a release was paid for by this account, and by no other run used up."""
+        if not count.counted or budget is None or self.seeded:
+            return
+        ledger = self.settle().open()
+        if ledger is None:
+            fresh = count.run in _COUNTED_IN_MEMORY
+        else:
+            line = ledger.find(f"{count.run}{COUNTED}")
+            fresh = (
+                line is not None
+                and line.counts == count.event(budget.relation)
+                and canonical_account_name(line.reservation.account) == canonical_account_name(self.account.name)
+                and ledger.find(count.run) is None
+            )
+        _COUNTED_IN_MEMORY.discard(count.run)
+        if not fresh:
+            raise ValueError(
+                "n_public: is a private count that this account did not pay for, or that another run was planned "
+                "from. Leave it out, so that the records are counted, or declare a public number."
+            )
 
     def open(
         self,
@@ -223,6 +252,8 @@ def public_count(
     charge = account.reserve(event, budget, run=f"{run}{COUNTED}", note=COUNT, part=True, unit=unit)
     total = np.array([float(records)])
     key = fresh_key() if seed is None else seed_key(seed)
+    if seed is None and charge.reservation is None:
+        _COUNTED_IN_MEMORY.add(run)
     found.mechanism.source(key, COUNT, 1).add(total, 0, found.multiplier, 1.0)
     charge.close(event, reason="counted", data_dependent=False)
     # Below its own noise a count says nothing; a number that small would only make shares and steps absurd.

@@ -288,7 +288,7 @@ def settle_failed_run(session: CentralSession, error: Exception) -> bool:
     whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
     the entry stays open, and whole.
     """
-    if not any(session.used.values()):
+    if not any(session.used.values()) and not session.charge.parted:
         session.charge.cancel("refused before anything was released")
         return True
     if isinstance(error, TooNoisyError):

@@ -128,6 +128,12 @@ class LoopTerms:
             key=broadcast_loop_key(),
         )  # fmt: skip
         if not self.has_end:
+            ledger = terms.account.open() if is_leader() else None
+            if ledger is not None and ledger.book().bounds(terms.account.name):
+                raise BudgetError(
+                    f"account {terms.account.name!r} has a cap, and a loop without an end has no cost to hold "
+                    "against it; give epochs. Nothing was charged or released."
+                )
             unkept = Account(terms.account.name, note="kept in no ledger: the loop has no planned end")
             terms = replace(terms, account=unkept)
         return terms if is_leader() else replace(terms, account=Account(terms.account.name))

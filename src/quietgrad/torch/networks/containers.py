@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 MISSING: Any = object()
 
@@ -108,14 +109,60 @@ class Members:
 
     def __init__(self, held: set[Any]) -> None:
         self._held, self._members = held, tuple(held)
-        self._ids = set(map(id, self._members))
+        self.restore()  # the order of a set tells what was in it before, so it is made anew from the beginning on
+        self._ids = list(map(id, held))
 
     def same(self) -> bool:
-        return len(self._held) == len(self._ids) and self._ids.issuperset(map(id, self._held))
+        return list(map(id, self._held)) == self._ids
 
     def restore(self) -> None:
         set.clear(self._held)
         set.update(self._held, self._members)
+
+
+class SparseParts:
+    """A sparse tensor, by a copy: an operation in place gives it other indices and values."""
+
+    __slots__ = ("_held", "_saved")
+
+    def __init__(self, held: Tensor) -> None:
+        self._held, self._saved = held, held.detach().clone()
+
+    def same(self) -> bool:
+        now, then = _parts(self._held), _parts(self._saved)
+        return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, then, strict=True))
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            self._held.copy_(self._saved)
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+
+
+class SavedArray:
+    """The contents of an array when it was saved, with its shape and whether it may be written."""
+
+    __slots__ = ("_held", "_saved", "_writeable")
+
+    def __init__(self, held: Any) -> None:
+        self._held, self._saved, self._writeable = held, held.copy(), held.flags.writeable
+
+    def restore(self) -> None:
+        held = self._held
+        if not held.flags.writeable:
+            if not self._writeable and held.shape == self._saved.shape and held.tobytes() == self._saved.tobytes():
+                return
+            held.flags.writeable = True
+        if held.shape != self._saved.shape:
+            held.shape = self._saved.shape
+        held[...] = self._saved
+        held.flags.writeable = self._writeable
 
 
 class Names:

@@ -164,7 +164,9 @@ class RecordProgram:
                 return most
             except (NotTogether, UnplannedDraw) as reason:
                 self.alone = str(reason)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 if is_out_of_memory(error) or (self.synthetic and isinstance(error, QuietgradError)):
                     raise
                 if (self.draws, self.factories) != known:
@@ -240,7 +242,9 @@ class RecordProgram:
         with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
             try:
                 outputs = copy_context().run(program, part)
-            except Exception as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # SystemExit, too: a record that ends the run tells that it is there
                 if is_out_of_memory(error):
                     raise
                 if self.synthetic or self.raises:
@@ -258,7 +262,9 @@ class RecordProgram:
         """Go back from outputs; false if that raises an exception, as one record's may."""
         try:
             back(outputs)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             if is_out_of_memory(error):
                 raise
             if self.synthetic or self.raises:
@@ -266,7 +272,7 @@ class RecordProgram:
             return False
         return True
 
-    def _refusal(self, error: Exception) -> QuietgradError:
+    def _refusal(self, error: BaseException) -> QuietgradError:
         """What is said of an exception, without a word of what a record holds."""
         if isinstance(error, QuietgradError):
             return error
@@ -314,7 +320,7 @@ def _copied(buffer: Tensor) -> Tensor:
     return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else lazily_copied(buffer)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether the machine failed, and not the record.
 
     It depends on what else is in memory, on the other records of a pass too. Counted as zero, it would let one

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quietgrad.torch.networks.containers import SavedArray
 from quietgrad.torch.networks.reachable import Found, reach
 
 _address: Any = getattr(torch._C, "_data_address")  # noqa: B009  # reads it; data_ptr() would count as a write
@@ -63,7 +64,7 @@ class ProgramState:
         self._caches = found.caches
         self._copied = found.copied
         self.names_internals = found.names_internals
-        self._saved_arrays: list[Any] = []
+        self._saved_arrays: list[SavedArray] = []
 
     @contextmanager
     def release(self, word: int) -> Iterator[None]:
@@ -83,7 +84,7 @@ class ProgramState:
         self._word = word
         for memory in self._memories:
             memory.save()
-        self._saved_arrays = [array.copy() for array in self._arrays]
+        self._saved_arrays = [SavedArray(array) for array in self._arrays]
         states = [own.state() for own in self._generators]
         self._depth = 1
         self._clean = True
@@ -114,8 +115,8 @@ class ProgramState:
         for face in self._tensors:
             if not face.same():
                 face.restore()
-        for array, saved in zip(self._arrays, self._saved_arrays, strict=True):
-            array[...] = saved
+        for saved in self._saved_arrays:
+            saved.restore()
         for memory in self._memories:
             memory.restore()
         for clear in self._caches:
@@ -166,6 +167,7 @@ class _Memory:
         self._whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         self._own = own
         self._saved: Tensor | None = None
+        self._first: Tensor | None = None
 
     def save(self) -> None:
         self._saved = None
@@ -185,7 +187,10 @@ class _Memory:
         with torch.no_grad():
             self._whole.copy_(saved)
         if self._own:
-            self.save()
+            # The write moved the tensor. What the user took of it before (``numpy()``) still points to the old
+            # memory, which therefore stays; from here on the memory is copied, and moves no more.
+            self._first, self._own = saved, False
+            self._saved = self._whole.clone()
 
     def forget(self) -> None:
         self._saved = None

@@ -49,6 +49,7 @@ from quietgrad.torch.networks.containers import (
     Names,
     OwnGenerator,
     Slots,
+    SparseParts,
     contents,
     member,
 )
@@ -56,6 +57,7 @@ from quietgrad.torch.networks.containers import (
 Put = Callable[[Any], None] | None  # puts another object in the place where one was found
 
 _INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _VALUES: tuple[type, ...] = (
     int, float, complex, str, bytes, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice,
     types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
@@ -111,11 +113,12 @@ def _is_installed_file(path: str) -> bool:
 def _is_installed(module: str | None) -> bool:
     """Whether a Python module is an installed package's, by its file; ``quietgrad`` counts as one."""
     root = (module or "").partition(".")[0]
-    if (root in sys.stdlib_module_names and root != "__main__") or root in ("torch", "numpy", "quietgrad"):
+    if root in ("torch", "numpy", "quietgrad"):
         return True
-    own = sys.modules.get(module or "")
-    path = getattr(own, "__file__", None)
-    return path is not None and _is_installed_file(path)
+    path = getattr(sys.modules.get(module or ""), "__file__", None)
+    if path is not None:  # a user's file may have the name of one of Python's
+        return _is_installed_file(path)
+    return root in sys.stdlib_module_names and root != "__main__"
 
 
 @dataclass(frozen=True)
@@ -357,10 +360,9 @@ class _Walk:
             return
         try:
             value.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse
-            parts = (value._indices(), value._values()) if value.layout == torch.sparse_coo else ()
-            for part in parts:
-                self.add(part, None, "tensor")
+        except (RuntimeError, NotImplementedError):
+            if value.layout is not torch.strided and value.layout in _SPARSE:
+                self.found.containers.append(SparseParts(value))
             return
         self.found.tensors.append(value)
 
@@ -424,7 +426,7 @@ class _Walk:
         if value.dtype.hasobject:
             for item in value.ravel().tolist():
                 self.add(item, None, where)
-        if value.flags.writeable:
+        if value.flags.writeable or value.flags.owndata:  # what owns its data can be made writeable
             self.found.arrays.append(value)
         elif isinstance(value.base, np.ndarray):
             self.add(value.base, None, where)
