@@ -299,3 +299,12 @@ def test_a_scan_tells_its_owner_too(folder: Path, capsys: pytest.CaptureFixture[
     asked = ["--target", "label", "--classes", "yes,no", "--epsilon", "1", "--n-public", "600", "--out", "run"]
     assert main(["train", str(folder / "parts" / "*.csv"), *asked]) == 0
     assert "No label is among the classes yes, no" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("unit", ["D", "h", "s", "ms", "us", "ns"])
+def test_dates_are_labels_in_any_unit(unit: str) -> None:
+    days = np.array(["2021-03-01", "2020-01-01"], dtype="M8[D]")
+    for classes in (days, days.tolist(), ["2021-03-01", "2020-01-01"]):
+        labels = ClassLabels.of(classes)
+        assert labels.encode(days[[1, 0, 1]].astype(f"M8[{unit}]")).tolist() == [1, 0, 1]
+        assert labels.encode(np.array(["2022-01-01"], dtype=f"M8[{unit}]")).tolist() == [-1]

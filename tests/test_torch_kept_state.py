@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import math
@@ -21,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import quietgrad.torch as qt
 from tests.one_record.cases import CLASSES, CLIP, FAR, FEATURES, Case, by_autograd, clipped_sum, moved, table
@@ -184,3 +186,42 @@ def test_a_view_that_the_user_took_before_stays_readable() -> None:
         qt.clipped_gradient_sum(model, loss, (x, y), clip=1.0)
         assert float(model.memory_store[0]) == 0.0
         assert not view.any()
+
+
+class _Remembering(TorchFunctionMode):
+    """Turns what a layer gives by what went into layers before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function is not F.linear:
+            return out
+        self.seen.append(float(args[0].abs().sum()))
+        return out * math.cos(sum(self.seen))
+
+
+@pytest.mark.parametrize("where", ["a global hook", "a mode"])
+def test_code_of_the_user_s_around_the_program_finds_nothing_of_another_record(where: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(3, 2), 2 * torch.randn(8, 3), torch.zeros(8, dtype=torch.int64)
+    seen: list[float] = []
+
+    def hook(*call: Any) -> Any:
+        _, given, out = call
+        seen.append(float(given[0].abs().sum()))
+        return out * math.cos(sum(seen))
+
+    mode = _Remembering()
+    with contextlib.ExitStack() as stack:
+        if where == "a mode":
+            stack.enter_context(mode)
+        else:
+            stack.callback(nn.modules.module.register_module_forward_hook(hook).remove)
+        whole, _ = qt.clipped_gradient_sum(model, F.cross_entropy, (x, y), clip=1.0)
+        rest, _ = qt.clipped_gradient_sum(model, F.cross_entropy, (x[1:], y[1:]), clip=1.0)
+    assert float(torch.cat([(whole[name] - rest[name]).flatten() for name in whole]).norm()) <= AT_MOST
+    assert not seen
+    assert not mode.seen

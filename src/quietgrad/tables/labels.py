@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, time
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class ClassLabels:
     _by_number: Mapping[float, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        labels = self.values.tolist()
+        labels = _listed(self.values)
         texts = {_text(label): code for code, label in enumerate(labels)}
         if self.values.ndim != 1 or len(texts) < 2 or len(texts) < len(labels) or any(map(_is_gap, labels)):
             raise ValueError(f"classes={labels!r}: must be two or more different labels, none of them a gap.")
@@ -84,7 +85,7 @@ class ClassLabels:
         if given.dtype.kind in "USbiuf":  # each different label is looked up once
             different, places = np.unique(given, return_inverse=True)
             return np.fromiter(map(self._code, different.tolist()), np.int64, len(different))[places]
-        return np.fromiter(map(self._code, given.tolist()), np.int64, len(given))
+        return np.fromiter(map(self._code, _listed(given)), np.int64, len(given))
 
     def encode_known(self, labels: Sequence[Any] | npt.NDArray[Any]) -> Codes:
         """As :meth:`encode`, but a label of no class counts as the first class.
@@ -109,7 +110,15 @@ class ClassLabels:
         return self._by_number.get(_number(label), -1) if code is None else code
 
 
+def _listed(labels: npt.NDArray[Any]) -> list[Any]:
+    """The labels as Python's values; dates of any unit become dates, and not numbers of that unit."""
+    values: list[Any] = (labels.astype("M8[us]") if labels.dtype.kind == "M" else labels).tolist()
+    return values
+
+
 def _text(label: object) -> str:
+    if isinstance(label, datetime) and label.tzinfo is None and label.time() == time():
+        label = label.date()  # midnight of a day is the day, in whatever unit it was written
     return label.decode("utf-8", "backslashreplace") if isinstance(label, bytes) else str(label)
 
 

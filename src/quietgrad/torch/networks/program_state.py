@@ -29,6 +29,17 @@ from quietgrad.torch.networks.reachable import Found, reach
 _address: Any = getattr(torch._C, "_data_address")  # noqa: B009  # reads it; data_ptr() would count as a write
 
 
+_GLOBAL_HOOKS = tuple(
+    vars(torch.nn.modules.module)[f"_global_{when}_hooks"]
+    for when in ("forward_pre", "forward", "backward_pre", "backward")
+)
+
+
+def _modes() -> tuple[object, ...]:
+    """The modes of the user's that see torch's functions now."""
+    return tuple(torch.overrides._get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
 class ProgramState:
     """The state that programs with these ``roots`` can reach: modules, losses, functions, objects.
 
@@ -55,7 +66,9 @@ class ProgramState:
 
     def _watch(self) -> None:
         """Find what is reachable now. Raises ValueError for what cannot be put back."""
-        found: Found = reach(self._roots)
+        # Hooks that torch calls for all modules are the user's code too, and run in every pass.
+        self._modes = _modes()
+        found: Found = reach((*self._roots, *_GLOBAL_HOOKS, *self._modes))
         self._containers = found.containers
         self._memories = _memories(found.tensors)
         self._tensors = [_TensorFace(tensor) for tensor in found.tensors]
@@ -77,9 +90,8 @@ class ProgramState:
                 self._depth -= 1
             return
         # What changed since the last release was changed by the user, between records: it counts from here on.
-        if not all(container.same() for container in self._containers) or not all(
-            face.same() for face in self._tensors
-        ):
+        unchanged = all(container.same() for container in self._containers)
+        if not unchanged or _modes() != self._modes or not all(face.same() for face in self._tensors):
             self._watch()
         self._word = word
         for memory in self._memories:
