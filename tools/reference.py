@@ -179,7 +179,7 @@ def _options() -> str:
             waiting += [(f"{path} {sub}", inner) for sub, inner in getattr(command, "commands", {}).items()]
             named = [max(p.opts, key=len) for p in command.params if p.param_type_name == "option"]
             options[path] = sorted({option for option in named if option != "--help"})
-        parts.append(f"### `quietgrad {name}`\n\n{words[0].upper()}{words[1:]}.\n")
+        parts.append(f"### {name}\n\n{words[0].upper()}{words[1:]}.\n")
         parts += [
             f"`{path}`: {' '.join(f'`{option}`' for option in listed) or 'no options.'}\n"
             for path, listed in options.items()
