@@ -51,10 +51,8 @@ def check_lines(body: Mapping[str, Any]) -> Lines:
     if held and not bound:
         return Lines("it certifies this run otherwise: a part of the claim was edited")
     # The head holds fast what chains up to it: a line with lines left out behind it is tied to nothing.
-    tied = _tied_to_head(lines, int(head[1]))
-    bound = bound and any(
-        line["kind"] == "certificate" and line["body"].get("digest") == covered(body) for line in tied
-    )
+    tied = {line["seq"] for place, line in enumerate(reversed(lines)) if line["seq"] == int(head[1]) - place}
+    bound = bound and any(line["seq"] in tied and line["body"].get("digest") == covered(body) for line in lines)
     words = f"{len(lines)} lines that chain" if whole else f"{len(lines)} lines of this run"
     return Lines("", whole, bound, f"{words}; head {part['head']}")
 
@@ -75,16 +73,6 @@ def _chain_problem(lines: Sequence[Mapping[str, Any]], last: int, digits: str) -
     if last > before["seq"] and [line["seq"] for line in lines] == list(range(1, len(lines) + 1)):
         return "its head names a later line: lines are missing"
     return ""
-
-
-def _tied_to_head(lines: Sequence[Mapping[str, Any]], last: int) -> list[Mapping[str, Any]]:
-    """The lines that follow each other without a gap up to the one that the head names."""
-    tied: list[Mapping[str, Any]] = []
-    for line in reversed(lines):
-        if line["seq"] != last - len(tied):
-            break
-        tied.append(line)
-    return tied
 
 
 def _unpaid(body: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
