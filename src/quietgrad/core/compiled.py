@@ -138,6 +138,31 @@ def draw_subsets(
 
 
 @_compiled
+def add_dithered(x: Floats, factor: float, dither: npt.NDArray[np.uint32], out: npt.NDArray[np.uint32]) -> None:
+    """out += ⌊x·factor + u⌋ mod 2³², u = ``dither``·2⁻³²: up with the probability of the fraction, to 2⁻³²."""
+    for i in range(len(x)):
+        scaled = x[i] * factor
+        below = math.floor(scaled)
+        up = (scaled - below) * 4294967296.0 > dither[i]
+        out[i] = np.uint32((np.int64(out[i]) + np.int64(below) + np.int64(up)) & np.int64(0xFFFFFFFF))
+
+
+@_compiled
+def add_alias_draws(
+    columns: npt.NDArray[np.uint16], words: npt.NDArray[np.uint64], thresholds: npt.NDArray[np.uint64],
+    alias: npt.NDArray[np.int64], scale: int, middle: int, out: npt.NDArray[np.uint32],
+) -> None:  # fmt: skip
+    """out += scale·(draw − middle) mod 2³², each draw from its column and word; every draw reads both cells."""
+    mask = np.uint16(len(alias) - 1)
+    for i in range(len(out)):
+        column = columns[i] & mask
+        other = alias[column]
+        keeps_column = np.int64(words[i] < thresholds[column])
+        draw = other + keeps_column * (np.int64(column) - other)
+        out[i] = np.uint32((np.int64(out[i]) + scale * (draw - middle)) & np.int64(0xFFFFFFFF))
+
+
+@_compiled
 def convolve(
     x: Floats,
     p: Floats,

@@ -28,7 +28,7 @@ _DEEPEST = 64  # levels: nothing of ours nests deeper than a dozen
 
 
 def os_error_text(error: OSError) -> str:
-    """What the system said, with the number's name: people search for ENOSPC, not for its translation.
+    """Return the system's message with the error's name: people search for ENOSPC, not for its translation.
 
     >>> os_error_text(OSError(28, "No space left on device"))
     'No space left on device, ENOSPC'
@@ -43,11 +43,11 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
 
     Raises ``FileNotFoundError`` and other ``OSError`` as ``os.stat`` does.
     """
-    found = os.stat(path)
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
         raise DataError(f"{os.fspath(path)}: is {kind}, not a file.")
-    return found
+    return status
 
 
 def read_bytes(path: str | os.PathLike[str], *, most: int | None = None, follow: bool = True) -> bytes:
@@ -65,8 +65,8 @@ def read_bytes(path: str | os.PathLike[str], *, most: int | None = None, follow:
     # A pipe may be put there between check and opening: do not wait for it, and check again.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     with os.fdopen(os.open(path, flags), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{os.fspath(path)}: is not a plain file.")
         content = file.read(-1 if most is None else most + 1)
     if most is not None and len(content) > most:
@@ -80,12 +80,12 @@ def read_text(path: str | os.PathLike[str], *, most: int = SMALL) -> str:
 
 
 def read_json(path: str | os.PathLike[str], *, most: int = SMALL) -> Any:
-    """What a JSON file holds; ``ValueError`` if it is none, ``OSError`` if it cannot be read."""
+    """Read a JSON file; ``ValueError`` if it is none, ``OSError`` if it cannot be read."""
     return parse_json(read_bytes(path, most=most))
 
 
 def parse_json(text: str | bytes | bytearray) -> Any:
-    """What a JSON text says; ``ValueError`` for everything else, texts that nest without end included.
+    """Parse a JSON text; ``ValueError`` for everything else, texts that nest without end included.
 
     >>> parse_json("[" * 100000)
     Traceback (most recent call last):

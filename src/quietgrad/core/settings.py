@@ -87,7 +87,7 @@ def check_fields(settings: object) -> None:
 @cache
 def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...], bool]]:
     """The ranges of numbers, the choices of texts, and whether ``None`` will do, as the types of fields state."""
-    found = {}
+    limits_of = {}
     try:
         hints = get_type_hints(kind, include_extras=True)
     except (NameError, AttributeError, TypeError):  # a user's class whose types are known only where it was written
@@ -96,9 +96,9 @@ def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...], bool
         options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         ranges = [limit for option in options for limit in getattr(option, "__metadata__", ())]
         choices = get_args(hint) if get_origin(hint) is Literal else ()
-        found[name] = (ranges, choices, type(None) in options)
+        limits_of[name] = (ranges, choices, type(None) in options)
     known = {field.name for field in dataclasses.fields(kind)}
-    return {name: limits for name, limits in found.items() if name in known and any(limits[:2])}
+    return {name: limits for name, limits in limits_of.items() if name in known and any(limits[:2])}
 
 
 def fields_of(kind: type) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def fields_of(kind: type) -> dict[str, Any]:
 
     >>> from quietgrad.methods.dp_sgd import DPGD
     >>> list(fields_of(DPGD))
-    ['steps', 'learning_rate', 'clip', 'momentum', 'returns']
+    ['steps', 'learning_rate', 'clip', 'momentum', 'returns', 'clipping']
     """
     hints = get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -246,10 +246,10 @@ def _of_value(value: object, wanted: object) -> Any:
 
 
 def _describe(options: Sequence[object]) -> str:
-    said: list[str] = []
+    words: list[str] = []
     for option in options:
         if get_origin(option) is Literal:
-            said.extend(repr(choice) for choice in get_args(option))
+            words.extend(repr(choice) for choice in get_args(option))
         elif option in _WORDS:
-            said.append(_WORDS[option])
-    return " or ".join(said) or "set in Python; a command line or a plan file cannot express it"
+            words.append(_WORDS[option])
+    return " or ".join(words) or "set in Python; a command line or a plan file cannot express it"

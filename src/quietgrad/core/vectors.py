@@ -6,12 +6,40 @@ Algorithms are written with ``+ - *`` and the functions here, so the same file t
 from __future__ import annotations
 
 import math
-from typing import Any, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
-Vector: TypeAlias = Any
-"""A one-dimensional ``np.ndarray`` or ``torch.Tensor``; a module's parameters are views of it."""
+
+class Vector(Protocol):
+    """A one-dimensional array, ``np.ndarray`` or ``torch.Tensor``; a module's parameters are views of it.
+
+    Arithmetic with a number or with a vector of the same kind gives a vector of the same kind.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+    def __neg__(self) -> Self: ...
+    def __add__(self, other: Any, /) -> Self: ...
+    def __radd__(self, other: Any, /) -> Self: ...
+    def __sub__(self, other: Any, /) -> Self: ...
+    def __rsub__(self, other: Any, /) -> Self: ...
+    def __mul__(self, other: Any, /) -> Self: ...
+    def __rmul__(self, other: Any, /) -> Self: ...
+    def __truediv__(self, other: Any, /) -> Self: ...
+    def dot(self, other: Any, /) -> Any: ...
+
+
+OwnVector: TypeAlias = Any
+"""A vector of the kind that an objective works with: an array for a table, a tensor for a network.
+
+Objectives receive only vectors that their own ``initial`` method made, so their methods name their own kind.
+"""
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -32,12 +60,12 @@ def norm(a: Vector) -> float:
     return math.sqrt(dot(a, a))
 
 
-def zeros_like(a: Vector) -> Vector:
+def zeros_like(a: OwnVector) -> OwnVector:
     """A zero vector of the same kind, length and type as ``a``."""
     return np.zeros(a.shape, a.dtype) if isinstance(a, np.ndarray) else a.new_zeros(a.shape)
 
 
-def wide_zeros(a: Vector) -> Vector:
+def wide_zeros(a: OwnVector) -> OwnVector:
     """A zero vector of the same kind and length as ``a`` that sums are formed in: float64.
 
     In float32 adding a record changes how all later ones are rounded; at 10⁶ records that is as much as C.
@@ -45,16 +73,16 @@ def wide_zeros(a: Vector) -> Vector:
     return np.zeros(a.shape, np.float64) if isinstance(a, np.ndarray) else a.new_zeros(0).double().new_zeros(len(a))
 
 
-def copy(a: Vector) -> Vector:
+def copy(a: OwnVector) -> OwnVector:
     """A vector equal to ``a`` that shares no memory with it."""
     return a.copy() if isinstance(a, np.ndarray) else a.detach().clone()
 
 
-def sqrt(a: Vector) -> Vector:
+def sqrt(a: OwnVector) -> OwnVector:
     """Coordinate-wise square root."""
     return np.sqrt(a) if isinstance(a, np.ndarray) else a.sqrt()
 
 
-def all_finite(a: Vector) -> bool:
+def all_finite(a: OwnVector) -> bool:
     """Whether every coordinate is a finite number."""
     return bool(np.isfinite(a).all()) if isinstance(a, np.ndarray) else bool(a.isfinite().all())

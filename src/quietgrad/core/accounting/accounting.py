@@ -220,7 +220,7 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
 
 
 def _taken_apart(event: Event, relation: Relation) -> tuple[float, list[Event]]:
-    """What ``Upfront`` releases add to ε, and the choices of parallel parts of which the worst counts."""
+    """Split off the ε of ``Upfront`` releases; list the choices of parallel parts, of which the worst counts."""
     try:
         upfront = total_upfront(event, relation)
     except AccountantRefusal as refusal:

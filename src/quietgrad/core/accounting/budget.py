@@ -48,12 +48,15 @@ DEFAULT_RELATION = Relation.ADD_REMOVE.value
 class PrivacyUnit(_Named):
     """The privacy unit: what two neighbouring data sets differ in.
 
-    ``record``: one row of the data. ``person``: a person with all their rows. An ε of one says little about the
-    other, so one account has one unit.
+    ``record``: one row of the data. ``person``: a person with all their rows. ``party``: a member of a federation
+    with all that it holds; who the members are is public, and a neighbour has the same members, of which one holds
+    nothing (add-remove) or other data (replace-one). An ε of one unit says little about another, so one account has
+    one unit.
     """
 
     RECORD = "record"
     PERSON = "person"
+    PARTY = "party"
 
     def in_words(self, text: str) -> str:
         """Return a sentence about records as one about this unit.
@@ -63,7 +66,12 @@ class PrivacyUnit(_Named):
         """
         if self is PrivacyUnit.RECORD:
             return text
-        return re.sub(r"\brecord\b", "person", re.sub(r"\brecords\b", "people", text))
+        return re.sub(r"\brecord\b", self.value, re.sub(r"\brecords\b", self.plural, text))
+
+    @property
+    def plural(self) -> str:
+        """Several of them, in words."""
+        return {"record": "records", "person": "people", "party": "parties"}[self.value]
 
 
 def check_delta(delta: float) -> float:

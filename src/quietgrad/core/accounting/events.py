@@ -12,67 +12,38 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 from quietgrad.core.accounting.budget import Json, Relation
+from quietgrad.core.registered import Registered
 
-_KINDS: dict[str, type[Event]] = {}
 
-
-class Event:
+class Event(Registered, family="event"):
     """Base of all events; a frozen value that can be written as JSON and read back.
 
     A field of one name is checked in one way in all events (``_CHECKS``).
     """
 
-    kind: ClassVar[str]
-    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
-
-    def __init_subclass__(cls, kind: str) -> None:
-        cls.kind = kind
-        _KINDS[kind] = cls
-
     def __post_init__(self) -> None:
         for name in self.__match_args__:
             object.__setattr__(self, name, _CHECKS[name](name, vars(self)[name]))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the event as plain JSON values, with its kind under ``"event"``."""
-        return {"event": self.kind, **{name: _to_json(value) for name, value in vars(self).items()}}
-
 
 def kinds() -> dict[str, type[Event]]:
     """All events, by kind."""
-    return dict(_KINDS)
+    return dict(Event.kinds)
 
 
 def from_json(data: Json) -> Event:
-    """Rebuild an event from :meth:`Event.to_json`.
+    """Rebuild an event from its ``to_json``.
 
     >>> from_json(PoissonSampled(0.01, Gaussian(1.1)).to_json())
     PoissonSampled(rate=0.01, inner=Gaussian(noise_multiplier=1.1))
     """
     try:
-        kind = _KINDS[data["event"]]
-        return kind(**{name: _from_json(data[name]) for name in kind.__match_args__})
-    except (KeyError, TypeError) as error:
+        return Event.read(data)
+    except TypeError as error:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
-
-
-def _to_json(value: object) -> object:
-    if isinstance(value, Event):
-        return value.to_json()
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
-    return str(value) if isinstance(value, Relation) else value
-
-
-def _from_json(value: object) -> Any:
-    if isinstance(value, dict):
-        return from_json(value)
-    if isinstance(value, list):
-        return tuple(_from_json(item) for item in value)
-    return value
 
 
 # What events are made of. Accountants square, multiply and divide these numbers: in these ranges none of that
@@ -115,10 +86,10 @@ def _event(name: str, value: object) -> Event:
 
 
 def _events(name: str, value: Iterable[object]) -> tuple[Event, ...]:
-    found = tuple(_event(name, each) for each in value)
-    if not found:
+    checked = tuple(_event(name, each) for each in value)
+    if not checked:
         raise ValueError(f"{name}=(): needs at least one event; nothing released costs nothing.")
-    return found
+    return checked
 
 
 def _law(name: str, value: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -1,4 +1,4 @@
-"""Who pays: every reservation and every close of quietgrad, for tables, modules, searches and parties alike.
+"""Accounts: every reservation and every close, for tables, modules, searches and parties alike.
 
 *Reserve → release → close.* An :class:`Account` is a group of people and the ledger that keeps their spending; a
 :class:`Charge` is one plan's entry in it. Opening an existing entry again demands the identical event, and closing
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import gdp_mu
-from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.files import os_error_text
 from quietgrad.core.ledger.ledger import Ledger, project_ledger, project_ledger_exists
@@ -103,38 +104,34 @@ class Account:
         name = unnamed(table) if canonical_account_name(self.name) in NAMELESS else self.name
         return replace(self, ledger=ledger, name=name, asked=self.name, table=table)
 
-    def check(self, event: events.Event, budget: Budget, unit: PrivacyUnit = PrivacyUnit.RECORD) -> None:
-        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes nothing."""
+    def check(self, cost: Cost) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``cost``; writes nothing."""
         if (ledger := self.open()) is not None:
-            ledger.check_cap(self.name, event, relation=budget.relation, cap=self.cap, unit=unit)
+            ledger.check_cap(self.name, cost, cap=self.cap)
 
     def reserve(
         self,
-        event: events.Event | None,
-        budget: Budget | None,
+        cost: Cost | None,
         *,
         run: str = "",
         note: str = "",
         contents: Iterable[bytes | memoryview] | None = None,
         part: bool = False,
-        unit: PrivacyUnit = PrivacyUnit.RECORD,
-        condition: str | None = None,
     ) -> Charge:
-        """Write the whole cost of ``event`` down, durably; what it pays for may be released when this returns.
+        """Write the whole ``cost`` down, durably; what it pays for may be released when this returns.
 
         Args:
-            event, budget: ``None`` for a run without noise, which has no cost that could be stated.
+            cost: ``None`` for a run without noise, which has no cost that could be stated. An account whose ledger
+                was charged for another privacy unit is refused.
             run: its name in the ledger; empty for one that is never resumed.
             contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
             part: it may be a part of a table that the account knows, such as a fold.
-            unit: the privacy unit of the guarantee; an account whose ledger was charged for another is refused.
-            condition: the clause under which the event's ε holds, which its line says.
         """
-        if event is None or budget is None:
-            return Charge(event)
+        if cost is None:
+            return Charge(None)
         ledger = self.open()
         if ledger is None:
-            return Charge(event, note=self.note)
+            return Charge(cost.event, note=self.note)
         mark = self.table if isinstance(self.table, str) else None
         if mark is None and contents is not None:
             mark = fingerprint(contents)
@@ -142,51 +139,31 @@ class Account:
             if self.by_default:  # a warning of a ledger that was not named must not turn into an error
                 warnings.simplefilter("default", LedgerWarning)
             try:
-                reservation = ledger.reserve(
-                    self.name,
-                    event,
-                    delta=budget.delta,
-                    relation=budget.relation,
-                    run=run,
-                    cap=self.cap,
-                    note=note,
-                    fingerprint=mark,
-                    part=part,
-                    unit=unit,
-                    condition=condition,
+                reservation = ledger.reserve_cost(
+                    self.name, cost, run=run, cap=self.cap, note=note, fingerprint=mark, part=part
                 )
             except LedgerError as error:
                 raise _unusable(error) if self.by_default else error from None
-        return Charge(event, ledger, reservation)
+        return Charge(cost.event, ledger, reservation)
 
-    def reopen(
-        self,
-        event: events.Event | None,
-        budget: Budget | None,
-        *,
-        run: str,
-        unit: PrivacyUnit = PrivacyUnit.RECORD,
-        condition: str | None = None,
-    ) -> Charge | None:
+    def reopen(self, cost: Cost | None, *, run: str) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
 
-        What was reserved under a name pays for that event only: another one under the same name is refused.
+        What was reserved under a name pays for that cost only: another one under the same name is refused.
         """
         ledger = self.open()
-        if event is None or budget is None or ledger is None:
+        if cost is None or ledger is None:
             return None
         held = ledger.find(run)
         if held is None:
             return None
-        found = held.reservation
-        asked = (event, budget.delta, budget.relation, unit, condition)
-        same = (found.event, found.delta, found.relation, found.unit, found.condition) == asked
-        if not same or canonical_account_name(found.account) != canonical_account_name(self.name):
+        reserved = held.reservation
+        if reserved.cost != cost or canonical_account_name(reserved.account) != canonical_account_name(self.name):
             raise BudgetError(
                 f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
                 "with. Resume it with what it was started with, or start a new run."
             )
-        return Charge(event, ledger, found, paid=held.state != "open", booked=held.counts)
+        return Charge(cost.event, ledger, reserved, paid=held.state != "open", booked=held.counts)
 
     def epochs(self, run: str) -> tuple[str, ...]:
         """The nonces of the epochs that ``run`` was charged for, whatever it remembers of them itself."""
@@ -276,7 +253,7 @@ class Charge:
             self.reservation = self.ledger.set_condition(self.reservation.id, condition)
 
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
-        """What pays for one round of the search that this entry is for; refused if a round costs more than that."""
+        """Charge one round of the search that this entry pays for; refused if the round costs more."""
         if self.closed:
             raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None

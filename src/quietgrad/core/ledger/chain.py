@@ -84,7 +84,7 @@ def anchor(entry: ChainEntry) -> str:
 
 
 def check_anchor(entries: Sequence[ChainEntry], text: str) -> str:
-    """What is wrong with a chain that should begin with the one anchored, in one sentence; '' if nothing."""
+    """Compare a chain with its anchor. Returns one sentence that says what is wrong, or ''."""
     if not re.fullmatch(rf"[1-9][0-9]{{0,17}}-[0-9a-f]{{{_ANCHOR_DIGITS}}}", text):
         raise ValueError(f"head={text!r}: must be what `quietgrad ledger head` printed, such as 12-3f9a….")
     seq = int(text.partition("-")[0])
@@ -98,7 +98,7 @@ def check_anchor(entries: Sequence[ChainEntry], text: str) -> str:
 
 @dataclass(frozen=True)
 class ChainContents:
-    """What a file holds: its entries, the bytes of an append that never finished, and what is wrong."""
+    """The contents of a ledger's file: its entries, the bytes of an unfinished append, and the faults."""
 
     entries: tuple[ChainEntry, ...] = ()
     torn: bytes = b""

@@ -17,12 +17,14 @@ import stat
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.ledger.chain import Chain, ChainEntry, anchor, check_anchor
 from quietgrad.core.ledger.state import (
@@ -47,7 +49,7 @@ __all__ = ["Ledger", "Reservation", "VerifyReport", "fingerprint"]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :meth:`Ledger.verify` found. A torn tail is a crash's trace, not a fault: it paid for nothing."""
+    """The outcome of :meth:`Ledger.verify`. A torn tail is a crash's trace, not a fault: it paid for nothing."""
 
     ok: bool
     entries: int
@@ -74,8 +76,12 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str], *, timeout: float = 120.0) -> None:
         self._chain = Chain(path, timeout=timeout)
-        self.path = self._chain.path
+        self.path, self._timeout = self._chain.path, timeout
         self._folded = LedgerState()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy is another handle of the same file: scikit-learn clones estimators with what they were given."""
+        return partial(type(self), timeout=self._timeout), (self.path,)
 
     def reserve(
         self,
@@ -104,9 +110,22 @@ class Ledger:
         cost to a person with k records is not known.
         ``condition`` is the clause under which the event's ε holds; the account's total holds under those of all.
         """
-        account, unit = check_account_name(account), PrivacyUnit.parse(unit)
-        if not isinstance(event, events.Event):
-            raise TypeError(f"event={event!r}: must be an event of quietgrad.core.accounting.events.")
+        cost = Cost(event, check_delta(delta), Relation.parse(relation), PrivacyUnit.parse(unit), condition)
+        return self.reserve_cost(account, cost, run=run, cap=cap, note=note, fingerprint=fingerprint, part=part)
+
+    def reserve_cost(
+        self,
+        account: str,
+        cost: Cost,
+        *,
+        run: str,
+        cap: Budget | None = None,
+        note: str = "",
+        fingerprint: str | None = None,
+        part: bool = False,
+    ) -> Reservation:
+        """Write down ``cost`` as :meth:`reserve` does."""
+        account = check_account_name(account)
         if not isinstance(run, str):
             raise ValueError(f"run={run!r}: must be the run's name, or '' for one that is never resumed.")
         new_id = os.urandom(8).hex()
@@ -114,11 +133,7 @@ class Ledger:
             "id": new_id,
             "account": account,
             "run": run or new_id,
-            "event": event.to_json(),
-            "delta": check_delta(delta),
-            "relation": str(Relation.parse(relation)),
-            "unit": str(unit),
-            **({} if condition is None else {"condition": check_condition(condition)}),
+            **cost.to_json(),
             "cap": None if cap is None else cap.to_json(),
             "note": note,
             "fingerprint": None if fingerprint is None else salted(fingerprint),
@@ -126,25 +141,16 @@ class Ledger:
         with self._chain.writing() as writer:
             book = self._book(writer.entries)
             body["account"] = account = book.name(account)
-            _check_charge(book, account, event, Relation.parse(relation), cap, unit)
-            found = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
-            for message in found:  # before the append: where warnings are errors, nothing gets spent
+            _check_charge(book, account, cost, cap)
+            messages = book.table_warnings(account, fingerprint, part=part) if fingerprint else []
+            for message in messages:  # before the append: where warnings are errors, nothing gets spent
                 warnings.warn(f"{self.path.name}: {message}", LedgerWarning, stacklevel=2)
-            writer.append("reserve", {**body, "warnings": found})
+            writer.append("reserve", {**body, "warnings": messages})
         return Reservation.from_body(body)
 
-    def check_cap(
-        self,
-        account: str,
-        event: events.Event,
-        *,
-        relation: str | Relation,
-        cap: Budget | None = None,
-        unit: str | PrivacyUnit = "record",
-    ) -> None:
-        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``event``; writes and reserves nothing."""
-        asked = Relation.parse(relation)
-        _check_charge(self.book(), check_account_name(account), event, asked, cap, PrivacyUnit.parse(unit))
+    def check_cap(self, account: str, cost: Cost, *, cap: Budget | None = None) -> None:
+        """Raise ``BudgetError`` if :meth:`reserve` would now refuse ``cost``; writes and reserves nothing."""
+        _check_charge(self.book(), check_account_name(account), cost, cap)
 
     def close(
         self,
@@ -207,7 +213,7 @@ class Ledger:
                 writer.append("condition", {"id": reservation_id, "condition": check_condition(condition)})
             elif known.condition != condition:
                 raise LedgerError(f"{self.path}: reservation {reservation_id!r} has another condition already.")
-        return replace(known, condition=condition)
+        return known.under(condition)
 
     def resume(self, run: str) -> int:
         """Write down that ``run``, which has an entry here, is opened again; how often it was by now.
@@ -234,7 +240,7 @@ class Ledger:
 
     @property
     def id(self) -> str:
-        """What tells this ledger from any other, wherever it is moved; a file that is not there yet is begun."""
+        """The ledger's identifier, the same wherever its file is moved; a file that is not there yet is begun."""
         entries = self.entries()
         if not entries:
             with self._chain.writing() as writer:  # makes the first line
@@ -281,7 +287,7 @@ class Ledger:
         return self.book().cap(account)
 
     def find(self, run: str) -> ReservationState | None:
-        """What ``run`` has paid: its newest open reservation, else its newest closed one, else None.
+        """Find the entry of ``run``: its newest open reservation, else its newest closed one, else None.
 
         Look at ``state`` before releasing anything under it: a closed one is booked. ``reservation.event`` is what
         was reserved, ``counts`` what is charged, ``fingerprint`` the table it was for.
@@ -359,34 +365,34 @@ def _prove(parts: Sequence[events.Event], delta: float, relation: Relation) -> P
     return prove(event, delta=delta, relation=relation)
 
 
-def _check_charge(
-    book: LedgerState, account: str, event: events.Event, relation: Relation, cap: Budget | None, unit: PrivacyUnit
-) -> None:
+def _check_charge(book: LedgerState, account: str, cost: Cost, cap: Budget | None) -> None:
     """Raise ``BudgetError`` if the account counts another unit, or would exceed its own caps or the one given."""
+    unit = cost.unit
     # A table that no account was named for may be read by record and by person: its totals are stated by unit, and
     # where a cap bounds one, the other is refused below.
-    if not is_unnamed(account) and any(known is not unit for known in book.units(account)):
-        other = PrivacyUnit.PERSON if unit is PrivacyUnit.RECORD else PrivacyUnit.RECORD
+    others = [known for known in book.units(account) if known is not unit]
+    if not is_unnamed(account) and others:
+        other = others[0]
         raise BudgetError(
             f"account {account!r}: its entries are about a {other} each and this run about a {unit}, so they do "
             f"not add up. Run it by {other} too, or name another account; nothing was reserved."
         )
     given = [] if cap is None else [(account, cap)]
     for capped, bound in dict.fromkeys([*book.bounds(account), *given]):
-        counted, planned = book.counted(capped), book.relations(capped) | {relation}
+        counted, planned = book.counted(capped), book.relations(capped) | {cost.relation}
         whose = f"account {account!r}" + ("" if capped == account else f", as all runs of {capped!r} together")
         if {unit, *book.units(capped)} != {unit}:
             raise BudgetError(
-                f"{whose}: it has a cap, and some runs under it are about a record each, others about a person "
-                "each. These do not add up. Name an account for each; nothing was reserved."
+                f"{whose}: it has a cap, and some runs under it are about a {unit} each, others about another "
+                "unit. These do not add up. Name an account for each; nothing was reserved."
             )
         try:
             _check_relation(planned, bound.relation)
-            together = _prove([*counted, event], bound.delta, bound.relation).epsilon
+            together = _prove([*counted, cost.event], bound.delta, bound.relation).epsilon
             if together <= bound.epsilon:
                 continue
             already = _prove(counted, bound.delta, bound.relation).epsilon
-            asked = _prove([event], bound.delta, bound.relation).epsilon
+            asked = _prove([cost.event], bound.delta, bound.relation).epsilon
         except UnprovableError as error:
             raise BudgetError(
                 f"{whose}: its cap is stated under {bound.relation}, and its releases have no proof "

@@ -1,8 +1,8 @@
 """Append-only files that survive a killed process: one way to lock, append, cut a torn tail and seal.
 
 A :class:`LockedAppendFile` is held by one process at a time, and each line is on the disk before what it describes
-happens. A run's transcript, a party's journal and a coordinator's aggregates are such files. A second process is
-refused by name. A killed process releases the file.
+happens. A run's transcript, a party's journal and last reply, a coordinator's aggregates are such files. A second
+process is refused by name. A killed process releases the file.
 
 What a run must not forget stands in a :class:`SealedLog`: its lines are chained under the run's key, so none can be
 changed, moved or left out in the middle. Three things that a copy of the file does not bring along show that
@@ -105,9 +105,9 @@ class LockedAppendFile:
 
     @property
     def identity(self) -> str:
-        """Which file this is: a copy, or one restored from a backup, is another."""
-        found = os.fstat(self._file)
-        return f"{found.st_dev}:{found.st_ino}"
+        """The file's device and inode: a copy, or one restored from a backup, has others."""
+        status = os.fstat(self._file)
+        return f"{status.st_dev}:{status.st_ino}"
 
     def content(self) -> bytes:
         """Everything that was written."""
@@ -129,11 +129,12 @@ class LockedAppendFile:
         """Bring everything that was written to the disk."""
         os.fsync(self._file)
 
-    def cut(self, length: int) -> None:
-        """Drop what follows the first ``length`` bytes: a crash tore it, before what it spoke of happened."""
+    def cut(self, length: int, *, durable: bool = True) -> None:
+        """Drop what follows the first ``length`` bytes: a torn tail, or what is not needed any more."""
         if self._free.alive:
             os.ftruncate(self._file, length)
-            os.fsync(self._file)
+            if durable:
+                os.fsync(self._file)
 
     def remove(self) -> None:
         """It is over: remove the file and let go."""
@@ -190,7 +191,7 @@ class SealedLog(LockedAppendFile):
             raise
 
     def lines(self) -> list[str]:
-        """What was written before, openings left out."""
+        """The lines that were written before, openings left out."""
         return self._lines
 
     def agrees(self, openings: int) -> bool:
@@ -207,9 +208,9 @@ class SealedLog(LockedAppendFile):
         """Write a line; no death of the process can lose it, and if ``durable`` no power cut."""
         for _ in range(_ATTEMPTS):
             now = time.time_ns()
-            said = f"{text} {now}"
-            seal = self._seal(said)
-            self.append(f"{said} {seal.hex()}\n".encode(), durable=durable)
+            body = f"{text} {now}"
+            seal = self._seal(body)
+            self.append(f"{body} {seal.hex()}\n".encode(), durable=durable)
             self._last = seal
             self._since += 1
             if abs(self._changed() - now) <= _PROMPT:
@@ -228,15 +229,15 @@ class SealedLog(LockedAppendFile):
         whole, newline, torn = self.content().rpartition(b"\n")
         place, written = "", 0
         for line in whole.decode(errors="replace").split("\n") if newline else ():
-            said, _, seal = line.rpartition(" ")
-            expected = self._seal(said)
+            body, _, seal = line.rpartition(" ")
+            expected = self._seal(body)
             if not hmac.compare_digest(seal.encode(errors="replace"), expected.hex().encode()):
                 raise LedgerError(
                     f"{self.path}: was altered, or is of another run, so it is unknown what was released. Start "
                     "a new run; it is charged in full."
                 )
             self._last = expected
-            text, _, at = said.rpartition(" ")
+            text, _, at = body.rpartition(" ")
             written = int(at)
             if text.startswith(_OPENING):
                 _, number, place = text.split(" ", 2)
@@ -258,7 +259,7 @@ _PROMPT, _NEAR = 12_000_000, 25_000_000  # ns: a tick of the kernel's clock is a
 
 
 def _boot() -> str:
-    """Which start of the machine this is; unknown ones never agree."""
+    """The identifier of this start of the machine; unknown ones never agree."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -28,7 +28,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from quietgrad.core.accounting import events
-from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition, check_delta
+from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import LedgerError
 from quietgrad.core.files import write_atomically
 from quietgrad.core.ledger.chain import ChainEntry
@@ -43,7 +44,7 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn")  # controls, formats (zero-width, di
 
 @lru_cache(maxsize=4096)  # asked of every line of a ledger
 def canonical_account_name(name: str) -> str:
-    """What two spellings of one account have in common: no case, no width, no spaces around, nothing invisible."""
+    """Reduce an account name to what its spellings share: no case, width, spaces around or invisible signs."""
     # Folding case can undo a normal form and the other way round, so both are repeated until nothing moves.
     before, folded = None, name
     while folded != before:
@@ -112,11 +113,32 @@ class Reservation:
     id: str
     account: str
     run: str
-    event: events.Event
-    delta: float
-    relation: Relation
-    unit: PrivacyUnit = PrivacyUnit.RECORD
-    condition: str | None = None
+    cost: Cost
+
+    @property
+    def event(self) -> events.Event:
+        """Everything that may be released."""
+        return self.cost.event
+
+    @property
+    def delta(self) -> float:
+        """δ at which ε is stated."""
+        return self.cost.delta
+
+    @property
+    def relation(self) -> Relation:
+        """The neighbouring relation."""
+        return self.cost.relation
+
+    @property
+    def unit(self) -> PrivacyUnit:
+        """The privacy unit."""
+        return self.cost.unit
+
+    @property
+    def condition(self) -> str | None:
+        """The clause under which ε holds."""
+        return self.cost.condition
 
     @cached_property
     def epsilon(self) -> float:
@@ -125,6 +147,10 @@ class Reservation:
 
         return account(self.event, delta=self.delta, relation=self.relation)
 
+    def under(self, condition: str | None) -> Reservation:
+        """The same reservation, whose ε holds under ``condition``."""
+        return replace(self, cost=replace(self.cost, condition=condition))
+
     @classmethod
     def from_body(cls, body: Json) -> Reservation:
         """Rebuild a reservation from the body of its entry."""
@@ -132,11 +158,7 @@ class Reservation:
             id=str(body["id"]),
             account=str(body["account"]),
             run=str(body["run"]),
-            event=events.from_json(body["event"]),
-            delta=check_delta(body["delta"]),
-            relation=Relation.parse(body["relation"]),
-            unit=PrivacyUnit.parse(body.get("unit", "record")),  # older entries do not say: they were about records
-            condition=check_condition(body.get("condition")),
+            cost=Cost.from_json(body),
         )
 
 
@@ -194,7 +216,7 @@ class LedgerState:
             self.held[old.reservation.id] = replace(old, counts=counts, state=state, reason=str(body["reason"]))
         elif kind == "condition":
             old = self.held[str(body["id"])]
-            rests = replace(old.reservation, condition=check_condition(body["condition"]))
+            rests = old.reservation.under(check_condition(body["condition"]))
             self.held[old.reservation.id] = replace(old, reservation=rests)
         elif kind == "cap":
             account, who = str(body["account"]), canonical_account_name(str(body["account"]))
@@ -288,7 +310,7 @@ class LedgerState:
         return tuple(dict.fromkeys(one.condition for one in self.charged(account) if one.condition is not None))
 
     def table_warnings(self, account: str, fingerprint: str, *, part: bool = False) -> list[str]:
-        """What is suspicious about this pair, said once: it is not suspicious again when it was seen before."""
+        """Warnings about this pair of account and table; a pair that was seen before gives none."""
         pairs = {
             (self.name(held.reservation.account), is_of_table(held.fingerprint, fingerprint))
             for held in self.held.values()
@@ -297,20 +319,20 @@ class LedgerState:
         account = self.name(account)
         if (account, True) in pairs:
             return []
-        found = []
+        messages = []
         if not part and any(name == account for name, _ in pairs):
-            found.append(
+            messages.append(
                 f"account {account!r} was used with another table before; "
                 "if these are other people, give them another account."
             )
         others = sorted(name for name, same_table in pairs if same_table)
         if others:
             names = ", ".join(map(repr, others))
-            found.append(
+            messages.append(
                 f"this table was charged to account {names} before, now to {account!r}; "
                 "the same people must stay in one account."
             )
-        return found
+        return messages
 
 
 def compose_events(parts: Iterable[events.Event]) -> events.Event | None:
@@ -355,13 +377,13 @@ def is_part(spent: events.Event, reserved: events.Event) -> bool:
 
 def _in_order(wanted: Sequence[events.Event], whole: Sequence[events.Event]) -> bool:
     """Whether each of ``wanted`` is part of a member of ``whole``, in order, and no slack is left out."""
-    found = 0
+    matched = 0
     for part in whole:
-        if found < len(wanted) and is_part(wanted[found], part):
-            found += 1
+        if matched < len(wanted) and is_part(wanted[matched], part):
+            matched += 1
         elif isinstance(part, (events.TotalVariationSlack, events.FailureProbability, events.Upfront)):
             return False
-    return found == len(wanted)
+    return matched == len(wanted)
 
 
 def _flat(event: events.Event) -> list[events.Event]:
@@ -408,8 +430,8 @@ def is_of_table(line: str, mark: str) -> bool:
     >>> is_of_table(salted(mark), mark), salted(mark) == salted(mark)
     (True, False)
     """
-    own = hashlib.sha256(f"{line[:16]}{mark}".encode()).hexdigest()[:48]
-    return line == mark or line[16:] == own  # lines of earlier versions have the mark itself
+    salted_mark = hashlib.sha256(f"{line[:16]}{mark}".encode()).hexdigest()[:48]
+    return line == mark or line[16:] == salted_mark  # lines of earlier versions have the mark itself
 
 
 def fingerprint(chunks: Iterable[bytes | bytearray | memoryview]) -> str:

@@ -176,14 +176,14 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         """
         apart = releases if separation is None else separation
         halvings = 0 if participations == 1 else releases.bit_length()
-        found = []
+        candidates = []
         for horizon in sorted({max(1.0, releases / 2**j) for j in range(1 + halvings)}, reverse=True):
             x = np.linspace(math.log(0.5 / horizon), math.log(3.0), _BUFFERS)
             lam = 1.0 / (1.0 + np.exp(x))
             alpha = ((x[1] - x[0]) / math.pi) * lam**1.5 * np.sqrt(1.0 - lam)
             buffers = tuple(lam.tolist()), tuple(alpha.tolist())
-            found.append(BufferedToeplitzNoise(releases, participations, apart, *buffers))
-        return min(found, key=BufferedToeplitzNoise._error) if len(found) > 1 else found[0]
+            candidates.append(BufferedToeplitzNoise(releases, participations, apart, *buffers))
+        return min(candidates, key=BufferedToeplitzNoise._error) if len(candidates) > 1 else candidates[0]
 
     def coefficients(self) -> Floats:
         powers = np.arange(self.releases - 1)[:, None] * np.log(self.lam)

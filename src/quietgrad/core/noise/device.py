@@ -117,5 +117,5 @@ def digest(total: Tensor, key: bytes) -> npt.NDArray[np.int64]:
     pieces = torch.cat([bits & 0x3FFFFF, (bits >> 22) & 0x1FFFFF, (bits >> 43) & 0x1FFFFF])
     secret = DeviceStream(key, "digest", total.device).words(0, len(pieces) + 3) & _PRIME
     sums = [(secret[j : j + len(pieces)] * pieces % _PRIME).sum() % _PRIME for j in range(4)]
-    found: npt.NDArray[np.int64] = torch.stack(sums).cpu().numpy()
-    return found
+    limbs: npt.NDArray[np.int64] = torch.stack(sums).cpu().numpy()
+    return limbs

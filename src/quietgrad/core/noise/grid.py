@@ -272,8 +272,8 @@ def usable(where: device) -> bool:
             torch.logspace(-38, -0.3011, 60_000, dtype=torch.float64),
             torch.linspace(0.1, 0.5, 60_000, dtype=torch.float64),
         ])  # fmt: skip
-        wanted, found = torch.special.ndtri(p), torch.special.ndtri(p.to(where)).cpu()
-        close = bool(((wanted - found).abs() <= 1e-15 * (wanted.abs() + 0.2)).all())
+        wanted, computed = torch.special.ndtri(p), torch.special.ndtri(p.to(where)).cpu()
+        close = bool(((wanted - computed).abs() <= 1e-15 * (wanted.abs() + 0.2)).all())
         total, unit = 1e3 * wanted, wanted.flip(0)
         moved = total.to(where)
         add_gaussian(total, unit, 1.37, 2.0**-20)

@@ -31,6 +31,7 @@ from quietgrad.core.noise.grid import (
     release_l2_laplace,
     sigma_for,
 )
+from quietgrad.core.registered import Registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +40,6 @@ Floats = npt.NDArray[np.float64]
 Sampled = Callable[[events.Event], events.Event]
 """What secret sampling makes of the event of one release."""
 
-_KINDS: dict[str, type[Mechanism]] = {}
 _BLOCK_NUMBERS = 2**16  # large enough to amortise a call into the stream, small enough for the cache
 
 
@@ -68,7 +68,7 @@ class NoiseSource:
         raise NotImplementedError
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
-        """Which of some counts, of whatever labels there are, may be published."""
+        """Select the counts that may be published, of whatever labels there are."""
         raise NotImplementedError
 
 
@@ -95,11 +95,9 @@ def spread_choice(chosen: npt.ArrayLike, shares: Floats, rng: np.random.Generato
     return np.asarray(ndtri(np.clip(u, 1e-15, 1.0 - 1e-15)))
 
 
-class Mechanism(ABC):
+class Mechanism(Registered, ABC, family="mechanism", key="kind"):
     """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
 
-    kind: ClassVar[str]
-    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
     verb: ClassVar[str] = "release"
     """What a session is asked for it; asked otherwise it would cost otherwise."""
     what: ClassVar[str] = "a sum"
@@ -109,7 +107,10 @@ class Mechanism(ABC):
     one_curator: ClassVar[bool] = False
     """Whether it needs one curator who sees the exact numbers of all records."""
     together: ClassVar[str] = ""
-    """Which releases have a cost only together, in words, if noise is correlated: nothing may stand between."""
+    """For correlated noise: the releases that are priced jointly, in words.
+
+    No other release may come between them.
+    """
     whole_run: ClassVar[bool] = False
     """Whether these are all releases of a run."""
     only_central: ClassVar[str] = ""
@@ -119,12 +120,9 @@ class Mechanism(ABC):
     amplified: ClassVar[bool] = False
     """Whether the secrecy of a sample lowers its cost."""
 
-    def __init_subclass__(cls, kind: str | None = None) -> None:
-        if kind is not None:
-            cls.kind = kind
-            _KINDS[kind] = cls
-        elif ABC not in cls.__bases__:  # it would be written down as its parent, which makes other noise
-            raise TypeError(f"{cls.__name__}: a mechanism names its kind.")
+    def bound_of(self, query: Any) -> float:
+        """C, what ``query`` says one record adds at most, in the norm that this mechanism is proved for: L2."""
+        return float(query.bound)
 
     @abstractmethod
     def once(self, multiplier: float, relation: Relation) -> events.Event:
@@ -153,12 +151,12 @@ class Mechanism(ABC):
         return 1
 
     def strategy(self) -> tuple[Floats, range] | None:
-        """Of correlated noise S⁻¹u: the first column of S, and which columns one record moves together at most."""
+        """For correlated noise S⁻¹u: the first column of S, and the columns that one record moves together."""
         return None
 
     @property
     def factor(self) -> float:
-        """What the noise multiplier of a slot is multiplied by when noise is added."""
+        """The factor on a slot's noise multiplier when noise is added."""
         return 1.0
 
     @property
@@ -194,8 +192,7 @@ class Mechanism(ABC):
 
     def to_json(self) -> Any:
         """The kind, or an object with the kind and the settings if there are any."""
-        fields = {name: vars(self)[name] for name in self.__match_args__}
-        return {"kind": self.kind, **fields} if fields else self.kind
+        return super().to_json() if self.__match_args__ else self.kind
 
 
 def from_json(data: object) -> Mechanism:
@@ -204,18 +201,17 @@ def from_json(data: object) -> Mechanism:
     >>> from_json("gaussian"), from_json(GaussianPartitionSelection(1e-9).to_json())
     (GaussianNoise(), GaussianPartitionSelection(failure=1e-09))
     """
-    fields = {"kind": data} if isinstance(data, str) else dict(data) if isinstance(data, dict) else {}
-    kind = kinds().get(fields.pop("kind", None))
-    if kind is None or set(fields) != set(kind.__match_args__):
-        raise ValueError(f"mechanism={data!r}: must be one of {', '.join(sorted(_KINDS))} with its settings.")
-    return kind(**fields)
+    kinds()  # registers all of them
+    return Mechanism.read(data)
 
 
 def kinds() -> dict[str, type[Mechanism]]:
     """All mechanisms, by kind."""
-    import quietgrad.core.noise.correlated  # noqa: F401 — registers kinds of noise that build on this module
+    # These register kinds of noise that build on this module.
+    import quietgrad.core.noise.correlated
+    import quietgrad.core.noise.k_norm  # noqa: F401
 
-    return _KINDS
+    return Mechanism.kinds
 
 
 @dataclass(frozen=True)
@@ -366,14 +362,14 @@ class AboveThreshold(Mechanism, kind="threshold"):
         grid = np.linspace(-80.0, 80.0, 64_001)
         alive = np.exp(-np.abs(grid) / 2.0)
         alive /= alive.sum()
-        found = []
+        stops = []
         for value in values:
             gap = (grid - value) / 4.0
             tail = 0.5 * np.exp(-np.abs(gap))
             passes = np.where(gap < 0.0, tail, 1.0 - tail)
-            found.append(float((alive * passes).sum()))
+            stops.append(float((alive * passes).sum()))
             alive = alive * (1.0 - passes)
-        shares = np.array([*found, float(alive.sum())])
+        shares = np.array([*stops, float(alive.sum())])
         scaled = tuple((multiplier * bound * values).tolist())
         return Probe(lambda first, number, rng: spread_choice(first, shares, rng), scaled)
 
@@ -404,12 +400,12 @@ class _ThresholdSource(_StreamSource):
 
 
 @dataclass(frozen=True)
-class GaussianPartitionSelection(Mechanism, kind="labels"):
-    """Which labels a table has: a Gaussian count per label, and only those above a threshold leave.
+class PartitionSelection(Mechanism, ABC):
+    """The labels of a table: a noisy count per label, and only those above a threshold leave.
 
-    For labels that both of two neighbouring tables have, the counts are a Gaussian release. A label that only one
-    of them has occurs there once, and passes the threshold with probability at most ``failure``, independently of
-    the other counts; otherwise it might as well not be there. Hence a Gaussian release that may fail.
+    For labels that both of two neighbouring tables have, the counts are an ordinary noisy release. A label that
+    only one of them has occurs there once, and passes the threshold with probability at most ``failure``,
+    independently of the other counts; otherwise it might as well not be there. Hence such a release that may fail.
     """
 
     failure: float
@@ -423,51 +419,89 @@ class GaussianPartitionSelection(Mechanism, kind="labels"):
         if not 0.0 < self.failure < 1.0:
             raise ValueError(f"failure={self.failure!r}: must be a probability in (0, 1).")
 
-    def once(self, multiplier: float, relation: Relation) -> events.Event:
-        return events.Composed((events.Gaussian(multiplier), events.FailureProbability(self.failure)))
+    @classmethod
+    def example(cls, releases: int) -> PartitionSelection:
+        return cls(1e-9)
 
+    @abstractmethod
+    def release(self, multiplier: float, relation: Relation) -> events.Event:
+        """The event of the noisy counts of labels that both tables have."""
+
+    @abstractmethod
     def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
-        """σ and the grid's step of the counts.
+        """Scale and the grid's step of the counts.
 
         Neighbours differ in two counts at most, so no other is rounded apart: dim is 2. The number of labels must
         not enter: it would make the noise depend on the data.
         """
-        return sigma_for(multiplier, bound, dim=2)
+
+    @abstractmethod
+    def noise_above(self, chance: float) -> float:
+        """The level that noise of scale 1 exceeds with probability ``chance``."""
+
+    @abstractmethod
+    def share_above(self, level: float) -> float:
+        """The probability that noise of scale 1 exceeds ``level``."""
+
+    @abstractmethod
+    def unit_noise(self, stream: NoiseStream, release: int, count: int) -> Floats:
+        """Noise of scale 1 for ``count`` labels."""
+
+    def once(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Composed((self.release(multiplier, relation), events.FailureProbability(self.failure)))
 
     def threshold(self, multiplier: float, bound: float) -> float:
         """The noisy count a label must pass: that of one record does with probability at most ``failure``."""
-        from scipy.special import ndtri
-
-        sigma, step = self.counts_noise(multiplier, bound)
-        return float(1.0 + 2.0 * step - sigma * ndtri(self.failure))  # count and noise are each rounded to a step
+        scale, step = self.counts_noise(multiplier, bound)
+        # Count and noise are each rounded to a step.
+        return float(1.0 + 2.0 * step + scale * self.noise_above(self.failure))
 
     def probe(self, multiplier: float, bound: float, relation: Relation) -> Probe:
         """Labels that pass about two times of three: with less noise than claimed all of them would."""
-        from scipy.special import ndtr, ndtri
-
-        sigma = multiplier * bound
-        threshold = 1.0 - sigma * float(ndtri(self.failure))
-        count = math.ceil(threshold + 0.5 * sigma)
-        passes = float(ndtr((count - threshold) / sigma))
+        scale = multiplier * bound
+        threshold = 1.0 + scale * self.noise_above(self.failure)
+        count = math.ceil(threshold + 0.5 * scale)
+        passes = self.share_above((threshold - count) / scale)
         shares = np.array([1.0 - passes, passes])
         return Probe(lambda found, number, rng: spread_choice(found, shares, rng), count=count)
-
-    @classmethod
-    def example(cls, releases: int) -> GaussianPartitionSelection:
-        return cls(1e-9)
 
     def source(self, key: bytes, label: str, count: int) -> NoiseSource:
         return _LabelSource(self, key, label)
 
 
+@dataclass(frozen=True)
+class GaussianPartitionSelection(PartitionSelection, kind="labels"):
+    """The labels of a table, by Gaussian counts."""
+
+    def release(self, multiplier: float, relation: Relation) -> events.Event:
+        return events.Gaussian(multiplier)
+
+    def counts_noise(self, multiplier: float, bound: float) -> tuple[float, float]:
+        """σ and the grid's step of the counts."""
+        return sigma_for(multiplier, bound, dim=2)
+
+    def noise_above(self, chance: float) -> float:
+        from scipy.special import ndtri
+
+        return -float(ndtri(chance))
+
+    def share_above(self, level: float) -> float:
+        from scipy.special import ndtr
+
+        return float(ndtr(-level))
+
+    def unit_noise(self, stream: NoiseStream, release: int, count: int) -> Floats:
+        return stream.normal(release, count)
+
+
 class _LabelSource(_StreamSource):
-    def __init__(self, mechanism: GaussianPartitionSelection, key: bytes, label: str) -> None:
+    def __init__(self, mechanism: PartitionSelection, key: bytes, label: str) -> None:
         super().__init__(key, label)
         self._mechanism = mechanism
 
     def passing(self, counts: Floats, release: int, multiplier: float, bound: float) -> npt.NDArray[np.bool_]:
         total = np.array(counts, dtype=np.float64)
-        unit = self._stream.normal(release, len(total))
+        unit = self._mechanism.unit_noise(self._stream, release, len(total))
         add_discretized_gaussian(total, unit, *self._mechanism.counts_noise(multiplier, bound))
         return np.asarray(total > self._mechanism.threshold(multiplier, bound))
 

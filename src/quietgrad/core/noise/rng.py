@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,16 @@ class SecureStream:
         """Return the first ``size`` 64-bit words of ``block``, each uniform."""
         return self._read(block, 8 * size).view("<u8").astype(np.uint64, copy=False)
 
+    def words(self, block: int, size: int, kind: npt.DTypeLike, first: int = 0) -> npt.NDArray[Any]:
+        """Return ``size`` uniform words of a little-endian unsigned type, from place ``first`` of ``block`` on.
+
+        ``first`` words must fill whole blocks of AES, 16 bytes: counter mode can begin there.
+        """
+        width = np.dtype(kind).itemsize
+        if first * width % 16:
+            raise ValueError(f"first={first}: so many words of {width} bytes are no whole number of 16 bytes.")
+        return self._read(block, width * size, first * width // 16).view(kind)
+
     def at(self, block: int, counters: npt.ArrayLike) -> npt.NDArray[np.uint64]:
         """Return one 64-bit word for each of the 64-bit ``counters``: a keyed function of (block, counter).
 
@@ -101,15 +112,15 @@ class SecureStream:
         words = np.frombuffer(cipher.update(pairs.tobytes()), "<u8")[::2]
         return words.astype(np.uint64).reshape(points.shape)
 
-    def _open(self, block: int) -> CipherContext:
-        nonce = _block(block).to_bytes(8, "big") + bytes(8)
+    def _open(self, block: int, counter: int = 0) -> CipherContext:
+        nonce = _block(block).to_bytes(8, "big") + counter.to_bytes(8, "big")
         return Cipher(self._aes, modes.CTR(nonce)).encryptor()
 
-    def _read(self, block: int, size: int) -> npt.NDArray[np.uint8]:
+    def _read(self, block: int, size: int, counter: int = 0) -> npt.NDArray[np.uint8]:
         if size < 0:
             raise ValueError(f"size={size!r}: must be ≥ 0.")
         out = np.empty(size, np.uint8)
-        stream = self._open(block)
+        stream = self._open(block, counter)
         for start in range(0, out.size, len(ZEROS)):
             piece = out[start : start + len(ZEROS)]
             stream.update_into(ZEROS[: piece.size], piece.data)

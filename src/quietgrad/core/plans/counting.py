@@ -85,11 +85,11 @@ class PublicCount:
 
     @property
     def mechanism(self) -> GaussianNoise | L2LaplaceNoise:
-        """What adds its noise."""
+        """The mechanism that adds the count's noise."""
         return GaussianNoise() if self.gaussian else L2LaplaceNoise()
 
     def event(self, relation: Relation) -> Event | None:
-        """What counting released; ``None`` if nothing."""
+        """The event of counting; ``None`` if the number was declared."""
         if self.multiplier is None:
             return None
         once = self.mechanism.once(self.multiplier, relation)
@@ -117,7 +117,7 @@ class PublicCount:
         return Composed((first, event))
 
     def rest_of(self, event: Event, relation: Relation) -> Event:
-        """What follows the count in ``event``; ``ValueError`` if :meth:`before` cannot have made it.
+        """Split off the events after the count; ``ValueError`` if :meth:`before` cannot have made ``event``.
 
         >>> count = PublicCount(1203, 26.0)
         >>> count.rest_of(count.before(Gaussian(2.0), Relation.ADD_REMOVE), Relation.ADD_REMOVE)
@@ -133,7 +133,7 @@ class PublicCount:
         return rest
 
     def describe(self, unit: PrivacyUnit) -> str:
-        """What a statement says of a number that was counted.
+        """The sentence in which a statement reports a private count.
 
         >>> PublicCount(1203, 26.4).describe(PrivacyUnit.RECORD)
         'n = 1203 records were counted privately, with Gaussian noise of scale 26.4'

@@ -37,8 +37,15 @@ def explain(plan: Plan) -> str:
     return f"{head}\nin all: {plan.declared}\n{rest}"
 
 
+_UNITS = {
+    PrivacyUnit.RECORD: "",
+    PrivacyUnit.PERSON: "; one is a person with everything that is recorded of them",
+    PrivacyUnit.PARTY: "; one is a party with all that it holds, and who they are is public",
+}
+
+
 def _records(plan: Plan) -> str:
-    unit = "" if plan.unit is PrivacyUnit.RECORD else "; one is a person with everything that is recorded of them"
+    unit = _UNITS[plan.unit]
     known = "a public number" if plan.counted is None else "counted privately"
     head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{unit})"
     if plan.budget is None:
@@ -109,7 +116,7 @@ class ScanCostModel:
 
 @dataclass(frozen=True)
 class ScanCostEstimate:
-    """What a run on a scan is expected to take."""
+    """The expected time and memory of a run on a scan."""
 
     passes: int
     bytes_read: int
@@ -138,7 +145,7 @@ class ScanCostEstimate:
 
 
 def expected_cost(plan: Plan, columns: int, machines: int, cores: int) -> ScanCostEstimate:
-    """What ``plan`` takes on ``machines`` of ``cores`` each, its table being ``n_public`` rows of ``columns``."""
+    """Estimate the cost of ``plan`` on ``machines`` of ``cores`` each, for ``n_public`` rows of ``columns``."""
     cost, rows = ScanCostModel.measured(), plan.n_public
     slots = plan.schedule.slots
     passes = 1 + sum(slot.count for slot in slots)

@@ -33,7 +33,10 @@ def config_of(settings: Any) -> dict[str, Any]:
             return str(value)
         return list(value) if isinstance(value, tuple) else value
 
-    return {name: plain(value) for name, value in field_values(settings).items()}
+    values = {name: plain(value) for name, value in field_values(settings).items()}
+    if values.get("clipping") in ("flat", {"kind": "flat"}):
+        del values["clipping"]  # what settings without it mean
+    return values
 
 
 class HasSchedule(Protocol):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account, calibrate_event, delta_of, prove
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, UnprovableError
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.explain import explain
@@ -39,7 +40,8 @@ class Plan:
 
     ``budget=None`` is a non-private run without noise. ``noise_multiplier`` is σ of the noise on the sum ÷ C of a
     slot whose relative noise is 1.
-    ``unit`` is what n_public counts and a contribution is bounded of: records, or people with all their records.
+    ``unit``: the privacy unit, a record or a person with all their records. ``n_public`` counts units, and clipping
+    bounds one unit's contribution.
     ``records_public`` is how many records people have together, where that was declared public: it is
     said wherever n is, and nothing follows from it.
     ``counted`` says how ``n_public`` was counted, if it was a release: the first of the run, made before this
@@ -85,7 +87,7 @@ class Plan:
 
     @property
     def declared(self) -> str:
-        """What was declared public of the number of records of people, in words; empty if nothing."""
+        """The declared public number of people's records, in words; empty if none was declared."""
         if self.records_public is None:
             return ""
         if self.counted is not None:
@@ -94,7 +96,7 @@ class Plan:
 
     @property
     def delta_caution(self) -> str | None:
-        """What is to be said before the plan is paid for if its δ is not below 1/n; ``None`` if it is below.
+        """A warning to print before the plan is paid for if its δ is not below 1/n; ``None`` if it is below.
 
         n is declared, public or counted privately, never the secret number itself.
 
@@ -124,12 +126,17 @@ class Plan:
 
     @property
     def event(self) -> events.Event:
-        """What the plan's session releases and pays for."""
+        """The event of the plan's session: everything that it releases and pays for."""
         return self.event_of(None)
 
     @property
+    def cost(self) -> Cost | None:
+        """The cost that the ledger is charged for the plan's session; ``None`` for a run without noise."""
+        return None if self.budget is None else Cost.of(self.event, self.budget, self.unit, self.condition)
+
+    @property
     def total(self) -> events.Event:
-        """What the whole run releases: the count, if there was one, and then the plan's own releases."""
+        """The event of the whole run: the count, if there was one, and then the plan's own releases."""
         return self.with_count(self.event)
 
     def with_count(self, event: events.Event) -> events.Event:
@@ -161,7 +168,7 @@ class Plan:
         return self.budget.relation
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
-        """What was released after ``counts`` releases of each slot."""
+        """The event after ``counts`` releases of each slot."""
         return self.schedule.event(self.noise_multiplier, self._relation, counts)
 
     @cached_property
@@ -342,10 +349,12 @@ _Plan = TypeVar("_Plan", bound=Plan)
 
 def calibrate_plan(make: Callable[[float], _Plan], budget: Budget) -> _Plan:
     """The plan ``make(z)`` with the least noise multiplier z whose events are proved to meet ``budget``."""
-    made = make(calibrate_event(lambda z: make(z).total, budget=budget))
-    if not made.proof.within(budget):
-        raise BudgetError(f"{made.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}.")
-    return made
+    calibrated = make(calibrate_event(lambda z: make(z).total, budget=budget))
+    if not calibrated.proof.within(budget):
+        raise BudgetError(
+            f"{calibrated.algorithm}: no noise was found that is proved to meet ε = {budget.epsilon:g}."
+        )
+    return calibrated
 
 
 def plan(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from quietgrad.core.accounting import events
-from quietgrad.core.accounting.accounting import sensitivity_factor
+from quietgrad.core.accounting.accounting import gdp_mu, sensitivity_factor
 from quietgrad.core.accounting.budget import Json, Relation
-from quietgrad.core.errors import BudgetError
+from quietgrad.core.errors import BudgetError, UnprovableError
 from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism
 from quietgrad.core.noise.mechanisms import from_json as mechanism_from
 from quietgrad.core.sampling import Sampling
@@ -65,6 +66,25 @@ class Slot:
         if not more or participation is None:
             return self
         return replace(self, mechanism=self.mechanism.over(count, *participation))
+
+    @cached_property
+    def interleaves(self) -> bool:
+        """Whether its releases and those of other such slots have a proved cost in any order.
+
+        They do where noise is Gaussian, independent or correlated over the whole run, and no cost rests on secret
+        samples: on every path a record moves all innovations together by a bounded length, and squares add up
+        (``docs/correlated-proof.md``, interleaved slots). Secret samples are seen in the slot's own event: only
+        un-sampled Gaussian releases have a μ.
+        """
+        if self.law is not None or not (type(self.mechanism) is GaussianNoise or self.mechanism.whole_run):
+            return False
+        if self.sampling.fresh:  # a record is in one release, and which one lowers no cost
+            return True
+        try:
+            gdp_mu(self.event(1.0, Relation.ADD_REMOVE), relation=Relation.ADD_REMOVE)
+        except UnprovableError:
+            return False
+        return True
 
     def multiplier(self, noise_multiplier: float) -> float:
         """The slot's own noise multiplier at the plan's; 0 in a run without noise."""
@@ -137,13 +157,15 @@ class Schedule:
         if (self.composition == "select") != (self.rounds is not None and len(self.slots) == 1):
             raise ValueError("select: a private search has one slot, its round, and the law of their number.")
         if any(slot.mechanism.together for slot in self.slots):
-            # An estimate before the run has its own part of the budget. Releases of other slots in between would
-            # need a theorem on concurrent composition, and none of our methods does.
+            # An estimate before the run has its own part of the budget; a session lets it be nowhere else.
             run = [slot for slot in self.slots if slot.fixed is None or slot.mechanism.together]
-            if self.composition != "sequential" or len(run) > 1:
+            alone = len(run) == 1 and self.composition == "sequential"
+            if not alone and not (
+                self.composition in ("sequential", "parallel") and all(slot.interleaves for slot in run)
+            ):
                 raise ValueError(
-                    "correlated noise: its releases are one slot of a run, without filters, searches or other "
-                    "noise in between; use independent noise with this method."
+                    "correlated noise: its releases are one slot of a run, without filters, searches, secret "
+                    "samples or other than Gaussian noise in between; use independent noise with this method."
                 )
         if self.composition == "parallel":
             passes = {slot.sampling.pass_size for slot in self.slots}
@@ -152,8 +174,10 @@ class Schedule:
 
     @classmethod
     def of(cls, slots: tuple[Slot, ...], *, adaptive: bool = False) -> Schedule:
-        """Slots in parallel if all their records are fresh and each release has its own noise, else in sequence."""
-        apart = all(slot.sampling.fresh and not slot.mechanism.together for slot in slots)
+        """Slots in parallel if all their records are fresh, else in sequence; so too a correlated one alone."""
+        correlated = any(slot.mechanism.together for slot in slots)
+        proved = len(slots) > 1 and all(slot.interleaves for slot in slots)
+        apart = all(slot.sampling.fresh for slot in slots) and (proved or not correlated)
         return cls(slots, "parallel" if apart else "sequential", adaptive)
 
     def under(self, relation: Relation) -> Schedule:
@@ -190,7 +214,11 @@ class Schedule:
             if counts is None or counts.get(slot.name, 0) > 0
         ]
         if self.composition == "parallel":
-            # Disjoint records: a record takes part in one release of one slot, however many there are.
-            once = tuple(slot.event(noise_multiplier, relation, 1) for slot in self.slots)
+            # Disjoint records: a record takes part in one release of one slot, however many there are. Correlated
+            # noise carries what it gave there into all later releases of the slot.
+            once = tuple(
+                slot.event(noise_multiplier, relation, None if slot.mechanism.together else 1)
+                for slot in self.slots
+            )
             return once[0] if len(once) == 1 else events.Parallel(once)
         return events.composed(parts)

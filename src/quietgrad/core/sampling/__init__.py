@@ -1,8 +1,8 @@
-"""Which records take part in a release: public value objects that know what their secrecy is worth.
+"""Sampling schemes: public values that say which records take part in a release, and what their secrecy is worth.
 
 ``FullBatch`` · ``Poisson`` · ``RandomAllocation`` (every record in one secret step of each epoch) · ``FixedSize``
 (without replacement) · ``SinglePass`` (disjoint, every record once) · ``CyclicCohorts`` (cohorts, one after the
-other) · ``CyclicPoisson`` (secret samples of them).
+other) · ``CyclicPoisson`` (secret samples of them) · ``SelfSampled`` and ``CoordinatorSampled`` (parties as units).
 Each turns the event of one release into the event of a sampled run (:meth:`Sampling.event`) and, given the
 number of records and a secret stream, makes the sampler that draws the batches. An average must divide by
 :meth:`Sampling.expected_batch`, a public constant, never by the number of records actually drawn; an empty
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from quietgrad.core.sampling.participation import CyclicCohorts, CyclicPoisson, SinglePass
+from quietgrad.core.sampling.parties import CoordinatorSampled, SelfSampled
 from quietgrad.core.sampling.samplers import Sampler
 from quietgrad.core.sampling.schemes import (
     KINDS,
@@ -26,6 +27,7 @@ from quietgrad.core.sampling.schemes import (
 )
 
 __all__ = [
+    "CoordinatorSampled",
     "CyclicCohorts",
     "CyclicPoisson",
     "FixedSize",
@@ -35,6 +37,7 @@ __all__ = [
     "Sampler",
     "Sampling",
     "SamplingName",
+    "SelfSampled",
     "SinglePass",
     "from_json",
     "sampling_of",

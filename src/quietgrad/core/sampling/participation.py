@@ -144,10 +144,10 @@ class CyclicCohorts(Sampling, kind="turns"):
     @classmethod
     def of(cls, n_public: int, batch_size: int | None, cohorts: int | None) -> CyclicCohorts:
         """Return the turns of ``cohorts``; a batch is then n ÷ cohorts, whatever is given for it."""
-        made = cls(cohorts or 0)
-        if made.cohorts > n_public:
+        participation = cls(cohorts or 0)
+        if participation.cohorts > n_public:
             raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
-        return made
+        return participation
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
         """Return ``inner`` as often as one cohort has its turn."""
@@ -173,8 +173,45 @@ class CyclicCohorts(Sampling, kind="turns"):
     def by_id(self, record_ids: npt.ArrayLike, stream: SecureStream) -> Sampler:
         return CohortSampler(hashed_slots(record_ids, self.cohorts, stream), self.cohorts)
 
+    def at_party(self, sizes: tuple[int, ...], party: int) -> Sampling:
+        """Return the turn of the party itself, by its place in the public roster, where each is one unit.
+
+        A party that holds nothing keeps its place, so that no other party's turn depends on it.
+        """
+        if len(sizes) == 1 or max(sizes) > 1:
+            return self
+        return RosterTurn(self.cohorts, party % self.cohorts)
+
     def describe(self) -> str:
         return f"turns: {self.cohorts} cohorts, one after the other, every record in one of them ({self.relation})"
+
+
+@dataclass(frozen=True)
+class RosterTurn(Sampling, kind="roster-turn"):
+    """All that one party holds, in every release whose number is ``turn`` modulo ``cohorts``.
+
+    >>> RosterTurn(4, 1).sampler(3, SecureStream(bytes(32), "")).batch(2)
+    array([], dtype=int64)
+    """
+
+    cohorts: int
+    turn: int
+    in_turns: ClassVar[bool] = True
+
+    def event(self, inner: events.Event, steps: int = 1) -> events.Event:
+        return events.repeated(inner, -(-steps // self.cohorts))
+
+    def participation(self, count: int) -> tuple[int, int]:
+        return -(-count // self.cohorts), self.cohorts
+
+    def expected_batch(self, n_public: int) -> float:
+        return n_public / self.cohorts
+
+    def sampler(self, n_records: int, stream: SecureStream) -> Sampler:
+        return CohortSampler(np.full(n_records, self.turn), self.cohorts)
+
+    def describe(self) -> str:
+        return f"every record in release {self.turn} of every {self.cohorts}"
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ def drawn(words: npt.NDArray[np.uint64], rate: float) -> npt.NDArray[np.bool_]:
 
 
 class BernoulliSubsampler:
-    """Of the batches of another sampler, the records that a coin draws: record r in release i by a keyed function.
+    """Thin the batches of another sampler by a coin: record r stays in release i by a keyed function.
 
     Cohorts are read from block 0 of the stream; release i has block i + 1.
 
@@ -303,11 +303,11 @@ class RowScan:
         self._n, self._holds = n_records, holds
 
     def batch(self, i: int) -> Indices:
-        found = [np.zeros(0, np.int64)]
+        taken = [np.zeros(0, np.int64)]
         for start in range(0, self._n, _STRETCH):
             rows = np.arange(start, min(start + _STRETCH, self._n), dtype=np.int64)
-            found.append(rows[self._holds(i, rows)])
-        return np.concatenate(found)
+            taken.append(rows[self._holds(i, rows)])
+        return np.concatenate(taken)
 
 
 class SinglePassScan(SlotSampler):

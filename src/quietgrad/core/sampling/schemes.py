@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Json, Relation
 from quietgrad.core.noise.rng import SecureStream
+from quietgrad.core.registered import Registered
 from quietgrad.core.sampling.samplers import (
     AllocationSampler,
     Everyone,
@@ -28,8 +29,7 @@ from quietgrad.core.sampling.samplers import (
 if TYPE_CHECKING:
     from quietgrad.core.noise.correlated import CorrelatedNoise
 
-KINDS: dict[str, type[Sampling]] = {}
-_WHOLE_NUMBERS = ("n", "batch_size", "steps_per_epoch", "cohorts")
+_WHOLE_NUMBERS = ("n", "batch_size", "steps_per_epoch", "cohorts", "most_rounds")
 
 Risk = Literal["population", "records"]
 """Which mean a batch stands for: that of the population all records are drawn from, or that of these records."""
@@ -48,25 +48,19 @@ class MeanError(NamedTuple):
     odds: float = 1.0
 
 
-class Sampling(ABC):
+class Sampling(Registered, ABC, family="sampling"):
     """Base of all sampling schemes; a frozen value that can be written as JSON and read back.
 
     Other packages ask a scheme by its methods, never for its class: a new scheme is one class and its sampler.
     Fields of one name (``rate``, ``relation``, numbers of records or steps) are checked in one way in all schemes.
     """
 
-    kind: ClassVar[str]
-    __match_args__: ClassVar[tuple[str, ...]] = ()  # of a dataclass: its fields
     in_turns: ClassVar[bool] = False
     """Whether cohorts of records take turns."""
     counts_exactly: ClassVar[bool] = False
     """Whether batches are drawn of an exact, public number of records."""
     only_central: ClassVar[str] = ""
     """Why parties cannot draw such samples together; empty if they can."""
-
-    def __init_subclass__(cls, kind: str) -> None:
-        cls.kind = kind
-        KINDS[kind] = cls
 
     def __post_init__(self) -> None:
         for name in self.__match_args__:
@@ -135,14 +129,28 @@ class Sampling(ABC):
         return 1.0
 
     @property
+    def answer_after(self) -> float | None:
+        """After how many seconds every party answers, whatever it drew; ``None`` if no party draws in secret."""
+        return None
+
+    @property
+    def coordinator_draws(self) -> int | None:
+        """The most rounds that a party lets the coordinator draw it for; ``None`` if the coordinator draws none."""
+        return None
+
+    def against_coordinator(self) -> Sampling:
+        """Return the scheme whose cost holds against the coordinator: itself, unless the coordinator draws."""
+        return self
+
+    @property
     def by_place(self) -> bool:
         """Whether how often a record takes part goes by its place among the others."""
         return self.participation(1) is not None
 
-    def check_count(self, count: int) -> None:  # noqa: B027 most schemes serve any number
+    def check_count(self, count: int) -> None:
         """Raise ValueError if there are not records enough for ``count`` releases."""
 
-    def check_whole(self, count: int) -> None:  # noqa: B027 most schemes may stop anywhere
+    def check_whole(self, count: int) -> None:
         """Raise ValueError if a run should not end after ``count`` releases, some of them paid for in vain."""
 
     def sized(self, n: int) -> Self:
@@ -186,24 +194,17 @@ class Sampling(ABC):
     def _changed(self, name: str, value: object) -> Self:
         return type(self)(**{**vars(self), name: value}) if name in self.__match_args__ else self
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the scheme as plain JSON values, with its kind under ``"sampling"``."""
-        fields = {name: str(v) if isinstance(v, Relation) else v for name, v in vars(self).items()}
-        return {"sampling": self.kind, **fields}
+
+KINDS: dict[str, type[Sampling]] = Sampling.kinds
 
 
 def from_json(data: Json) -> Sampling:
-    """Rebuild a sampling scheme from :meth:`Sampling.to_json`.
+    """Rebuild a sampling scheme from its ``to_json``.
 
     >>> from_json(Poisson(0.01).to_json())
     Poisson(rate=0.01)
     """
-    try:
-        kind = KINDS[data["sampling"]]
-        fields = {name: data[name] for name in kind.__match_args__}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"not a sampling scheme: {data!r} ({error!r})") from None
-    return kind(**fields)
+    return Sampling.read(data)
 
 
 def batch_of(n_public: int, batch_size: int | None) -> int:

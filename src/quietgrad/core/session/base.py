@@ -16,12 +16,12 @@ import numpy.typing as npt
 from quietgrad.core.accounting.events import Event
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.queries import Query, Regularizer
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 
 
 @dataclass(frozen=True)
 class SessionCost:
-    """What a session released in the end, and why it stopped.
+    """The releases of a closed session, and the reason why it stopped.
 
     ``event`` is what must be accounted: the whole plan when the stop could depend on the data.
     """
@@ -75,7 +75,7 @@ class Session(Protocol):
 
     @property
     def charged(self) -> tuple[str, ...]:
-        """What a statement must say of how the run was charged."""
+        """Notes on how the run was charged, which its statement must carry."""
         ...
 
     @property
@@ -91,7 +91,7 @@ class Session(Protocol):
         """A uniform number in [0, 1), independent of the data: random rounds are drawn with it."""
         ...
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         """The noisy sum of ``query`` over a fresh sample of ``slot``; refuses beyond the planned count.
 
         ``rho`` is given exactly in a plan with a zCDP filter: the release then spends that much of it.
@@ -125,7 +125,7 @@ class SupportsPrefetch(Protocol):
     """A session that reads its table anew for every release, and once for several if it knows of them."""
 
     def foresee(self, *queries: Query) -> None:
-        """What the next releases ask of all records; nothing is released by it."""
+        """Announce the queries of the next releases; nothing is released by it."""
         ...
 
 

@@ -37,11 +37,11 @@ def kept_state(kind: _Kind) -> _Kind:
 
 def versions() -> dict[str, str | None]:
     """Versions of quietgrad and of what its numbers depend on; ``None`` where not installed."""
-    found: dict[str, str | None] = dict.fromkeys(("numpy", "scipy", "numba", "torch", "quietgrad"))
-    for package in found:
+    installed: dict[str, str | None] = dict.fromkeys(("numpy", "scipy", "numba", "torch", "quietgrad"))
+    for package in installed:
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            installed[package] = version(package)
+    return installed
 
 
 def save(path: Path, run: str, content: object, key: bytes) -> None:
@@ -54,8 +54,8 @@ def sealed_bytes(run: str, content: object, key: bytes) -> bytes:
     from safetensors.numpy import save as to_bytes
 
     tensors: dict[str, Array] = {}
-    said = json.dumps({"format": FORMAT, "run": run, "content": _pack(content, "content", tensors)})
-    return to_bytes(tensors, metadata={"quietgrad": said, "seal": _seal(key, said, tensors)})
+    header = json.dumps({"format": FORMAT, "run": run, "content": _pack(content, "content", tensors)})
+    return to_bytes(tensors, metadata={"quietgrad": header, "seal": _seal(key, header, tensors)})
 
 
 def load(path: Path, key_of: Callable[[str], bytes]) -> tuple[str, Any]:
@@ -80,10 +80,10 @@ def unsealed(path: str, data: bytes, key_of: Callable[[str], bytes]) -> tuple[st
     try:
         # The header of a safetensors file: its length in 8 bytes, then JSON.
         length = int.from_bytes(data[:8], "little")
-        told = parse_json(data[8 : 8 + length])["__metadata__"]
-        header, seal = parse_json(told["quietgrad"]), str(told["seal"])
+        metadata = parse_json(data[8 : 8 + length])["__metadata__"]
+        header, seal = parse_json(metadata["quietgrad"]), str(metadata["seal"])
         tensors = from_bytes(data)
-        found, run = header["format"], header["run"]
+        format_number, run = header["format"], header["run"]
     except (SafetensorError, KeyError, TypeError, ValueError, OSError, OverflowError) as error:
         if isinstance(error, DataError):
             raise
@@ -91,9 +91,9 @@ def unsealed(path: str, data: bytes, key_of: Callable[[str], bytes]) -> tuple[st
             f"{path}: not a readable checkpoint ({type(error).__name__}); start the run again. Pickled files are "
             "not opened, because they may run code."
         ) from None
-    if found != FORMAT or not isinstance(run, str):
-        raise DataError(f"{path}: checkpoint format {found!r}; this version reads {FORMAT}.")
-    if not hmac.compare_digest(seal, _seal(key_of(run), told["quietgrad"], tensors)):
+    if format_number != FORMAT or not isinstance(run, str):
+        raise DataError(f"{path}: checkpoint format {format_number!r}; this version reads {FORMAT}.")
+    if not hmac.compare_digest(seal, _seal(key_of(run), metadata["quietgrad"], tensors)):
         raise DataError(
             f"{path}: the checkpoint was altered, so the state of the run is unknown. Start the run again; it is "
             "charged in full."
@@ -103,15 +103,15 @@ def unsealed(path: str, data: bytes, key_of: Callable[[str], bytes]) -> tuple[st
 
 def run_named_in(path: Path) -> str | None:
     """The run that a checkpoint says it is of, unchecked: to find what else is kept of it."""
-    found: list[str] = []
+    names: list[str] = []
 
     def note(run: str) -> bytes:
-        found.append(run)
+        names.append(run)
         raise DataError("only its name was asked for.")
 
     with contextlib.suppress(DataError):
         load(path, note)
-    return found[0] if found else None
+    return names[0] if names else None
 
 
 def _seal(key: bytes, said: str, tensors: Mapping[str, Array]) -> str:
@@ -167,8 +167,8 @@ def _unpack(packed: Any, tensors: Mapping[str, Array]) -> Any:
     if kind in ("torch", "bfloat16"):
         import torch
 
-        found = torch.from_numpy(tensors[packed["tensor"]].copy())
-        return found if kind == "torch" else found.view(torch.bfloat16)
+        tensor = torch.from_numpy(tensors[packed["tensor"]].copy())
+        return tensor if kind == "torch" else tensor.view(torch.bfloat16)
     if kind in ("list", "tuple"):
         items = [_unpack(item, tensors) for item in packed["items"]]
         return items if kind == "list" else tuple(items)

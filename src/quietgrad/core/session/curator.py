@@ -8,11 +8,12 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import DataError, DeltaWarning
 from quietgrad.core.ledger.account import COUNTED, EPOCH, Account, Charge
 from quietgrad.core.ledger.state import canonical_account_name
@@ -22,7 +23,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.queries import UNCOUNTED, RecordAdapter, StreamedRecords
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.transcript import Transcript
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
@@ -77,7 +78,7 @@ class CentralCurator:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a curator cannot be copied or pickled: two would use the same noise. Make another.")
 
-    def initial(self) -> Vector:
+    def initial(self) -> OwnVector:
         """The starting point, which depends on no record."""
         return self.objective.initial(self.records)
 
@@ -98,8 +99,8 @@ class CentralCurator:
         if budget is None or budget.relation is Relation.REPLACE_ONE:
             return PublicCount(len(self.records))
         gaussian = algorithm is not None and plans_gaussian(algorithm, budget.relation)
-        found = public_count(len(self.records), budget, self.settle(), gaussian, self.run, self.unit, self._seed)
-        return found if algorithm is None else found.at_least(algorithm)
+        size = public_count(len(self.records), budget, self.settle(), gaussian, self.run, self.unit, self._seed)
+        return size if algorithm is None else size.at_least(algorithm)
 
     def _check_count(self, count: PublicCount, budget: Budget | None) -> None:
         """Raise unless a count that was a release was paid for by this account, and by no other run used up."""
@@ -158,14 +159,10 @@ class CentralCurator:
 
         def charge(name: str, *, resumed: bool = True, part: bool = True) -> Charge:
             """The entry that an interrupted run made under ``name``, or a new one."""
-            event = plan.event if plan.is_private else None
-            about: dict[str, Any] = {"run": name, "unit": self.unit, "condition": plan.condition}
-            found = self.account.reopen(event, plan.budget, **about) if resumed else None
-            said = (note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}")
+            reopened = self.account.reopen(plan.cost, run=name) if resumed else None
+            text = (note or plan.algorithm) + ("" if plan.records_public is None else f"; {plan.counts}")
             contents = None if self.account.ledger is None else self.records.fingerprint_parts()
-            return found or self.account.reserve(
-                event, plan.budget, note=said, contents=contents, part=part, **about
-            )
+            return reopened or self.account.reserve(plan.cost, run=name, note=text, contents=contents, part=part)
 
         resumed = transcript is not None and transcript.resumed and plan.is_private
         if within is not None:
@@ -245,17 +242,19 @@ def public_count(
     seed: int | None = None,
 ) -> PublicCount:
     """The number of ``records`` with noise, Gaussian if the other releases are un-sampled Gaussian ones."""
-    found = PublicCount(1, count_noise(budget, gaussian=gaussian), gaussian)
-    assert found.multiplier is not None
-    event = found.event(budget.relation)
-    account.check(found.before(rest_like(budget, found), budget.relation), budget, unit)  # else it would be in vain
-    charge = account.reserve(event, budget, run=f"{run}{COUNTED}", note=COUNT, part=True, unit=unit)
+    counter = PublicCount(1, count_noise(budget, gaussian=gaussian), gaussian)
+    event = counter.event(budget.relation)
+    assert counter.multiplier is not None
+    assert event is not None
+    whole = counter.before(rest_like(budget, counter), budget.relation)
+    account.check(Cost.of(whole, budget, unit))  # else the count would be in vain
+    charge = account.reserve(Cost.of(event, budget, unit), run=f"{run}{COUNTED}", note=COUNT, part=True)
     total = np.array([float(records)])
     key = fresh_key() if seed is None else seed_key(seed)
     if seed is None and charge.reservation is None:
         _COUNTED_IN_MEMORY.add(run)
-    found.mechanism.source(key, COUNT, 1).add(total, 0, found.multiplier, 1.0)
+    counter.mechanism.source(key, COUNT, 1).add(total, 0, counter.multiplier, 1.0)
     charge.close(event, reason="counted", data_dependent=False)
     # Below its own noise a count says nothing; a number that small would only make shares and steps absurd.
-    n = max(round(float(total[0])), math.ceil(found.multiplier), 2)
-    return PublicCount(n, found.multiplier, gaussian, run)
+    n = max(round(float(total[0])), math.ceil(counter.multiplier), 2)
+    return PublicCount(n, counter.multiplier, gaussian, run)

@@ -69,7 +69,7 @@ _Saved = TypeVar("_Saved", bound=Savable)
 
 @dataclass(frozen=True)
 class Header:
-    """What a run is: all that was settled before its first release. It is in every checkpoint, and never changes.
+    """The header of a run: all that was settled before its first release. Every checkpoint has it, unchanged.
 
     Args:
         kind: of the front end, which alone may go on with it: "table", "loop", …
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """What may be released."""
+        """The plan: everything that may be released."""
         return self.header.plan
 
     @property
@@ -182,10 +182,10 @@ class Run:
     def agree(self, what: str, given: object, kept: object) -> None:
         """Raise ``DataError`` if ``given``, which may be ``None``, is not what the folder says."""
         if given is not None and json.loads(json.dumps(given)) != json.loads(json.dumps(kept)):
-            said = json.dumps(kept)
+            text = json.dumps(kept)
             raise DataError(
                 f"{self.folder}: the run that is kept here was started with another {what}: leave it out, or go on "
-                f"with that ({said if len(said) <= 200 else said[:200] + '…'})."
+                f"with that ({text if len(text) <= 200 else text[:200] + '…'})."
             )
 
     def agree_on_account(self, account: str | None, cap: Budget | None) -> None:
@@ -322,7 +322,7 @@ def open_run(
 
 
 def read_run(folder: str | Path) -> tuple[Header, Any]:
-    """What the run in ``folder`` is and the state it saved last, for a caller that needs it before opening."""
+    """Read a run's header and its last saved state, for a caller that needs them before opening."""
     _, _, header, stands = _sealed(Path(folder))
     return header, stands["state"]
 

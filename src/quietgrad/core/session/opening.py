@@ -32,7 +32,7 @@ from quietgrad.core.session.kept import Run, begin, is_kept
 from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.core.session.session import CentralSession
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.core.vectors import Vector, all_finite, copy
+from quietgrad.core.vectors import OwnVector, all_finite, copy
 
 __all__ = ["Keeping", "OpenRun", "Terms", "counted", "opened", "opening", "reopened", "settle_failed_run"]
 
@@ -41,7 +41,7 @@ Method = TypeVar("Method", bound=HasSchedule)
 
 @dataclass(frozen=True)
 class Terms:
-    """Who pays for a run, for whom, and under which public facts.
+    """The terms of a run: who pays, for whom, and under which public facts.
 
     Args:
         budget: (ε, δ) and the neighbouring relation; ``None`` runs without noise, and the statement says so.
@@ -109,7 +109,7 @@ class Keeping:
 
     folder: str | Path
     kind: str
-    state: Callable[[Any, Vector], object]
+    state: Callable[[Any, OwnVector], object]
     settings: Mapping[str, object] = field(default_factory=dict)
     every: float = 10.0
 
@@ -121,7 +121,7 @@ class OpenRun(Generic[Method]):
     method: Method
     plan: Plan
     session: CentralSession
-    start: Vector
+    start: OwnVector
     account: Account
     notes: tuple[str, ...] = ()
     kept: Run | None = None
@@ -165,9 +165,9 @@ def opening(
     terms: Terms,
     *,
     plan: Callable[[PublicCount], tuple[Method, Plan]] | None = None,
-    start: Vector | None = None,
-    first: Callable[[Method, Vector], None] | None = None,
-    check: Callable[[Method, Plan, Vector], None] | None = None,
+    start: OwnVector | None = None,
+    first: Callable[[Method, OwnVector], None] | None = None,
+    check: Callable[[Method, Plan, OwnVector], None] | None = None,
     keeping: Keeping | None = None,
     notes: tuple[str, ...] = (),
     curator: type[CentralCurator] = CentralCurator,
@@ -261,6 +261,24 @@ def reopened(
     holder = curator(adapter, data, account=kept.account, run=kept.name, key=key)
     session = kept.open(holder)
     return OpenRun(method, kept.plan, session, holder.initial(), kept.account, kept.header.notes, kept)
+
+
+def followed(
+    plan: Plan,
+    used: Mapping[str, int],
+    adapter: RecordAdapter,
+    data: object,
+    method: Method,
+    *,
+    key: bytes | None,
+    curator: type[CentralCurator],
+) -> OpenRun[Method]:
+    """Open the session of a process that follows the one which pays for a kept run and adds its noise."""
+    if curator is CentralCurator:
+        raise ValueError("curator: must be one whose sessions release by another process.")
+    holder = curator(adapter, data, account=Account(), key=key)
+    session = holder.open(plan, used=used)
+    return OpenRun(method, plan, session, holder.initial(), holder.account)
 
 
 def _made(method: Method | Callable[[int], Method], n: int) -> Method:

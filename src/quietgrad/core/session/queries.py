@@ -1,4 +1,4 @@
-"""What a curator is asked: queries, the rule they sum by, the objectives that answer, and the public regularisers.
+"""Queries to a curator, the rule they sum by, the objectives that answer them, and the public regularisers.
 
 A *query* is public and frozen. It says what one record contributes to a sum and bounds that contribution:
 ``bound`` is C, the L2 norm no record exceeds. It does its work by one call into the objective, which knows the
@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import PrivacyUnit
-from quietgrad.core.vectors import Vector, zeros_like
+from quietgrad.core.session.clipping import FLAT, Clipping
+from quietgrad.core.vectors import OwnVector, zeros_like
 
 Indices = npt.NDArray[np.int64]
-Summand = Callable[[Any, "Batch", Vector], None]
+Summand = Callable[[Any, "Batch", OwnVector], None]
 
 
 class Records(Sized, Protocol):
@@ -51,14 +52,14 @@ class StreamedRecords(ABC, Sized):
 
     @abstractmethod
     def foresee(self, *queries: Query) -> None:
-        """What the next releases ask of all records: one reading then serves all of them."""
+        """Announce the queries of the next releases: one reading then serves all of them."""
 
     @abstractmethod
-    def answer(self, query: Query, batch: Batch, out: Vector) -> None:
+    def answer(self, query: Query, batch: Batch, out: OwnVector) -> None:
         """out += the sum of ``query`` over the batch."""
 
     @abstractmethod
-    def add(self, summand: Summand, batch: Batch, out: Vector) -> None:
+    def add(self, summand: Summand, batch: Batch, out: OwnVector) -> None:
         """out += Σ over the parts of what ``summand(objective, batch, out)`` adds."""
 
     @abstractmethod
@@ -67,7 +68,7 @@ class StreamedRecords(ABC, Sized):
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float64]]:
         """The labels and how often each occurs, a person counting once: secret."""
 
-    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+    def loss_sum(self, batch: Batch, params: OwnVector, bound: float) -> float:
         """Σ min(fᵢ(θ), bound) over the parts."""
         out = np.zeros(1)
         self.add(LossQuery(params, bound).sum_into, batch, out)
@@ -128,6 +129,7 @@ class ClippingRule:
 
     Every sum of gradients in this library is one of these; build them by name. Where β = 0 the second point is
     never looked at. Rules are few and are made once: :attr:`numbers` is what compiled kernels read.
+    ``clipping`` is what clip_C does to a vector; compiled kernels know the flat one alone.
 
     >>> ClippingRule.momentum(0.25, 1.0, 0.5).bound
     0.625
@@ -143,6 +145,7 @@ class ClippingRule:
     clip: float
     gamma: float = 0.0
     second_clip: float = 0.0
+    clipping: Clipping = FLAT
     numbers: Numbers = field(init=False, repr=False, compare=False)
     """(α, β, A, γ, B) with both clips made tight."""
     bound: float = field(init=False, repr=False, compare=False)
@@ -156,6 +159,8 @@ class ClippingRule:
             )
         check_clip("clip", self.clip)
         check_clip("second_clip", self.second_clip)
+        if self.clipping != FLAT and math.inf in (self.clip, self.second_clip):
+            raise ValueError(f"clipping={self.clipping.kind!r}: needs a finite clip; without one use 'flat'.")
         # A narrow float would round the bound down.
         alpha, beta, clip = float(self.alpha), float(self.beta), float(self.clip)
         gamma, second = float(self.gamma), float(self.second_clip)
@@ -166,34 +171,34 @@ class ClippingRule:
 
     @staticmethod
     @lru_cache
-    def gradient(clip: float) -> ClippingRule:
+    def gradient(clip: float, clipping: Clipping = FLAT) -> ClippingRule:
         """clip_C(g)."""
-        return ClippingRule(1.0, 0.0, clip)
+        return ClippingRule(1.0, 0.0, clip, clipping=clipping)
 
     @staticmethod
     @lru_cache
-    def difference(clip: float) -> ClippingRule:
+    def difference(clip: float, clipping: Clipping = FLAT) -> ClippingRule:
         """clip_C(g − g′)."""
-        return ClippingRule(1.0, 1.0, clip)
+        return ClippingRule(1.0, 1.0, clip, clipping=clipping)
 
     @staticmethod
     @lru_cache
-    def momentum(gamma: float, clip: float, difference_clip: float) -> ClippingRule:
+    def momentum(gamma: float, clip: float, difference_clip: float, clipping: Clipping = FLAT) -> ClippingRule:
         """(1−γ)·clip_C2(g − g′) + γ·clip_C1(g)."""
         if gamma == 1.0 or difference_clip == 0.0:
-            return ClippingRule(gamma, 0.0, clip)
-        return ClippingRule(1.0 - gamma, 1.0, difference_clip, gamma, clip)
+            return ClippingRule(gamma, 0.0, clip, clipping=clipping)
+        return ClippingRule(1.0 - gamma, 1.0, difference_clip, gamma, clip, clipping)
 
     @staticmethod
     @lru_cache
-    def joint(gamma: float, clip: float) -> ClippingRule:
+    def joint(gamma: float, clip: float, clipping: Clipping = FLAT) -> ClippingRule:
         """clip_C(g − (1−γ)g′)."""
-        return ClippingRule(1.0, 1.0 - gamma, clip)
+        return ClippingRule(1.0, 1.0 - gamma, clip, clipping=clipping)
 
 
 @dataclass(frozen=True)
 class LossConstants:
-    """What is true of a risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) whose rows are no longer than ``row_bound``.
+    """Constants of a risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) whose rows are no longer than ``row_bound``.
 
     ``lipschitz`` G and ``record_smoothness`` M bound every fᵢ alone: what one record can change. All others are
     totals of F with its regulariser: ``smoothness`` β, ``hessian_lipschitz`` ρ, ``strong_convexity`` μ, and
@@ -273,9 +278,9 @@ class Regularizer(Protocol):
         """The most negative curvature it can have, as a number ≥ 0; 0 if it is convex."""
         ...
 
-    def value(self, params: Vector) -> float: ...
-    def gradient(self, params: Vector) -> Vector: ...
-    def curvature(self, params: Vector) -> Vector:
+    def value(self, params: OwnVector) -> float: ...
+    def gradient(self, params: OwnVector) -> OwnVector: ...
+    def curvature(self, params: OwnVector) -> OwnVector:
         """The diagonal of the Hessian; a term whose Hessian is not diagonal does not fit here."""
         ...
 
@@ -289,13 +294,13 @@ class NoRegularizer:
     hessian_lipschitz: ClassVar[float] = 0.0
     weak_convexity: ClassVar[float] = 0.0
 
-    def value(self, params: Vector) -> float:
+    def value(self, params: OwnVector) -> float:
         return 0.0
 
-    def gradient(self, params: Vector) -> Vector:
+    def gradient(self, params: OwnVector) -> OwnVector:
         return zeros_like(params)
 
-    def curvature(self, params: Vector) -> Vector:
+    def curvature(self, params: OwnVector) -> OwnVector:
         return zeros_like(params)
 
 
@@ -319,32 +324,32 @@ class RecordAdapter(Protocol):
         """Validate ``data`` and lay it out; raise :class:`~quietgrad.core.errors.DataError` if it is unusable."""
         ...
 
-    def initial(self, records: Any) -> Vector:
+    def initial(self, records: Any) -> OwnVector:
         """The starting point, which depends on no record."""
         ...
 
 
 def public_loss(adapter: Any) -> Any:
     """The public loss behind what a curator asks: algorithms read its shape and constants."""
-    return adapter.loss if adapter.unit is PrivacyUnit.PERSON else adapter
+    return adapter if adapter.unit is PrivacyUnit.RECORD else adapter.loss
 
 
 class Objective(RecordAdapter, Protocol):
     """An empirical risk F(θ) = (1/n) Σᵢ fᵢ(θ) + r(θ) and its clipped sums; defaults: :class:`BaseObjective`."""
 
     def constants(self) -> LossConstants:
-        """What is true of every record's loss; ValueError if nothing is, for want of a bound on the rows."""
+        """Constants of every record's loss; ValueError if there are none, for want of a bound on the rows."""
         ...
 
     def negative_curvature(self) -> float | None:
         """The most negative curvature that F can have where it matters, as a number ≥ 0; ``None`` if unknown."""
         ...
 
-    def check_domain(self, params: Vector) -> None:
+    def check_domain(self, params: OwnVector) -> None:
         """Raise :class:`~quietgrad.core.errors.DataError` at a point where the constants do not hold."""
         ...
 
-    def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
+    def add(self, batch: Batch, points: Sequence[OwnVector], rule: ClippingRule, out: OwnVector) -> None:
         """out += Σ over the batch of what the rule makes of each record's gradients at the points (θ, or θ and θ′).
 
         No record's contribution is longer than ``rule.bound``, whatever its values: kernels clip to C/(1+2e-5) in
@@ -352,23 +357,28 @@ class Objective(RecordAdapter, Protocol):
         """
         ...
 
-    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+    def loss_sum(self, batch: Batch, params: OwnVector, bound: float) -> float:
         """Σ min(fᵢ(θ), bound), each term in [0, bound]; a loss that is not a number counts as the bound."""
         ...
 
-    def risk(self, records: Any, params: Vector) -> float:
+    def risk(self, records: Any, params: OwnVector) -> float:
         """F(θ) with the regulariser: an evaluation, not private."""
         ...
 
-    def risk_gradient(self, records: Any, params: Vector) -> Vector:
+    def risk_gradient(self, records: Any, params: OwnVector) -> OwnVector:
         """∇F(θ) without clipping: an evaluation, not private."""
         ...
 
 
 class BaseObjective:
-    """What an objective says of itself unless it knows better."""
+    """Defaults of an objective that knows nothing better."""
 
     unit: ClassVar[PrivacyUnit] = PrivacyUnit.RECORD
+
+    @property
+    def parameter_names(self) -> Sequence[str] | None:
+        """The names of its parameters, by which a clipping rule groups them; ``None``: they have none."""
+        return None
 
     @property
     def silent_batches(self) -> bool:
@@ -380,21 +390,21 @@ class BaseObjective:
         return LossConstants(math.inf, None, None, None, None, 0.0, None)
 
     def negative_curvature(self) -> float | None:
-        """What the constants say, if they hold."""
+        """The negative curvature by the constants, if they hold."""
         try:
             return self.constants().weak_convexity
         except ValueError:  # none hold without a bound on the rows
             return None
 
-    def check_domain(self, params: Vector) -> None:
+    def check_domain(self, params: OwnVector) -> None:
         """Do nothing: constants, if any, hold everywhere."""
 
-    def risk(self: Objective, records: Any, params: Vector) -> float:
+    def risk(self: Objective, records: Any, params: OwnVector) -> float:
         """F(θ) with the regulariser: an evaluation, not private."""
         total = self.loss_sum(Batch(records, None), params, math.inf)
         return total / len(records) + self.regularizer.value(params)
 
-    def risk_gradient(self: Objective, records: Any, params: Vector) -> Vector:
+    def risk_gradient(self: Objective, records: Any, params: OwnVector) -> OwnVector:
         """∇F(θ) without clipping: an evaluation, not private."""
         out = zeros_like(params)
         self.add(Batch(records, None), (params,), ClippingRule.gradient(math.inf), out)
@@ -407,25 +417,25 @@ class BaseObjective:
 class HasHessian(Protocol):
     """An objective that can also sum its records' Hessians."""
 
-    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: npt.NDArray[np.float64]) -> None:
+    def add_hessians(self, batch: Batch, params: OwnVector, clip: float, out: npt.NDArray[np.float64]) -> None:
         """out += Σ ∇²fᵢ(θ), each shortened to a spectral norm of at most ``clip``; out is (d, d)."""
         ...
 
 
 def add_gradients(
-    points: Sequence[Vector], rule: ClippingRule, objective: Objective, batch: Batch, out: Vector
+    points: Sequence[OwnVector], rule: ClippingRule, objective: Objective, batch: Batch, out: OwnVector
 ) -> None:
     """A summand of streamed records: what ``objective.add`` adds of a part."""
     objective.add(batch, points, rule, out)
 
 
-def add_hessians(params: Vector, clip: float, objective: HasHessian, batch: Batch, out: Vector) -> None:
+def add_hessians(params: OwnVector, clip: float, objective: HasHessian, batch: Batch, out: OwnVector) -> None:
     """A summand of streamed records: what ``objective.add_hessians`` adds of a part."""
     objective.add_hessians(batch, params, clip, out)
 
 
 class Query(Protocol):
-    """What one record contributes to a release."""
+    """A query: one record's contribution to a release, and its bound."""
 
     @property
     def bound(self) -> float:
@@ -436,7 +446,7 @@ class Query(Protocol):
         """Length of the vector released."""
         ...
 
-    def sum_into(self, objective: Any, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Any, batch: Batch, out: OwnVector) -> None:
         """out += Σ over the batch of each record's contribution."""
         ...
 
@@ -480,7 +490,7 @@ class Asked:
 class _RuledQuery:
     """A sum of gradients at θ: its :class:`ClippingRule` follows from the fields and is looked up once."""
 
-    params: Vector
+    params: OwnVector
     rule: ClippingRule = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -496,7 +506,7 @@ class _RuledQuery:
     def dim(self, records: Records) -> int:
         return int(records.dim)
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: OwnVector) -> None:
         objective.add(batch, (self.params,), self.rule, out)
 
 
@@ -504,9 +514,9 @@ class _RuledQuery:
 class _TwoPointQuery(_RuledQuery):
     """The same at θ and θ′."""
 
-    previous: Vector
+    previous: OwnVector
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: OwnVector) -> None:
         objective.add(batch, (self.params, self.previous), self.rule, out)
 
 
@@ -515,9 +525,10 @@ class GradientQuery(_RuledQuery):
     """Σ clip_C(∇fᵢ(θ)): DP-SGD, DP-GD, the first step of DP-SRM, SPIDER's O1."""
 
     clip: float
+    clipping: Clipping = FLAT
 
     def _rule(self) -> ClippingRule:
-        return ClippingRule.gradient(self.clip)
+        return ClippingRule.gradient(self.clip, self.clipping)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -525,9 +536,10 @@ class GradientDifferenceQuery(_TwoPointQuery):
     """Σ clip_C(∇fᵢ(θ) − ∇fᵢ(θ′)): SPIDER's O2."""
 
     clip: float
+    clipping: Clipping = FLAT
 
     def _rule(self) -> ClippingRule:
-        return ClippingRule.difference(self.clip)
+        return ClippingRule.difference(self.clip, self.clipping)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -541,9 +553,10 @@ class RecursiveMomentumQuery(_TwoPointQuery):
     gamma: float
     clip: float
     difference_clip: float
+    clipping: Clipping = FLAT
 
     def _rule(self) -> ClippingRule:
-        return ClippingRule.momentum(self.gamma, self.clip, self.difference_clip)
+        return ClippingRule.momentum(self.gamma, self.clip, self.difference_clip, self.clipping)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -552,16 +565,17 @@ class JointMomentumQuery(_TwoPointQuery):
 
     gamma: float
     clip: float
+    clipping: Clipping = FLAT
 
     def _rule(self) -> ClippingRule:
-        return ClippingRule.joint(self.gamma, self.clip)
+        return ClippingRule.joint(self.gamma, self.clip, self.clipping)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossQuery:
     """Σ min(fᵢ(θ), B): one number per candidate, for a noisy choice between them (DP-AGD)."""
 
-    params: Vector
+    params: OwnVector
     clip: float
 
     def __post_init__(self) -> None:
@@ -574,5 +588,5 @@ class LossQuery:
     def dim(self, records: Records) -> int:
         return 1
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: OwnVector) -> None:
         out += objective.loss_sum(batch, self.params, self.clip)

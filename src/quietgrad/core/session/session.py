@@ -37,7 +37,7 @@ from quietgrad.core.session.queries import (
 )
 from quietgrad.core.session.summing import add_batch, batch_sum
 from quietgrad.core.session.transcript import Transcript
-from quietgrad.core.vectors import Vector, zeros_like
+from quietgrad.core.vectors import OwnVector, zeros_like
 
 Answer = TypeVar("Answer")
 Asked = ParamSpec("Asked")
@@ -157,10 +157,10 @@ class CentralSession:
 
     @property
     def charged(self) -> tuple[str, ...]:
-        """What a statement must say of how the run was charged."""
+        """Notes on how the run was charged, which its statement must carry."""
         return tuple(dict.fromkeys(charge.note for charge in self._charges.values() if charge.note))
 
-    def initial(self) -> Vector:
+    def initial(self) -> OwnVector:
         """The starting point, which depends on no record."""
         return self._reading.initial(self._records)
 
@@ -191,7 +191,9 @@ class CentralSession:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         self._here()
         for other, spanning in self._slots.items():
-            if spanning.mechanism.together and other != slot and 0 < self._used[other] < spanning.count:
+            if not spanning.mechanism.together or other == slot or not 0 < self._used[other] < spanning.count:
+                continue
+            if not (chosen.interleaves and spanning.interleaves):
                 raise BudgetError(
                     f"{slot!r}: cannot be released between the releases of {other!r}, whose noise is correlated. "
                     "Release it before them."
@@ -209,10 +211,10 @@ class CentralSession:
     @_serialized
     def batch(self, drawn: PendingRelease) -> Batch:
         """The records of a release that has begun, drawn once, and the secret of its own randomness."""
-        found = self._batches.get(drawn)
-        if found is None:
-            found = self._batches[drawn] = self._batch(drawn)
-        return found
+        records = self._batches.get(drawn)
+        if records is None:
+            records = self._batches[drawn] = self._batch(drawn)
+        return records
 
     def _batch(self, drawn: PendingRelease) -> Batch:
         sampler = self._samplers.get(drawn.slot)
@@ -230,11 +232,11 @@ class CentralSession:
             self._streamed.foresee(*queries)
 
     @_serialized
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         return self._answer(self._begin(slot, "release"), query, rho)
 
     @_serialized
-    def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Vector:
+    def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> OwnVector:
         """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
         if drawn not in self._begun:
             raise BudgetError("this sample was released already, or is none of this session's.")
@@ -251,13 +253,14 @@ class CentralSession:
         if os.getpid() != self._process:  # a forked child would draw the same noise as its parent, on other sums
             raise BudgetError("this session was opened by another process; open one here, with a plan of its own.")
 
-    def _answer(self, drawn: PendingRelease, query: Query, rho: float | None) -> Vector:
+    def _answer(self, drawn: PendingRelease, query: Query, rho: float | None) -> OwnVector:
         self._here()
-        slot, bound = drawn.slot, query.bound
+        slot = drawn.slot
+        bound = self._slots[slot].mechanism.bound_of(query)
         dim = query.dim(self._records)
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
 
-        def narrow(out: Vector) -> Vector:  # to the precision of the parameters; sums are wider
+        def narrow(out: OwnVector) -> OwnVector:  # to the precision of the parameters; sums are wider
             return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
 
         while True:
@@ -312,15 +315,16 @@ class CentralSession:
 
             if not self._private:
                 return next((k for k, (value, _) in enumerate(values()) if value <= threshold), None)
-            found = self._sources[slot].first_below(values(), threshold, begun.number, multiplier)
+            place = self._sources[slot].first_below(values(), threshold, begun.number, multiplier)
             bounds = np.array([float(query.bound) for query in queries[: len(looked)]])
             if self._settled(begun, (multiplier, threshold), np.array(looked), bounds):
-                return found
+                return place
 
     @_serialized
     def discover(self, slot: str, query: LabelQuery) -> npt.NDArray[Any]:
         begun = self._begin(slot, "discover")
-        multiplier, bound = self._multiplier(slot, None) if self._private else 0.0, float(query.bound)
+        multiplier = self._multiplier(slot, None) if self._private else 0.0
+        bound = self._slots[slot].mechanism.bound_of(query)
         while True:
             labels, counts = query.count(self.batch(begun))
             if not self._private:
@@ -429,9 +433,9 @@ class CentralSession:
         # What a process that died had spent of a filter is not known here.
         if self._filter and self.rho_left < self.plan.event_rho and not self._resumed:
             return events.ZCDP(self.plan.event_rho - self.rho_left, budget.relation)
-        made = self.made
-        whole = data_dependent or self._filter or self.plan.whole_only or not any(made.values())
-        return self.plan.event if whole else self.plan.event_of(made)
+        counts = self.made
+        whole = data_dependent or self._filter or self.plan.whole_only or not any(counts.values())
+        return self.plan.event if whole else self.plan.event_of(counts)
 
     def _multiplier(self, slot: str, rho: float | None) -> float:
         if rho is None:
@@ -450,6 +454,6 @@ class CentralSession:
         self.rho_left -= rho
 
 
-def on_accelerator(out: Vector) -> bool:
+def on_accelerator(out: OwnVector) -> bool:
     """Whether a sum is in the memory of an accelerator."""
     return not isinstance(out, np.ndarray) and bool(out.device.type != "cpu")

@@ -35,8 +35,8 @@ class Privacy:
 
     ``epsilon`` is ``None`` if the run added no noise. ``is_private`` is also false if its randomness was seeded, or
     if a paper's noise was used only to reproduce it; the first of the ``notes`` then says so. ``unit`` is the
-    privacy unit: a record, or a person with all their records. ``condition`` is the sentence under which ε holds if
-    code that cannot be checked has a part in it, else ``None``.
+    privacy unit: a record, a person with all their records, or a party with all it holds. ``condition`` is the
+    sentence under which ε holds if code that cannot be checked has a part in it, else ``None``.
     """
 
     epsilon: float | None
@@ -90,11 +90,11 @@ class Privacy:
 
     @property
     def refuted(self) -> tuple[str, ...]:
-        """What contradicts the statement, if it was read from a file that does not prove it."""
+        """The contradictions of a statement that was read from a file which does not prove it."""
         return tuple(note for note in self.notes if note.startswith(f"{REFUTED}: "))
 
     def facts(self) -> list[tuple[str, object]]:
-        """What is proved, against which adversary and by which accountant, as rows of a table."""
+        """The statement as rows of a table: what is proved, against which adversary and by which accountant."""
         rows: list[tuple[str, object]] = [("privacy", str(self))]
         if self.epsilon is not None:
             rows += [("ε", f"{self.epsilon:.4g}"), ("δ", f"{self.delta:g}"), ("neighbours", self.relation)]
@@ -116,7 +116,7 @@ class Privacy:
             return f"REFUTED: {'; '.join(note.removeprefix(f'{REFUTED}: ') for note in self.refuted)}"
         if self.epsilon is None:
             return "NOT PRIVATE"
-        whom = " per person" if self.unit is PrivacyUnit.PERSON else ""
+        whom = "" if self.unit is PrivacyUnit.RECORD else f" per {self.unit}"
         text = f"({self.epsilon:.4g}, {self.delta:g})-DP{whom}, {self.relation}, proved by {self.accountant}"
         text = text if self.condition is None else f"{text}, {self.condition}"
         if self.is_private:

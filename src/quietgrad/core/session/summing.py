@@ -8,10 +8,10 @@ from __future__ import annotations
 import numpy as np
 
 from quietgrad.core.session.queries import Batch, Query, RecordAdapter, StreamedRecords
-from quietgrad.core.vectors import Vector, wide_zeros
+from quietgrad.core.vectors import OwnVector, wide_zeros
 
 
-def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: Vector, *, private: bool) -> Vector:
+def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: OwnVector, *, private: bool) -> OwnVector:
     """The sum of what the records of ``batch`` contribute to ``query``, in float64.
 
     In float32 each record changes how all later ones are rounded: one of 300 000 moved such a sum by 1.0156 C. In
@@ -20,7 +20,7 @@ def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: Vector
     is a record that causes it.
     """
     dim = query.dim(batch.records)
-    out: Vector = wide_zeros(like) if dim == len(like) else np.zeros(dim)
+    out: OwnVector = wide_zeros(like) if dim == len(like) else np.zeros(dim)
     add_batch(query, objective, batch, out)
     if private and not objective.silent_batches:
         if isinstance(out, np.ndarray):
@@ -30,7 +30,7 @@ def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: Vector
     return out
 
 
-def add_batch(query: Query, objective: RecordAdapter, batch: Batch, out: Vector) -> None:
+def add_batch(query: Query, objective: RecordAdapter, batch: Batch, out: OwnVector) -> None:
     """out += the sum of ``batch``, without warnings, which could tell that there is a record that causes one."""
     if isinstance(batch.records, StreamedRecords):
         batch.records.answer(query, batch, out)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from quietgrad.core.errors import LedgerError
 from quietgrad.core.ledger.log import SealedLog
 from quietgrad.core.noise.rng import SecureStream
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 
 
 def plan_key(key: bytes, plan: str) -> bytes:
@@ -158,8 +158,8 @@ class Transcript(SealedLog):
             digest.update(part)
         return digest.digest()
 
-    def digest(self, total: Vector) -> npt.NDArray[np.int64]:
-        """What stands for a sum on an accelerator in its MAC: a keyed digest that is made there."""
+    def digest(self, total: OwnVector) -> npt.NDArray[np.int64]:
+        """A keyed digest of a sum on an accelerator, made there, which its MAC covers instead of the sum."""
         from quietgrad.core.noise.device import digest
 
         return digest(total, self._mac_key)
