@@ -24,7 +24,7 @@ from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import Query, following_clip
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.budget_allocation import (
     allocate_range_estimation,
@@ -131,12 +131,13 @@ class AdditiveGD(Algorithm):
         shapes = AdditiveBasis(tuple(replace(feature, weight=0.0) for feature in cut.features))
         start = np.zeros((shapes.columns + 1) * outputs)
         last = self._descend(self.lines, session, _LINES_PREFIX, Expanded(shapes, frame), start)
+        line_params = np.asarray(last.params)
         if self.rest is not None:
-            lines = _LineFit(shapes, frame, last.params, self.lines.clip)
+            lines = _LineFit(shapes, frame, line_params, self.lines.clip)
             kept = self._bent(session, cut, lines)
             pairs = self.pairs if self.pairs is not None else self._acting(session, cut, lines)
             both = AdditiveBasis(kept, pairs)
-            start = both.embed(last.params, shapes, outputs)
+            start = both.embed(line_params, shapes, outputs)
             crowded = is_crowded(
                 session.expected_batch("gradient"), both.columns, session.plan.budget, self.look.regression, 2.0
             )
@@ -288,7 +289,7 @@ class _Stage:
         """That of the plan."""
         return self._session.expected_batch(self._slots + slot)
 
-    def release(self, slot: str, query: Query) -> Vector:
+    def release(self, slot: str, query: Query) -> OwnVector:
         """The release of the plan."""
         return self._session.release(self._slots + slot, BoxedQuery(query, self._view))
 

@@ -17,7 +17,8 @@ from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
-from quietgrad.core.session.queries import Asked, Objective
+from quietgrad.core.session.clipping import FLAT, read_clipping
+from quietgrad.core.session.queries import Asked, Objective, public_loss
 from quietgrad.core.vectors import Vector, copy, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.base import Estimate, Oracle
@@ -53,6 +54,9 @@ class State:
 class Algorithm(HasSchedule, Protocol):
     """A method: its releases and three steps of arithmetic. Inherit from it: what is optional is here."""
 
+    by_party: ClassVar[bool] = False
+    """Whether a federation's privacy unit is a party: each takes part as a whole, with one clipped contribution."""
+
     @property
     def needs_means(self) -> bool:
         """Whether it asks what is bounded for a mean of all of a person's records only."""
@@ -77,6 +81,10 @@ class Algorithm(HasSchedule, Protocol):
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
         """By slot, every query that a run may ask, and what may vary in it; nothing if others cannot approve it."""
         return iter(())
+
+    def notes(self, plan: Plan) -> tuple[str, ...]:
+        """What a statement of a run of ``plan`` says besides its ε."""
+        return ()
 
 
 class FirstOrder(Algorithm):
@@ -105,6 +113,18 @@ class FirstOrder(Algorithm):
     def oracle(self) -> Oracle:
         """The oracle the settings describe."""
         raise NotImplementedError
+
+    def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
+        clipping = read_clipping(getattr(self, "clipping", FLAT))
+        if not clipping.grouped:
+            return
+        names = public_loss(objective).parameter_names
+        if names is None:
+            raise ValueError(
+                f"clipping={clipping.kind!r}: groups parameters by the modules of a network, and this model has "
+                "none; use 'flat' or 'automatic'. No privacy budget was spent."
+            )
+        clipping.groups(names)  # raises if a parameter is in no group
 
     def rate(self) -> LearningRate:
         """The step-size schedule."""

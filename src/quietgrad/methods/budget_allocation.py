@@ -16,6 +16,7 @@ FREEDOM, HORIZON = 0.1, 0.7  # κ and the distance per unit of signal; settled o
 _RELATIVE = 0.05  # share of one histogram that narrows all declared ranges alike
 _CHEAP = 0.02  # share at which wide declared ranges are estimated as well
 _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard errors unasked
+_LITTLE, _CONSTANT = 600.0, 0.15  # nμ below which a regression buys its constant first, and the share for it
 _WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
 
 
@@ -38,17 +39,20 @@ def for_table(
     counts: bool = False,
     sparse: bool = False,
     inference: bool | None = False,
+    intercept: bool = True,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
     A release is bought if it should exceed its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
-    ``inference`` buys a Newton step for standard errors; ``None`` does where it costs next to nothing.
+    ``inference`` buys a Newton step for standard errors, of rows as they are; ``None`` does where it costs next to
+    nothing, of features that are clipped to the ranges found.
     """
     if row_bound is not None:
         Within(0.0, 1e150, closed=False).check("row_bound", row_bound)
     mu = budget_mu(budget)
     tightness = error_tightness(n, features, budget)
+    asked = bool(inference)  # errors that nobody asked for must not cost accuracy: they are of clipped features
     if inference is None:
         inference = outputs == 1 and not sparse and row_bound is None and tightness < _SPACIOUS
     elif inference and outputs > 1:
@@ -61,7 +65,8 @@ def for_table(
         )
     look = allocate_range_estimation(
         n, features, budget=budget, feature_bounds=feature_bounds, row_bound=row_bound,
-        target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=bool(inference),
+        target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=asked,
+        whole_target=bool(inference),
     )  # fmt: skip
     full = not is_crowded(n, features, budget, regression)
     # Row norms: the share with which their histogram is useful; none if four times the most would not do.
@@ -74,6 +79,8 @@ def for_table(
     several = 1.0 if outputs < 8 else min(outputs / 4.0, 2.0)  # of many classes, residuals begin near 1
     wanted = HORIZON * n * mu / (features + 1.0) / math.sqrt(max(outputs, 2) / 2.0)
     full = full or bool(inference)
+    # A regression's errors grow without end with its noise; below this signal a constant is found first.
+    little = regression and intercept and not (counts or sparse or inference) and n * mu < _LITTLE
     return WhitenedGD(
         steps=64 if outputs >= 8 and wanted > 16.0 * outputs else 32,
         row_bound=ball,
@@ -85,6 +92,7 @@ def for_table(
         freedom=FREEDOM,
         horizon=HORIZON,
         inference_share=0.5 if inference else 0.0,
+        constant_share=_CONSTANT if little else 0.0,
         clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
 
@@ -120,6 +128,7 @@ def allocate_range_estimation(
     counts: bool = False,
     sparse: bool = False,
     whole: bool = False,
+    whole_target: bool = False,
 ) -> RangeEstimation:
     """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay."""
     mu = budget_mu(budget)
@@ -130,16 +139,17 @@ def allocate_range_estimation(
         feature_bounds = ((-row_bound, row_bound),) * features
     declared = None if feature_bounds is None else tuple(feature_bounds)
     known = RangeEstimation(
-        declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, whole=whole, counts=counts
-    )
+        declared, target_bounds, target_share=target_share, sparse=sparse, refine=True, whole=whole,
+        whole_target=whole_target, counts=counts,
+    )  # fmt: skip
     wide = len(known.to_estimate(features)) if row_bound is None and not whole else 0
     known = replace(known, refine=False)
     unknown = len(known.to_estimate(features))
     if not unknown and (not wide or range_share_needed(n, wide, mu) > _CHEAP):
         # Ranges that are all declared ten times too wide are worse than none: one histogram of all of them tells.
         seen = 2.0 * math.sqrt(2.0 / _RELATIVE) / mu <= 0.2 * n
-        relative = wide and not sparse and seen
-        return replace(known, refine=True, ranges="relative", range_share=_RELATIVE) if relative else known
+        pooled = replace(known, refine=True, ranges="relative", range_share=_RELATIVE)
+        return pooled if wide and len(pooled.to_estimate(features)) and not sparse and seen else known
     if range_share_needed(n, max(wide, unknown), mu) <= _CHEAP:
         known, unknown = replace(known, refine=wide > unknown), max(wide, unknown)
     needed = range_share_needed(n, unknown, mu)

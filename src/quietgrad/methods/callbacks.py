@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.events import composed
 from quietgrad.core.errors import QuietgradError
-from quietgrad.core.vectors import Vector, norm
+from quietgrad.core.vectors import OwnVector, norm
 from quietgrad.methods.result import Result
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class Progress:
     step: int
     releases: int
     planned: int
-    params: Vector = field(repr=False)
-    estimate: Vector | None = field(default=None, repr=False)
+    params: OwnVector = field(repr=False)
+    estimate: OwnVector | None = field(default=None, repr=False)
     metrics: Mapping[str, float] = field(default_factory=dict)
     done: bool = False
     spent: Callable[[], float | None] = field(default=lambda: None, repr=False)
@@ -85,7 +85,7 @@ class Callback(Protocol):
         ...
 
 
-def begin(callback: Callback | None, releases: int, x0: Vector, *, private: bool) -> None:
+def begin(callback: Callback | None, releases: int, x0: OwnVector, *, private: bool) -> None:
     """Report step 0. The caller reserves nothing before this has returned, not even a count of its records."""
     if callback is not None:
         callback(Progress(0, 0, releases, x0, spent=lambda: 0.0 if private else None))

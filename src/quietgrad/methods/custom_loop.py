@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Schedule, Slot
-from quietgrad.core.sampling import CyclicCohorts, FullBatch, Poisson, RandomAllocation, Sampling
+from quietgrad.core.sampling import CyclicCohorts, FullBatch, Poisson, RandomAllocation, Sampling, SinglePass
 
-LoopSampling = Literal["poisson", "random-allocation", "turns"]
+LoopSampling = Literal["poisson", "random-allocation", "turns", "single-pass"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,19 @@ class LoopReleases(HasSchedule):
 
     def schedule(self, n_public: int) -> Schedule:
         """One slot per stretch."""
-        return Schedule(
-            tuple(
-                Slot(f"stretch-{k}", self._sampling(batch_size, n_public), count, noise)
-                for k, (count, batch_size, noise) in enumerate(self.stretches)
-            )
-        )
+        slots = []
+        for k, (count, batch_size, noise) in enumerate(self.stretches):
+            sampling = self._sampling(batch_size, n_public)
+            if self.sampling == "single-pass":
+                sampling.check_count(count)
+            slots.append(Slot(f"stretch-{k}", sampling, count, noise))
+        return Schedule(tuple(slots))
 
     def _sampling(self, batch_size: int, n_public: int) -> Sampling:
         if self.sampling == "poisson":
             return Poisson(batch_size / n_public)
+        if self.sampling == "single-pass":
+            return SinglePass(n_public, batch_size)
         batches = -(-n_public // batch_size)
         if self.sampling == "random-allocation":
             return RandomAllocation(batches)

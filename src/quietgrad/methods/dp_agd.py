@@ -109,7 +109,7 @@ class DPAGD(Algorithm):
     def _measure(self, state: State, session: Session) -> Vector:
         """A fresh noisy gradient, or the last one averaged with another that costs only the increase of ρ."""
         cost = self._gradient_cost(state)
-        fresh = session.release("gradient", GradientQuery(state.params, self.clip), rho=cost)
+        fresh: Vector = session.release("gradient", GradientQuery(state.params, self.clip), rho=cost)
         fresh = fresh * (1.0 / session.expected_batch("gradient")) + session.regularizer.gradient(state.params)
         if state.extra.get("refused"):
             old = state.extra["gradient_rho"]

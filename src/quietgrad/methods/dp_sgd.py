@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.clipping import Clipping, ClippingName
 from quietgrad.core.settings import Count, Fraction, Positive
 from quietgrad.core.vectors import Vector, sqrt
 from quietgrad.methods.base import FirstOrder, Output, State
@@ -32,6 +33,8 @@ class DPSGD(FirstOrder):
         batch_size: expected records per step.
         learning_rate: a number or a schedule of :mod:`quietgrad.methods.learning_rates`.
         clip: C, the L2 bound on one record's gradient.
+        clipping: ``"flat"`` (shorten what is longer than C), ``"automatic"`` (bring every gradient to about C),
+            ``"per-layer"`` (for networks), or a rule of :mod:`quietgrad.core.session.clipping` with its settings.
         sampling: ``"poisson"`` (default), ``"random-allocation"`` (every record in one secret step of each epoch of
             ⌈n ÷ batch_size⌉ steps), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
             ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
@@ -59,11 +62,14 @@ class DPSGD(FirstOrder):
     returns: Output = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
+    clipping: ClippingName | Clipping = "flat"
 
     name: ClassVar[str] = "dp-sgd"
 
     def oracle(self) -> Oracle:
-        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)
+        return MiniBatch(
+            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping
+        )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         size = self._rate(state.step, self.steps)
@@ -102,11 +108,12 @@ class DPGD(FirstOrder):
     clip: Positive = 1.0
     momentum: Fraction = 0.0
     returns: Output = "last"
+    clipping: ClippingName | Clipping = "flat"
 
     name: ClassVar[str] = "dp-gd"
 
     def oracle(self) -> Oracle:
-        return MiniBatch(None, self.clip, "full", self.law())
+        return MiniBatch(None, self.clip, "full", self.law(), clipping=self.clipping)
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         if self.momentum:
@@ -139,8 +146,8 @@ class DPAdam(FirstOrder):
     Args:
         subtract_noise: take Φ out of the second moment.
         floor: the least that is left of it, in units of Φ.
-        sampling, cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is louder in
-            each single release, which is what the second moment sees; it takes larger learning rates then.
+        clipping, sampling, cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`. Correlated noise is
+            louder in each single release, which is what the second moment sees; larger learning rates suit it.
 
     >>> DPAdam(steps=10, batch_size=20).schedule(100).releases
     10
@@ -159,17 +166,22 @@ class DPAdam(FirstOrder):
     returns: Output = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
+    clipping: ClippingName | Clipping = "flat"
 
     name: ClassVar[str] = "dp-adam"
 
     def step(self, state: State, session: Session) -> State:
         if self.subtract_noise and "noise" not in state.memo:
             mean = self.clip / session.expected_batch("gradient")
-            state.memo["noise"] = (noise_multiplier(session) * mean) ** 2 if session.plan.is_private else 0.0
+            state.memo["noise"] = (
+                (noise_multiplier(session, "gradient") * mean) ** 2 if session.plan.is_private else 0.0
+            )
         return super().step(state, session)
 
     def oracle(self) -> Oracle:
-        return MiniBatch(self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise)
+        return MiniBatch(
+            self.batch_size, self.clip, self.sampling, self.law(), self.cohorts, self.noise, self.clipping
+        )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
         first = (1.0 - self.beta1) * gradient

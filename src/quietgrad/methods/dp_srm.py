@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.sampling import SamplingName
+from quietgrad.core.session.clipping import FLAT, Clipping, ClippingName, read_clipping
 from quietgrad.core.session.queries import LossConstants
 from quietgrad.core.settings import Count, NotNegative, Positive, Within
 from quietgrad.core.vectors import Vector, norm
@@ -39,7 +40,7 @@ class DPSRM(FirstOrder):
             proportional to (1−γ)C2 + γC1, so C2 = γC1 (the paper's choice) nearly doubles it.
         joint_clip: one clip C1·γ + C2·(1−γ) on the combination instead of two; never looser.
         smoothness: C2 follows the public step, smoothness × ‖θ_t − θ_{t−1}‖, at most ``difference_clip``.
-        sampling, cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`.
+        clipping, sampling, cohorts, noise: as in :class:`~quietgrad.methods.dp_sgd.DPSGD`.
         mode: ``"practical"``, or ``"theory"`` with η_t = min{ζ/(L‖v_t‖), 1/(2L)}; see :meth:`theory`.
         zeta: ζ, of the theory mode alone.
         returns: ``"last"``, ``"average"``, ``"ema"`` or ``"random"`` (the paper's output rule:
@@ -65,6 +66,7 @@ class DPSRM(FirstOrder):
     returns: Output = "last"
     cohorts: int | None = None
     noise: Noise = "independent"
+    clipping: ClippingName | Clipping = "flat"
 
     name: ClassVar[str] = "dp-srm"
 
@@ -74,6 +76,8 @@ class DPSRM(FirstOrder):
                 "mode='theory' needs zeta and smoothness: build it with DPSRM.theory(constants, ...), "
                 "which an objective with bounded rows can supply."
             )
+        if self.mode == "theory" and read_clipping(self.clipping) != FLAT:
+            raise ValueError("mode='theory': its theorem is about flat clipping; leave clipping out.")
         super().__post_init__()
 
     @classmethod
@@ -138,6 +142,7 @@ class DPSRM(FirstOrder):
             law=self.law(after=int(first_apart(self.sampling, self.cohorts, self.noise))),
             cohorts=self.cohorts,
             noise=self.noise,
+            clipping=self.clipping,
         )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:

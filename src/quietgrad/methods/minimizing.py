@@ -10,11 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
@@ -31,7 +31,15 @@ from quietgrad.methods.callbacks import Callback, Progress, report
 from quietgrad.methods.callbacks import begin as tell_first
 from quietgrad.methods.registry import current_config, entry
 from quietgrad.methods.result import Result, over
-from quietgrad.tables.privacy_units import Combine, PersonRefused, UserLevelObjective, with_privacy_unit
+from quietgrad.tables.parties import PartyLevelObjective
+from quietgrad.tables.privacy_units import (
+    Combine,
+    PersonRefused,
+    PersonRule,
+    RecordsWithIds,
+    UserLevelObjective,
+    with_privacy_unit,
+)
 from quietgrad.tables.registry import facts_of, from_facts
 
 if TYPE_CHECKING:
@@ -80,7 +88,7 @@ def run(
         kept.save(state, session, now=True)  # a crash between closing and saving the result costs nothing
     data_dependent = session.plan.whole_only or state.stopped_by not in ("steps", "budget")
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
-    privacy = privacy_statement(session, spent, account, notes)
+    privacy = privacy_statement(session, spent, account, (*notes, *algorithm.notes(session.plan)))
     result = result_of(session, algorithm.output(state), privacy, state.stopped_by)
     told = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
     return replace(
@@ -134,6 +142,7 @@ def minimize(
     person: object = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
+    party: object = None,
 ) -> Result:
     """Minimise an empirical risk privately.
 
@@ -165,6 +174,8 @@ def minimize(
         combine: a person counts with the ``"mean"`` of their records' gradients or with their ``"sum"``, either
             clipped as a whole.
         records_per_person: the most of a person's records that one release uses, chosen anew for each.
+        party: one id per record, of the party that holds it. The privacy unit is then a party with all it holds;
+            who the parties are is public, so n is their number.
 
     >>> import numpy as np
     >>> from quietgrad import objectives
@@ -174,10 +185,12 @@ def minimize(
     >>> result.params.shape, result.privacy.is_private
     ((1,), True)
     """
-    objective, data = with_privacy_unit(objective, data, person, combine, records_per_person)
+    check_objective(objective)
+    objective, data = _of_units(objective, data, person, party, PersonRule(combine, records_per_person))
     terms = Terms.of(
         budget, account=account, ledger=ledger, cap=cap, seed=seed, n_public=n_public,
         records_public=records_public, noise_multiplier=noise_multiplier,
+        takes_n=party is not None and n_public is None,
     )  # fmt: skip
 
     def first(nominal: Algorithm, x0: Vector) -> None:
@@ -201,7 +214,7 @@ def minimize(
         first=first,
         check=lambda method, the_plan, x0: method.check_run(objective, the_plan, x0),
         keeping=keeping,
-        notes=how_people_count(objective),
+        notes=how_people_count(objective, at(algorithm, NOMINAL)),
     ) as active:
         result = run(
             active.method, active.session, active.start, callback=callback, kept=active.kept,
@@ -228,12 +241,13 @@ def resume(
     person: object = None,
     combine: Combine | None = None,
     records_per_person: int | None = None,
+    party: object = None,
 ) -> Result:
     """Continue an interrupted :func:`minimize` that was kept in ``folder``.
 
-    The folder says everything but the data (and ``person=``, which are data too): the loss if it is one of
-    quietgrad's for tables, the algorithm, the plan, the ledger, account and cap that pay. What is given beside it
-    must agree. ``ledger=`` says where the ledger is by now, if it was moved.
+    The folder says everything but the data (and ``person=`` or ``party=``, which are data too): the loss if it is
+    one of quietgrad's for tables, the algorithm, the plan, the ledger, account and cap that pay. What is given
+    beside it must agree. ``ledger=`` says where the ledger is by now, if it was moved.
 
     The run replays what it had released since its last checkpoint: where the sums are bit for bit those of before,
     with the same noise, so that the model is that of an undisturbed run and nothing is spent twice. Where they are
@@ -265,10 +279,11 @@ def resume(
         if person is not None and settings["people"] is not None:  # what the folder says need not be said again
             combine = combine or settings["people"]["combine"]
             records_per_person = records_per_person or settings["people"]["records_per_person"]
-        objective, data = with_privacy_unit(objective, data, person, combine or "mean", records_per_person)
+        rule = PersonRule(combine or "mean", records_per_person)
+        objective, data = _of_units(objective, data, person, party, rule)
         if counting(objective) != settings["people"]:
             raise DataError(
-                f"{kept.folder}: the run counted its people otherwise; resume it with the same person= settings."
+                f"{kept.folder}: the run counted its people otherwise; resume it with the same person= or party=."
             )
         if settings["objective"] is not None:
             kept.agree("objective", facts_of(objective), settings["objective"])
@@ -286,30 +301,53 @@ def counting(objective: object) -> dict[str, Any] | None:
     """How people with several records count, as a folder keeps it; ``None`` by record."""
     if not isinstance(objective, UserLevelObjective):
         return None
-    return {"combine": objective.combine, "records_per_person": objective.records_per_person}
+    unit = {} if objective.unit is PrivacyUnit.PERSON else {"unit": str(objective.unit)}
+    return {**asdict(objective.rule), **unit}
+
+
+def _of_units(objective: Any, data: Any, person: Any, party: Any, rule: PersonRule) -> tuple[Any, Any]:
+    """(objective, data) to give to a curator, asked about records, people or parties."""
+    if party is None:
+        return with_privacy_unit(objective, data, person, rule)
+    if person is not None or rule != PersonRule():
+        raise ValueError("party: is the privacy unit; leave out person, combine and records_per_person.")
+    return PartyLevelObjective(objective), RecordsWithIds(data, party)
 
 
 TABLE = "table"  # the kind of these runs
 COUNTED = "a person counts with "
 
 
-def how_people_count(objective: object) -> tuple[str, ...]:
-    """What a statement says of people with several records."""
+def how_people_count(objective: object, algorithm: Algorithm | None = None) -> tuple[str, ...]:
+    """What a statement says of people with several records, or of parties."""
     if not isinstance(objective, UserLevelObjective):
         return ()
-    most = objective.records_per_person
+    if algorithm is not None and algorithm.by_party:
+        return (f"a {objective.unit} counts with the update of its own training, clipped as a whole",)
+    if objective.unit is PrivacyUnit.PARTY:
+        return ("a party counts with the mean of all its records, clipped as a whole",)
+    most = objective.rule.records_per_person
     of = "all their records" if most is None else f"at most {most} of their records, chosen anew for every release"
-    return (f"{COUNTED}the {objective.combine} of {of}, clipped as a whole",)
+    return (f"{COUNTED}the {objective.rule.combine} of {of}, clipped as a whole",)
 
 
 def check_people(algorithm: Algorithm, objective: object) -> None:
     """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
     if not isinstance(objective, UserLevelObjective) or not algorithm.needs_means:
         return
-    if objective.combine == "sum" or objective.records_per_person is not None:
+    if not objective.rule.is_mean_of_all:
         raise PersonRefused(
             f"{algorithm.name}: what it asks is bounded for the mean of all of a person's records only: leave out "
             "combine and records_per_person, or use a method that clips."
+        )
+
+
+def check_objective(objective: object) -> None:
+    """Raise ``TypeError`` for a bare torch module, which says nothing of its loss."""
+    if hasattr(objective, "named_parameters") and not hasattr(objective, "prepare"):
+        raise TypeError(
+            f"objective: a {type(objective).__name__} is a bare module; pass "
+            "quietgrad.torch.objective(module, loss). No privacy budget was spent."
         )
 
 

@@ -18,28 +18,48 @@ held-out records by m, in units of what one record can change, with m the sum of
   matrices in the same form, with d for 2; so ℓ = ln(2·max(2, d)·C/(ω/2)), for two conditions on C candidates.
 
 One unit more pays for rounding to the noise's grid.
+
+*Among parties* a scalar of all records is nobody's to compute, so ``search="hessians"`` releases what the test is
+made of, as paper 003's Algorithm 4 does: gradient and Hessian of the held-out records at C candidates, one Gaussian
+vector of sensitivity √(C(G² + rM²)), whatever the trust. Everything after it is post-processing. With s its noise
+on a coordinate, and t = √(2 ln(4C/ω)),
+
+- the gradient's noise is longer than s(√d + t) with probability ω/(4C) at most;
+- the Hessian's is s·A with A of diagonal variance 1 and 1/2 off it. E λ_max(A) ≤ √(2d) (Sudakov and Fernique:
+  ‖uuᵀ − vvᵀ‖_F² ≤ 2‖u − v‖²), and λ_max is 1-Lipschitz in the packed entries, so s(√(2d) + t) bounds it alike.
+
+Both take the place of the search's noise, and the sampling error is as above.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from quietgrad.core.errors import ExhaustedError
 from quietgrad.core.noise.mechanisms import AboveThreshold
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import SinglePass
 from quietgrad.core.session.base import Session
-from quietgrad.core.session.queries import Objective
+from quietgrad.core.session.queries import Asked, Objective
 from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
 from quietgrad.methods.base import Algorithm, State
-from quietgrad.methods.oracles.base import Estimate, constant_of, plan_preview, total_smoothness
+from quietgrad.methods.oracles.base import (
+    Estimate,
+    constant_of,
+    noise_multiplier,
+    plan_preview,
+    total_smoothness,
+)
 from quietgrad.methods.oracles.error_bounds import bernstein
-from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider
+from quietgrad.methods.oracles.spider import AdaptiveSpider
 from quietgrad.methods.perturbed_sgd import SmallGradient, check_tolerance, states
-from quietgrad.tables.queries.second_order import StationarityGap
+from quietgrad.tables.queries.second_order import GradientsAndHessians, StationarityGap, hessian_rank
 
 _SEARCH_NOISE = 0.3  # the search's noise relative to the gradients': at ε = 1, δ = 1e-5 both then spend about ε
 
@@ -61,6 +81,9 @@ class ModelSelection(Algorithm):
         steps: cap on oracle calls.
         learning_rate: η (default 1/M).
         failure: ω.
+        search: ``"threshold"``: one noisy search by one curator of all records. ``"hessians"``: noisy gradients and
+            Hessians of the candidates, which parties can sum under every trust; its noise grows with d.
+        candidates: C, how many iterates are tested with ``"hessians"``: of more, evenly spaced ones.
 
     >>> import quietgrad as qg
     >>> hill = qg.objectives.landscape("strict-saddle", d=5)
@@ -77,6 +100,8 @@ class ModelSelection(Algorithm):
     learning_rate: Positive | None = None
     failure: PositiveFraction = 0.05
     hessian_lipschitz: Positive | None = None
+    search: Literal["threshold", "hessians"] = "threshold"
+    candidates: Count = 4
 
     name: ClassVar[str] = "model-selection"
     needs_means: ClassVar[bool] = True  # a fit or a Hessian of a sum of records has no bound
@@ -85,18 +110,28 @@ class ModelSelection(Algorithm):
         super().__post_init__()
         if self.oracle.regime != "fresh":
             raise ValueError("regime='reuse': selection needs held-out records; use an oracle of the fresh regime.")
+        if self.search not in ("threshold", "hessians"):
+            raise ValueError(f"search={self.search!r}: must be 'threshold' or 'hessians'.")
 
     def schedule(self, n_public: int) -> Schedule:
         """The oracle's slots and one search, all on disjoint records."""
         kept = int(self.held_out * n_public)
         if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
             raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
-        search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
+        search = Slot("select", SinglePass(n_public, kept))
+        if self.search == "threshold":
+            search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())
         return Schedule((*self.oracle.slots(n_public, self.steps), search), "parallel", adaptive=True)
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
         """Refuse missing constants before anything is paid for."""
         self._settle(plan_preview(objective, plan), len(x0))
+
+    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
+        """What the oracle asks, and the test of so many points."""
+        yield from self.oracle.asks(x0, session)
+        if self.search == "hessians":
+            yield "select", Asked(self._tests([x0] * self.candidates, session))
 
     def init(self, x0: Vector) -> State:
         """Start at ``x0``."""
@@ -127,6 +162,8 @@ class ModelSelection(Algorithm):
 
     def _search(self, state: State, session: Session) -> State:
         extra = state.extra
+        if self.search == "hessians":
+            return self._search_hessians(state, session)
         clip, smoothness = self.oracle.lipschitz(session), self.oracle.smooth(session)
         n = session.expected_batch("select")
         tests = [StationarityGap(x, extra["alpha"], extra["rho"], clip, smoothness, n) for x in extra["candidates"]]
@@ -140,15 +177,55 @@ class ModelSelection(Algorithm):
         state.stopped_by, state.done = "samples" if chosen is None else "sosp", True
         return state
 
+    def _tests(self, points: list[Vector], session: Session) -> GradientsAndHessians:
+        rows = np.stack([np.asarray(point, np.float64) for point in points])
+        rank = hessian_rank(session.objective, rows.shape[1])
+        return GradientsAndHessians(rows, self.oracle.lipschitz(session), self.oracle.smooth(session), rank)
+
+    def _search_hessians(self, state: State, session: Session) -> State:
+        """Release gradients and Hessians at the candidates, and take the first that passes."""
+        extra, found = state.extra, state.extra["candidates"]
+        state.stopped_by, state.done, extra["asked"] = "samples", True, 0
+        if not found:
+            return state
+        spaced = np.unique(np.linspace(0, len(found) - 1, self.candidates).round().astype(int)).tolist()
+        # A plan fixes how many points are asked about: the last one fills up.
+        spaced += [spaced[-1]] * (self.candidates - len(spaced))
+        query, n = self._tests([found[k] for k in spaced], session), session.expected_batch("select")
+        try:
+            total = session.release("select", query)
+        except ExhaustedError:  # a round among parties was lost, and with it the held-out records
+            return state
+        extra["asked"], extra["samples_used"] = len(set(spaced)), _samples(session)
+        dim = query.points.shape[1]
+        spread = noise_multiplier(session, "select") * query.bound
+        tail = math.sqrt(2.0 * math.log(4.0 * self.candidates / self.failure))
+        sampled = self._sampling_error(session, dim, self.candidates) + 1.0
+        steep = n * extra["alpha"] - query.clip * sampled - spread * (math.sqrt(dim) + tail)
+        bent = n * math.sqrt(extra["rho"] * extra["alpha"])
+        bent -= query.smoothness * sampled + spread * (math.sqrt(2.0 * dim) + tail)
+        extra["margin"] = max(extra["alpha"] - steep / n, 0.0)
+        for k, (gradient, hessian) in zip(spaced, query.unpack(total), strict=True):
+            if session.regularizer.smoothness:
+                hessian[np.diag_indices(dim)] += n * session.regularizer.curvature(found[k])
+            slope = norm(gradient + n * session.regularizer.gradient(found[k]))
+            if slope <= steep and float(np.linalg.eigvalsh(hessian)[0]) >= -bent:
+                extra["chosen"], state.params, state.stopped_by = k, found[k], "sosp"
+                break
+        return state
+
     def _margin(self, session: Session, dim: int, candidates: int) -> float:
         """By how many records' changes a candidate must pass; see the module's text."""
-        slot, n = session.plan.schedule["select"], session.expected_batch("select")
-        scale = slot.multiplier(session.plan.noise_multiplier)
+        scale = session.plan.schedule["select"].multiplier(session.plan.noise_multiplier)
         noise = 2.0 * math.log(2.0 / self.failure) + 4.0 * math.log(2.0 * candidates / self.failure)
-        error = slot.sampling.mean_error(session.plan.n_public)
+        return scale * noise + self._sampling_error(session, dim, candidates) + 1.0
+
+    def _sampling_error(self, session: Session, dim: int, candidates: int) -> float:
+        """By how many records' changes held-out sums can differ from the population's."""
+        error = session.plan.schedule["select"].sampling.mean_error(session.plan.n_public)
         assert error is not None  # a single pass states it
         log_odds = math.log(4.0 * max(2, dim) * candidates * error.odds / self.failure)
-        return scale * noise + n * bernstein(math.sqrt(error.variance), error.longest, log_odds) + 1.0
+        return session.expected_batch("select") * bernstein(math.sqrt(error.variance), error.longest, log_odds)
 
     def _settle(self, session: Session, dim: int) -> dict[str, Any]:
         smoothness = total_smoothness(self.oracle, session)

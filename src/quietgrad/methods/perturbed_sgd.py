@@ -58,6 +58,7 @@ from quietgrad.core.errors import ExhaustedError
 from quietgrad.core.plans.schedule import Plan, Schedule
 from quietgrad.core.sampling.schemes import Risk
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.clipping import FLAT
 from quietgrad.core.session.queries import Asked, LossConstants, Objective
 from quietgrad.core.settings import Count, Positive, PositiveFraction
 from quietgrad.core.vectors import Vector, copy, norm
@@ -70,7 +71,8 @@ from quietgrad.methods.oracles.base import (
     total_smoothness,
 )
 from quietgrad.methods.oracles.error_bounds import EstimateError
-from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider, MiniBatch
+from quietgrad.methods.oracles.gradient_estimators import MiniBatch
+from quietgrad.methods.oracles.spider import AdaptiveSpider, Spider
 from quietgrad.methods.second_order_theorem import solve
 
 STEP, CLIP, ATTEMPTS = 0.5, 1.0, 2  # what practical runs take if nothing is given: DP-SGD's own defaults
@@ -241,7 +243,7 @@ class PerturbedSGD(Algorithm):
         if self.mode == "practical":
             rate, own = self.learning_rate or STEP, self.oracle
             object.__setattr__(self, "learning_rate", rate)
-            if isinstance(own, AdaptiveSpider):
+            if isinstance(own, AdaptiveSpider | Spider):
                 own = replace(own, clip=own.clip or CLIP, smoothness=own.smoothness or 1.0 / rate)
                 object.__setattr__(self, "oracle", own)
 
@@ -257,6 +259,7 @@ class PerturbedSGD(Algorithm):
         failure: float = 0.05,
         scale: float = 1.0,
         constant: float = 1.0,
+        parties: int = 1,
     ) -> PerturbedSGD:
         """Equations (4), (5) and Theorem 2.
 
@@ -264,7 +267,7 @@ class PerturbedSGD(Algorithm):
         """
         found = solve(
             constants, n=n, dim=dim, budget=budget, risk_bound=risk_bound, failure=failure, scale=scale,
-            constant=constant,
+            constant=constant, parties=parties,
         )  # fmt: skip
         oracle = AdaptiveSpider(
             batch_size=found.batch_size,
@@ -429,6 +432,7 @@ def states(session: Session, oracle: Oracle, rho: float | None) -> bool:
         taken.append((stated.lipschitz, oracle.clip))
     weaker = any(given is not None and (least is None or given < least) for least, given in taken)
     bent = isinstance(oracle, AdaptiveSpider) and oracle.difference_clip is not None
+    bent |= isinstance(oracle, MiniBatch) and oracle.clipping not in ("flat", FLAT)
     return not weaker and not bent
 
 

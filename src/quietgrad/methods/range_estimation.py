@@ -43,6 +43,7 @@ from quietgrad.tables.table import Floats
 Bounds = tuple[float, float]
 Share = Annotated[float, Within(0.0, 0.5)]
 _BY_FAR = 0.25
+_SEVERAL_SCALES = 8.0  # far end over near end: a declared range of one sign and more than three octaves is wide
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ class RangeEstimation:
         sparse: rows whose zeros are not stored: no feature is shifted.
         counts: whether targets are counts ≥ 0: their limit and about their mean are found, also below a declared
             limit.
-        whole: whether no tail may be cut off, however far: a Newton step is about the rows as they are.
+        whole: whether no tail of a feature or target may be cut off, however far: the standard errors that were
+            asked for are about the rows as they are.
+        whole_target: the same of targets alone: standard errors of clipped features are still about all targets.
         refine: whether wide declared ranges are refined as well: most values may keep to a small part of one.
     """
 
@@ -76,6 +79,7 @@ class RangeEstimation:
     sparse: bool = False
     refine: bool = False
     whole: bool = False
+    whole_target: bool = False
     counts: bool = False
 
     def __post_init__(self) -> None:
@@ -92,18 +96,27 @@ class RangeEstimation:
         """Positions of the features whose size is asked for: the undeclared, and with ``refine`` the wide ones."""
 
         def is_wide(low: float, high: float) -> bool:
-            """Whether a declared range holds zero and more than an indicator would need."""
-            return low <= 0.0 <= high and max(-low, high) > 1.0
+            """Whether a declared range is wider than an indicator or than the values of one scale would need."""
+            near, far = sorted((abs(low), abs(high)))
+            if low <= 0.0 <= high:
+                return far > 1.0
+            # What narrows all ranges alike could leave one of a single sign without its values.
+            return self.ranges != "relative" and far > _SEVERAL_SCALES * near
 
         declared = self.features if self.features is not None else (None,) * features
         return np.flatnonzero([pair is None or (self.refine and is_wide(*pair)) for pair in declared])
 
     def shares(self) -> dict[str, float]:
         """The slots that are added, with their shares."""
-        half = 0.0 if self.whole or self.counts else self.target_share / 2.0
+        half = 0.0 if self.keeps_targets or self.counts else self.target_share / 2.0
         named = {"ranges": self.range_share, **dict.fromkeys(self.offset_slots, self.offset_share)}
         named |= {"octaves": self.octave_share, "targets": self.target_share - half, "target-bins": half}
         return {name: share for name, share in named.items() if share}
+
+    @property
+    def keeps_targets(self) -> bool:
+        """Whether no target may be cut off."""
+        return self.whole or self.whole_target
 
     @property
     def regression(self) -> bool:
@@ -175,8 +188,11 @@ def estimate_box(look: RangeEstimation, session: Session, features: int, relatio
             look, session, relation, to_estimate, low.copy(), high.copy(), out
         )
         known = np.array([pair is not None for pair in declared])
-        low = np.where(known, np.maximum(low, new_low), new_low)
-        high = np.where(known, np.minimum(high, new_high), new_high)
+        inner_low, inner_high = np.maximum(low, new_low), np.minimum(high, new_high)
+        # Values that lie outside of a declared range of one sign say nothing of where in it the others are.
+        keep = known & (inner_low >= inner_high)
+        low = np.where(keep, low, np.where(known, inner_low, new_low))
+        high = np.where(keep, high, np.where(known, inner_high, new_high))
     if look.sparse:
         low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)
     out |= {"low": low, "high": high, "hidden_features": hidden}
@@ -257,13 +273,13 @@ def _found_target(look: RangeEstimation, session: Session, relation: Relation) -
     limits = look.target
     if limits is None and look.target_share:
         counts = session.release("targets", query)
-        limits = read_target(counts, noise_of(session, "targets", query.bound), whole=look.whole)
+        limits = read_target(counts, noise_of(session, "targets", query.bound), whole=look.keeps_targets)
         if limits is None:
             raise TooNoisyError(
                 "y: no range of the targets stands out of the noise. Pass a public range: target_bounds=(low, "
                 f"high). {charged}"
             )
-        if not look.whole:
+        if not look.keeps_targets:
             pieces = TargetRangeHistogram(*limits, relation)
             counts = session.release("target-bins", pieces)
             noise, everyone = noise_of(session, "target-bins", pieces.bound), session.expected_batch("target-bins")

@@ -4,9 +4,9 @@ A new algorithm is a file of this room and an entry here. Its examples make it p
 its attacks part of every audit; a test fails if a private algorithm has none.
 
 Each algorithm has settings for the common problem of the tests and small settings for attacks. The common problem
-has 3000 records and 6 features (``tests/common.py``): the risk at the origin is 0.693, the least about 0.40, and
-``loss`` is what the settings reach. A claim of ε = 0.2 cannot be attacked with thousands of runs, one of μ ≥ 1
-can: for attacks releases are few and budgets generous, and both relations, un-sampled, Poisson-sampled and
+has 3000 records and 6 features (``tests/methods/common.py``): the risk at the origin is 0.693, the least about
+0.40, and ``loss`` is what the settings reach. A claim of ε = 0.2 cannot be attacked with thousands of runs, one of
+μ ≥ 1 can: for attacks releases are few and budgets generous, and both relations, un-sampled, Poisson-sampled and
 fixed-size batches are covered wherever the algorithm has them.
 """
 
@@ -86,6 +86,8 @@ _STAGES: dict[str, Any] = {"stages": 3, "first_steps": 20, "batch_size": 200}
 _ESCAPE: dict[str, Any] = {
     "learning_rate": 2.0, "radius": 1.0, "escape_steps": 10, "attempts": 2, "hessian_lipschitz": 0.1,
 }  # fmt: skip
+_PATH: dict[str, Any] = {"learning_rate": 3.0, "smoothness": 0.25}
+_TREE: dict[str, Any] = {**_PATH, "noise": "correlated", "difference_clip": 0.05}
 _SPIDER: dict[str, Any] = {
     "name": "adaptive-spider", "clip": 1.0, "smoothness": 0.25, "kappa": 3.0, "batch_size": 300,
 }  # fmt: skip
@@ -120,6 +122,17 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.46, steps=40, learning_rate=3.0),
         _row(0.50, _REPLACE, steps=40, learning_rate=1.0, momentum=0.8, returns="average"),
     ),
+    "dp-spider": (
+        _row(0.46, steps=60, **_PATH),
+        _row(0.48, _REPLACE, steps=60, period=20, split=0.7, returns="average", **_PATH),
+        _row(0.50, steps=60, period=15, sampling="poisson", batch_size=600, difference_batch_size=300, **_PATH),
+        _row(0.50, _REPLACE, steps=60, period=20, sampling="fixed-size", batch_size=600, **_PATH),
+        _row(0.48, steps=60, warm_steps=5, warm_learning_rate=3.0, **_PATH),
+        _row(0.48, steps=60, kappa=2.0, full_queries=10, **_PATH),
+        _row(0.66, steps=60, returns="random", **_PATH),
+        _row(0.55, steps=60, period=20, sampling="turns", cohorts=15, **_TREE),
+        _row(0.60, _REPLACE, steps=30, sampling="single-pass", batch_size=100, **_TREE),
+    ),
     "dp-agd": (_row(0.52),),
     "stagewise": (
         _row(0.50, learning_rate=2.0, **_STAGES),
@@ -133,6 +146,12 @@ EXAMPLES: dict[str, tuple[Example, ...]] = {
         _row(0.65, _REPLACE, steps=60, mechanism="pure"),
     ),
     "whitened-gd": (_row(0.48, _REPLACE, steps=20, row_bound=1.0),),
+    "fedavg": (  # every record is a party of its own
+        _row(0.50, rounds=60, sample=0.1, clip=0.5, local_rate=0.5, server_rate=3.0),
+        _row(0.50, rounds=60, sampling="poisson", sample=0.1, clip=0.5, local_rate=0.5, server_rate=2.0),
+        _row(0.50, rounds=60, sampling="poisson", sample=0.1, clip=0.1, clip_quantile=0.5, local_rate=0.5),
+        _row(0.55, _REPLACE, rounds=30, sampling="full", clip=0.5, local_rate=0.5, server="adam", server_rate=0.2),
+    ),
     "perturbed-sgd": (
         _row(0.58, _REPLACE, oracle={**_SPIDER, "difference_batch_size": 60}, chi=0.02, **_ESCAPE),
         _row(
@@ -154,10 +173,14 @@ _NEVER: dict[str, Any] = {
 _TWO_TURNS: dict[str, Any] = {"sampling": "turns", "cohorts": 2, "noise": "correlated"}
 _TWO_BANDS: dict[str, Any] = {**_TWO_TURNS, "sampling": "poisson-turns"}
 _AUDIT_SPIDER: dict[str, Any] = {"name": "adaptive-spider", "clip": 1.0, "smoothness": 1.0, "kappa": 1e6}
+_AUDIT_TREE: dict[str, Any] = {
+    **_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 1, "difference_clip": 0.5, "noise": "correlated",
+}  # fmt: skip
 _SELECTION: dict[str, Any] = {
     "n": 8, "epsilon": 2.0, "alpha": 0.1, "steps": 2, "learning_rate": 0.1,
     "oracle": {**_AUDIT_SPIDER, "batch_size": 2, "difference_batch_size": 2},
 }  # fmt: skip
+_PERIODIC: dict[str, Any] = {"name": "spider", "period": 2, "clip": 1.0, "smoothness": 1.0}
 _MINI_BATCH: dict[str, Any] = {"name": "mini-batch", "batch_size": 4, "clip": 1.0}
 _REUSE: dict[str, Any] = {"batch_size": 4, "difference_batch_size": 4, "regime": "reuse", "full_queries": 1}
 # A refused step costs as much as a fresh one, so that every run spends all of ρ on the same few releases. Under
@@ -189,6 +212,15 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     "dp-adam": _batches(steps=6),
     "dp-disk": _batches(steps=6, learning_rate=0.1),
     "dp-gd": (_attack("every record", steps=6), _attack("every record", _REPLACE, steps=6, momentum=0.5)),
+    "dp-spider": (
+        # Its clip takes a norm, so runs are made one by one.
+        _attack("two noises", share=0.4, steps=6, period=3, split=0.5, learning_rate=0.1),
+        _attack("two noises", _REPLACE, share=0.4, steps=6, period=3, split=0.8, learning_rate=0.1),
+        _attack("Poisson", share=0.4, steps=4, period=2, batch_size=2, sampling="poisson", learning_rate=0.1),
+        _attack("warm start", share=0.4, steps=6, warm_steps=3, learning_rate=0.1),
+        _attack("tree", share=0.4, steps=6, period=3, difference_clip=0.2, learning_rate=0.1, **_TWO_TURNS),
+        _attack("by drift", share=0.4, steps=4, kappa=1e-3, full_queries=3, learning_rate=0.1),
+    ),
     "dp-agd": (
         _attack("every record", splits=1, share=2.5, **_GREEDY),
         _attack("every record", _REPLACE, splits=2, **_GREEDY),
@@ -215,6 +247,7 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
     ),
     "perturbed-sgd": (
         _attack("every record", share=0.5, steps=4, oracle={**_AUDIT_SPIDER, **_REUSE}, **_NEVER),
+        _attack("by period", share=0.2, steps=4, mode="practical", oracle=_PERIODIC, **_NEVER),
         _attack("mini-batch", share=0.2, steps=4, mode="practical", oracle=_MINI_BATCH, **_NEVER),
         _attack(
             "fresh records",
@@ -225,6 +258,13 @@ ATTACKED: dict[str, tuple[Example, ...]] = {
             oracle={**_AUDIT_SPIDER, "batch_size": 6, "difference_batch_size": 6},
             **_NEVER,
         ),
+        _attack("tree", _REPLACE, n=6, share=0.4, steps=5, oracle=_AUDIT_TREE, **_NEVER),
+    ),
+    "fedavg": (
+        _queries("every party", rounds=4, sampling="full", share=0.4),
+        _queries("every party", _REPLACE, rounds=4, sampling="full", share=0.4),
+        replace(_queries("known turns", n=6, share=0.4, rounds=6, sample=0.5), every=2),
+        _queries("adaptive clip", rounds=4, sampling="full", share=0.4, clip_quantile=0.5, clip_share=0.2),
     ),
     "model-selection": (
         # A search of pure ε allows so much at larger ε that thousands of runs would say nothing.
@@ -283,6 +323,7 @@ _HOMES = {
     "dp-adam": "dp_sgd.DPAdam",
     "dp-disk": "dp_disk.DPDiSK",
     "dp-gd": "dp_sgd.DPGD",
+    "dp-spider": "dp_spider.DPSpider",
     "gd": "dp_sgd.GD",
     "dp-agd": "dp_agd.DPAGD",
     "stagewise": "stagewise.StagewiseDPSGD",
@@ -293,6 +334,7 @@ _HOMES = {
     "model-selection": "model_selection.ModelSelection",
     "whitened-gd": "whitened_gd.WhitenedGD",
     "weighted-average": "output_perturbation.WeightedAverage",
+    "fedavg": "fedavg.FedAvg",
 }
 
 ALGORITHMS: dict[str, AlgorithmSpec] = {
@@ -315,6 +357,7 @@ def entry(name: str) -> AlgorithmSpec:
 
 def _readers() -> settings.Readers:
     from quietgrad.core.noise.mechanisms import Mechanism
+    from quietgrad.core.session.clipping import Clipping, read_clipping
     from quietgrad.methods.learning_rates import LearningRate, as_rate
     from quietgrad.methods.oracles.base import Oracle, read_noise
     from quietgrad.methods.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
@@ -326,5 +369,6 @@ def _readers() -> settings.Readers:
         Oracle: make_oracle,
         RangeEstimation: range_estimation_from_json,
         Mechanism: read_noise,
+        Clipping: read_clipping,
         **kinds,
     }

@@ -31,7 +31,7 @@ from quietgrad.core.ledger.state import ReservationState, same
 from quietgrad.core.session import checkpoint
 from quietgrad.core.session.kept import FILE, clear
 from quietgrad.core.session.statement import REFUTED, SLACK, Privacy, contradiction, refuted
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 
 SCHEMA_VERSION = 1
 
@@ -45,7 +45,7 @@ class Result:
     sampling, so only whole seconds are saved.
     """
 
-    params: Vector
+    params: OwnVector
     privacy: Privacy
     algorithm: str
     config: Mapping[str, Any]
@@ -169,12 +169,15 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     curve = result.details.get("epsilon_curve") or ()
     if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + SLACK) + 1e-9:
         found.append(f"its curve of ε goes beyond the stated {stated:.4g}")
-    words = PrivacyUnit.PERSON if re.search(r"\b(person|people)\b", str(privacy.sampling)) else PrivacyUnit.RECORD
+    named = (unit for unit in PrivacyUnit if re.search(rf"\b({unit}|{unit.plural})\b", str(privacy.sampling)))
+    words = next(named, PrivacyUnit.RECORD)
     if words is not privacy.unit:
         found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
     if stated is None:
         return found
-    found += _against_options(privacy, folder)
+    # Of a federation whose parties are the unit the options name no unit: the method has it.
+    party = privacy.unit is PrivacyUnit.PARTY and "trust" in result.details
+    found += _against_options(privacy, folder, PrivacyUnit.PARTY if party else None)
     if ledger is None or not ledger.exists() or privacy.events is None:
         return found
     try:
@@ -185,14 +188,14 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     return [*found, *unpaid(privacy, result.details.get("run"), held, ledger.name, of_a_party=said_by)]
 
 
-def _against_options(privacy: Privacy, folder: Path) -> list[str]:
+def _against_options(privacy: Privacy, folder: Path, unit: PrivacyUnit | None = None) -> list[str]:
     """``run.json`` holds what was asked for before the run; a party's copy of a federation's result has none."""
     try:
         asked = read_json(folder / "run.json")
         epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
         private = not asked["non_private"]
         person = asked.get("person", asked.get("reading", {}).get("person"))  # 0.2 kept it in a group
-        unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
+        unit = unit or (PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     if epsilon is None or not private or privacy.delta is None:

@@ -1,4 +1,4 @@
-"""Theorem 2 of paper 003 in numbers: the settings that its equations (4) and (5) ask for."""
+"""Theorems 2 and 3 of paper 003 in numbers: the settings that equations (4) and (5) ask for."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def solve(
     failure: float = 0.05,
     scale: float = 1.0,
     constant: float = 1.0,
+    parties: int = 1,
 ) -> TheoremParameters:
     """Theorem 2 of paper 003: the settings that its equations (4) and (5) ask for.
 
@@ -62,6 +63,10 @@ def solve(
         risk_bound: U ≥ max F − min F.
         failure: ω.
         scale: s. constant: C.
+        parties: m, each with n records and noise of its own (theorem 3, under which ĝ is the mean of m estimates).
+            Lemma 9 divides σ² and r² of Lemma 7 by m, and κ has mn for n in its first term and √m·n in its second.
+            Batches are one party's. The printed √(mn)·ε must be √m·n·ε: r² is divided by m and b² by n² there, and
+            the paper's own remark says so.
 
     >>> hill = LossConstants(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
     >>> found = solve(hill, n=10**14, dim=10, budget=Budget(1.0, 1e-6), risk_bound=1.0)
@@ -74,7 +79,10 @@ def solve(
         Within(0.0, 1e300, closed=False).check(name, number)
     Within(0.0, 1.0 - 1e-9, closed=False).check("failure", failure)
     noise = calibrate_event(events.Gaussian, budget=budget)
-    many, few = g**1.5 * math.sqrt(u * rho / n) / m**2.5, (n * budget.epsilon) ** 0.8 * m ** (34 / 15)
+    Within(1, whole=True).check("parties", parties)
+    root = math.sqrt(parties)
+    many = g**1.5 * math.sqrt(u * rho / (parties * n)) / m**2.5
+    few = (root * n * budget.epsilon) ** 0.8 * m ** (34 / 15)
     kappa = max(many, g ** (14 / 15) * dim**0.4 * u**0.8 * rho ** (8 / 15) / few)
     drift, log_d, quarter = m * math.sqrt(kappa), max(1.0, math.log(dim)), math.sqrt(math.sqrt(c))
 
@@ -85,8 +93,8 @@ def solve(
             iota = s * mu
             eta = gamma / (m * iota) ** 2
             b1, b2 = n * kappa / (2.0 * u * eta), n * eta * chi**2 / (2.0 * u)
-            r = noise * math.hypot(g / b1, drift / b2)  # ψ and r are Lemma 7's
-            sigma = log_d * math.hypot(g / math.sqrt(b1), drift / math.sqrt(b2))
+            r = noise / root * math.hypot(g / b1, drift / b2)  # ψ and r are Lemma 7's, or 9's
+            sigma = log_d / root * math.hypot(g / math.sqrt(b1), drift / math.sqrt(b2))
             psi = math.hypot(sigma, r * math.sqrt(dim))
             # the logarithm of (71), of which Q is 2.5 times, and T of (72)
             saddles = math.log(max(math.e, 16.0 * iota**3 * u / (s * failure) * math.sqrt(rho / chi**3)))

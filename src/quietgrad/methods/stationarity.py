@@ -22,7 +22,7 @@ from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.statement import Privacy
-from quietgrad.core.vectors import Vector, dot, norm
+from quietgrad.core.vectors import OwnVector, dot, norm
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.minimizing import minimize
 from quietgrad.methods.oracles.base import constant_of
@@ -85,7 +85,7 @@ def classify(
 
 
 def certify(
-    objective: Any, params: Vector, data: object = None, *, alpha: float = 0.01, rho: float | None = None
+    objective: Any, params: OwnVector, data: object = None, *, alpha: float = 0.01, rho: float | None = None
 ) -> Certificate:
     """Evaluate ‖∇F‖ and λ_min(∇²F) at ``params`` and classify the point. Not private.
 
@@ -102,7 +102,7 @@ def certify(
     """
     if not 0.0 < alpha < math.inf:
         raise ValueError(f"alpha={alpha!r}: must be a finite number > 0.")
-    product: Callable[[Vector], Vector]
+    product: Callable[[OwnVector], OwnVector]
     if data is None:
         if not isinstance(objective, HasPopulation):
             raise ValueError("data=None: only a landscape has a population risk; pass the data to evaluate on.")
@@ -120,7 +120,7 @@ def certify(
     return Certificate(length, least, classify(length, least, alpha, rho, curvature), alpha, rho, curvature)
 
 
-def extreme_eigenvalues(product: Callable[[Vector], Vector], like: Vector) -> tuple[float, float]:
+def extreme_eigenvalues(product: Callable[[OwnVector], OwnVector], like: OwnVector) -> tuple[float, float]:
     """λ_min of the symmetric operator v ↦ ``product(v)``, and the largest curvature in absolute value.
 
     Small operators are written out; larger ones go to Lanczos, and the eigenpair found is checked: the residual
@@ -186,7 +186,7 @@ class HasNegativeCurvature(Protocol):
         ...
 
 
-def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Vector], Vector]:
+def _product_on(objective: Any, records: Any, params: OwnVector) -> Callable[[OwnVector], OwnVector]:
     if isinstance(objective, HasHessianProduct):
         return partial(objective.hessian_product, records, params)
     from quietgrad.tables import full_batch
@@ -194,7 +194,7 @@ def _product_on(objective: Any, records: Any, params: Vector) -> Callable[[Vecto
     if full_batch.covers(objective):
         return partial(full_batch.hessian_product, objective, records, params)
 
-    def differences(vector: Vector) -> Vector:
+    def differences(vector: OwnVector) -> OwnVector:
         # Central differences of the gradient: error of order h² plus rounding/h, least near h = ε^(1/3).
         length = math.sqrt(dot(vector, vector)) or 1.0
         h = 6e-6 * (1.0 + norm(params)) / length
@@ -249,7 +249,7 @@ class StationarityRelease(Algorithm):
 
 def certify_privately(
     objective: Any,
-    params: Vector,
+    params: OwnVector,
     data: object,
     *,
     budget: Budget,

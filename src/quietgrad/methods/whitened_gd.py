@@ -4,27 +4,16 @@ A part of the budget buys estimates of the features: ranges, a mean, second mome
 full-batch gradient steps in whitened coordinates, where one public step size suits all directions. Every release
 is an un-sampled Gaussian, so the composition is exact; every threshold, window, damping and horizon follows from
 public numbers and earlier releases. Which releases a table can repay is decided before it is seen:
-:func:`~quietgrad.methods.budget_allocation.for_table`.
-
-Standard errors come from one noisy Newton step at the end. From a private start θ₀ the step θ₁ = θ₀ − Ĥ⁻¹ĝ uses a
-noisy gradient ĝ = g + N_g and a noisy curvature Ĥ = H + N_H. To first order
-θ₁ − θ* = −Ĥ⁻¹(g(θ*) + N_g) + Ĥ⁻¹N_H(θ₀ − θ*), so with δ = θ₁ − θ₀ the covariance is
-
-    Ĥ⁻¹ (φĤ/n + σ_g²I + ½σ_H²(‖δ‖²I + δδᵀ)) Ĥ⁻¹,
-
-φ the dispersion: 1 for a likelihood, the residual variance for least squares (Avella-Medina, Bradshaw, Loh 2023;
-Wang, Kifer, Lee 2019). Whether the step is bought is decided from public numbers. Eigenvalues of Ĥ that turn out
-below three times the spectral norm s of its noise are raised to 3s, which shortens the step there. Their part of
-the covariance is that of the least eigenvalue v the noise allows (Ĥ's less s, at least s/4), and holds the error
-(1/v − 1/3s)ĝ of the shorter step besides: intervals are wider, and there always are some.
+:func:`~quietgrad.methods.budget_allocation.for_table`. Standard errors come from
+:func:`~quietgrad.methods.newton_step.newton_step`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, cg
@@ -32,11 +21,12 @@ from scipy.sparse.linalg import LinearOperator, cg
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
-from quietgrad.core.session.base import Session, SupportsPrefetch
-from quietgrad.core.session.queries import Asked, LossQuery, Query, following_clip
+from quietgrad.core.session.base import Session
+from quietgrad.core.session.queries import Asked, Query, following_clip
 from quietgrad.core.settings import Count, Positive, Within
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm, State
+from quietgrad.methods.newton_step import newton_step
 from quietgrad.methods.range_estimation import (
     Bounds,
     RangeEstimation,
@@ -56,66 +46,33 @@ from quietgrad.tables.whitening import (
     RowNormHistogram,
     SecondMomentMatrix,
     WhitenedGradient,
-    WhitenedInformation,
     Whitening,
 )
 
 __all__ = ["Bounds", "RangeEstimation", "WhitenedGD"]
 
 
-_CLEAR = 3.0  # spectral norms of its noise: an eigenvalue of the curvature below is raised to it
 CROWDED = 0.012
 """p^1.5/(nμ) beyond which no Newton step is bought: its curvature would be refused."""
 NO_ERRORS = "standard errors are offered for least squares and for logistic regression of two declared classes"
 
 
-def _newton_step(
-    session: Session, seen: Callable[[Query], Query], start: Floats, whitening: Whitening
-) -> tuple[Floats, Floats, int]:
-    """Release gradient, curvature and (for squares) dispersion at ``start``, and step.
+class _DirectionSpread(NamedTuple):
+    """Variances of whitened coefficients along ``axes`` (``None``: each by itself), and the features' own there.
 
-    ``seen`` turns a query into one about the rows as the frame shows them. Returns the whitened parameters, their
-    covariance, and how many eigenvalues of the curvature noise hid.
+    ``constant`` is the variance of the intercept by noise.
     """
-    squares = isinstance(session.objective, Squared)
-    radius, n, size = whitening.radius, session.expected_batch("gradient"), len(start)
-    gradient = WhitenedGradient(start, (2.0 if squares else 1.25) * radius, whitening)
-    information = WhitenedInformation(
-        start, (2.5 if squares else 0.625) * radius**2, whitening, relation_of(session)
-    )
-    loss = LossQuery(whitening.to_raw(start), 2.0)  # f = r²/2 with targets in ±2: residuals up to 2
-    asked = seen(gradient), seen(information), seen(loss)
-    if isinstance(session, SupportsPrefetch):
-        session.foresee(*asked[: 3 if squares else 2])
-    slope = session.release("score", asked[0]) / n
-    slope += whitening.pull_back(session.regularizer.gradient(whitening.to_raw(start)))
-    curve = information.unpack(session.release("information", asked[1]) / n)
-    slope_noise = noise_of(session, "score", gradient.bound) / n
-    curve_noise = noise_of(session, "information", information.bound) / n
-    dispersion = 1.0
-    if squares:
-        dispersion = max(2.0 * float(session.release("dispersion", asked[2])[0]) / n, 1e-12)
-    bend = np.maximum(session.regularizer.curvature(whitening.to_raw(start)), 0.0)
-    if bend.any():  # the penalty's part is public
-        curve += np.column_stack([whitening.pull_back(bend * whitening.to_raw(unit)) for unit in np.eye(size)])
-    seen_bends, axes = np.linalg.eigh(curve)
-    spread = curve_noise * math.sqrt(2.0 * size)
-    floor = max(_CLEAR * spread, 1e-9 * float(seen_bends[-1]), 1e-300)
-    hidden = seen_bends < floor
-    bends = np.where(hidden, floor, seen_bends)
-    least = np.where(hidden, np.maximum(seen_bends - spread, floor / (4.0 * _CLEAR)), seen_bends)
-    along = axes.T @ slope
-    step = -axes @ (along / bends)
-    middle = (
-        dispersion * (axes * bends) @ axes.T / n
-        + (slope_noise**2 + 0.5 * curve_noise**2 * float(step @ step)) * np.eye(size)
-        + 0.5 * curve_noise**2 * np.outer(step, step)
-    )
-    inverse = (axes / least) @ axes.T
-    shortened = axes * (along * (1.0 / least - 1.0 / bends)) ** 2
-    return start + step, inverse @ middle @ inverse + shortened @ axes.T, int(hidden.sum())
+
+    axes: Floats | None
+    shares: Floats
+    noise: Floats
+    sampling: Floats
+    constant: float
 
 
+_BELIEVED = 2.0  # mean squares of the noise: a regression whose scores have less is its constant
+_CONSTANT_STEPS = 16
+_CAREFUL = 0.5  # of the usual step: a number of records that came out far too small must not make it leap
 _SHORTEST, _LONGEST = 6.0, 64.0  # horizons, in steps of the public size
 _AMPLE = 4.0  # times the longest distance: signal with which a wider clip costs no accuracy
 _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only where signal abounds
@@ -165,6 +122,8 @@ class WhitenedGD(Algorithm):
         horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T
             steps is gone with momentum, a shorter one with shorter steps. ``None``: T plain steps.
         inference_share: part of μ² spent on a Newton step at the end, which gives standard errors.
+        constant_share: part of μ² spent on the best constant, from which the descent sets out. Of the model that it
+            comes to, only what exceeds noise is added: the less that is, the closer the result to the constant.
         bands: whether the result tells the coefficients' covariance by noise and sampling; costs nothing.
 
     >>> [(slot.name, slot.count) for slot in WhitenedGD(steps=10, row_bound=1.0).schedule(1000).slots]
@@ -185,6 +144,7 @@ class WhitenedGD(Algorithm):
     horizon: Positive | None = None
     inference_share: Share = 0.0
     bands: bool = False
+    constant_share: Share = 0.0
 
     name: ClassVar[str] = "whitened-gd"
 
@@ -205,7 +165,7 @@ class WhitenedGD(Algorithm):
         shares = {} if self.look is None else self.look.shares()
         if self.row_bound is None:
             shares["norms"] = self.norm_share
-        shares.update({"mean": self.mean_share, "second-moments": self.moment_share})
+        shares |= {"constant": self.constant_share, "mean": self.mean_share, "second-moments": self.moment_share}
         # Of the Newton step: a regression also pays for its dispersion.
         regression = self.look is not None and self.look.regression
         parts = {"score": 0.45 if regression else 0.5, "information": 0.5, "dispersion": 0.05 * regression}
@@ -217,13 +177,17 @@ class WhitenedGD(Algorithm):
         rest = 1.0 - sum(shares.values())
         everyone = FullBatch()
         # A share s of μ² for k releases means noise ∝ √(k/s) each.
-        slots = [Slot(name, everyone, noise=1.0 / math.sqrt(share)) for name, share in shares.items()]
+        counts = {"constant": _CONSTANT_STEPS}
+        slots = [
+            Slot(name, everyone, counts.get(name, 1), noise=math.sqrt(counts.get(name, 1) / share))
+            for name, share in shares.items()
+        ]
         gradients = Slot("gradient", everyone, self.steps, noise=math.sqrt(self.steps / rest))
         return Schedule((*slots, gradients))
 
-    def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
+    def asks(self, x0: OwnVector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What is asked without estimating ranges and without standard errors, which need one curator."""
-        if self.look is not None or self.inference_share:
+        if self.look is not None or self.inference_share or self.constant_share:
             return
         relation = relation_of(session)
         outputs, column = session.objective.outputs, session.objective.column
@@ -275,7 +239,7 @@ class WhitenedGD(Algorithm):
         """Take the Newton step if it was bought; keep raw parameters and what the result tells besides."""
         frame, extra = box_of(state.extra), state.extra
         if self.inference_share:
-            inner, covariance, raised = _newton_step(
+            inner, covariance, raised = newton_step(
                 session, lambda query: self._seen(query, state), extra["mean_inner"], whitening
             )
             extra["raised_eigenvalues"], extra["mean_inner"] = raised, inner
@@ -285,6 +249,8 @@ class WhitenedGD(Algorithm):
             columns = [self._to_raw(whitening.to_raw(unit), state, session) - origin for unit in np.eye(size)]
             matrix = np.column_stack(columns)
             extra["coefficient_covariance"] = (matrix @ covariance @ matrix.T).tolist()
+        elif self.constant_share:
+            self._shrink(state, session, whitening)
         state.params = self._to_raw(whitening.to_raw(extra["mean_inner"]), state, session)
         if frame is not None:
             extra["feature_range"] = [frame.low.tolist(), frame.high.tolist()]
@@ -297,7 +263,13 @@ class WhitenedGD(Algorithm):
             extra["noise_covariance"] = self._uncertainty(state, session, whitening).tolist()
 
     def _uncertainty(self, state: State, session: Session, whitening: Whitening) -> Any:
-        """Covariance of the features' coefficients by privacy noise and sampling, if the loss were a parabola.
+        """Covariance of the features' coefficients by privacy noise and sampling, if the loss were a parabola."""
+        spread, scale = self._spread(state, session, whitening), whitening.transform.scale
+        matrix = np.diag(scale) if spread.axes is None else scale @ spread.axes
+        return (matrix * (spread.noise + spread.sampling)) @ matrix.T
+
+    def _spread(self, state: State, session: Session, whitening: Whitening) -> _DirectionSpread:
+        """How far noise and sampling move the averaged iterate, if the loss were a parabola.
 
         In whitened coordinates the risk's curvature is h·SΣS, h a little less than the loss's largest and SΣS known
         from the releases. Along each of its eigenvectors the averaged iterate is linear in the T noises and in the
@@ -305,35 +277,73 @@ class WhitenedGD(Algorithm):
         """
         extra, scale = state.extra, whitening.transform.scale
         smooth = _pace_of(session.objective)
-        shift = whitening.transform.shift
+        shift, axes = whitening.transform.shift, None
         if scale.ndim == 1:
-            shares, axes = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2, np.eye(len(scale))
+            shares = np.maximum(extra["second"] - shift * shift, 0.0) * scale**2
         else:
             shares, axes = np.linalg.eigh(scale @ (extra["second"] - np.outer(shift, shift)) @ scale)
-        curvature = 0.6 * smooth * np.clip(shares, 0.0, 1.0)
+        shares = np.clip(shares, 0.0, 1.0)
+        curvature = 0.6 * smooth * np.append(shares, 1.0)  # of the constant last
         eta, n = self.learning_rate * extra["rate"] / smooth, session.expected_batch("gradient")
         noisy, reached = np.zeros_like(curvature), np.zeros_like(curvature)
         for hit in range(self.steps):
             place, speed, mean = np.zeros_like(curvature), np.zeros_like(curvature), np.zeros_like(curvature)
-            for t in range(self.steps):
+            for t in range(hit, self.steps):
                 speed = extra["momentum"] * speed + curvature * place + (t == hit)
                 place = place - eta * speed
                 if 2 * (t + 1) > self.steps:
                     mean += place / (self.steps - self.steps // 2)
             noisy += mean * mean
             reached += mean
-        variance = noisy * (noise_of(session, "gradient", extra["clip"]) / n) ** 2 + reached**2 * curvature / n
-        matrix = (np.diag(scale) if scale.ndim == 1 else scale) @ axes
-        return (matrix * variance) @ matrix.T
+        noise = noisy * (noise_of(session, "gradient", extra["clip"]) / n) ** 2
+        return _DirectionSpread(axes, shares, noise[:-1], (reached**2 * curvature / n)[:-1], float(noise[-1]))
+
+    def _shrink(self, state: State, session: Session, whitening: Whitening) -> None:
+        """Go back towards the constant model as far as the rest of the model is noise (James and Stein 1961).
+
+        Noise adds its own, known, mean square to that of the scores. Where their mean square is no larger than
+        noise alone makes it, the scores tell nothing and the model is the constant that was found first.
+        """
+        extra = state.extra
+        moved = (extra["mean_inner"] - extra["constant_inner"]).reshape(-1, whitening.outputs)
+        spread = self._spread(state, session, whitening)
+        features = moved[:-1]
+        along = features if spread.axes is None else spread.axes.T @ features
+        size = float(spread.shares @ (along * along).sum(axis=1)) + float((moved[-1] ** 2).sum())
+        noise = _BELIEVED * whitening.outputs * (float(spread.shares @ spread.noise) + spread.constant)
+        kept = max(0.0, 1.0 - noise / max(size, 1e-300))
+        extra["kept_of_scores"] = kept
+        extra["mean_inner"] = extra["constant_inner"] + kept * moved.ravel()
+
+    def _constant(self, state: State, session: Session) -> None:
+        """Descend on the constant alone, from which the model sets out and to which it may have to return."""
+        outputs, column = session.objective.outputs, session.objective.column
+        features = len(state.params) // outputs - 1
+        alone = Whitening(Affine(np.zeros(features), np.zeros(features)), column, outputs, column)
+        clip = following_clip(self.clip * column)
+        rate = _CAREFUL * self.learning_rate / (_pace_of(session.objective) * column**2)
+        place, mean = np.zeros_like(state.params), np.zeros_like(state.params)
+        for t in range(_CONSTANT_STEPS):
+            query = WhitenedGradient(place, clip, alone)
+            gradient = session.release("constant", self._seen(query, state)) / session.expected_batch("constant")
+            gradient[: features * outputs] = 0.0  # noise alone
+            place = place - rate * gradient
+            if 2 * t >= _CONSTANT_STEPS:
+                mean += place / (_CONSTANT_STEPS / 2.0)
+        state.extra["constant"] = mean
 
     def _measure(self, state: State, session: Session) -> None:
         """Release ranges and moments of the table, and keep what follows from them."""
         if self.inference_share and type(session.objective) not in (Logistic, Squared):
             raise ValueError(f"inference_share: {NO_ERRORS}.")
+        if self.constant_share and not session.objective.column:
+            raise ValueError("constant_share: must be 0 for a model without an intercept.")
         relation, extra = relation_of(session), state.extra
         features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)
         if self.look is not None:
             extra.update(estimate_box(self.look, session, features, relation))
+        if self.constant_share:
+            self._constant(state, session)
         bound = extra["row_bound"] = self._row_bound(state, session, features, relation)
         n, mean = session.expected_batch("gradient"), np.zeros(features)
         if self.mean_share:
@@ -350,7 +360,9 @@ class WhitenedGD(Algorithm):
         clip = max(self.clip, min(extra.get("target_spread", 0.0), _WIDEST_COUNTS))
         extra["momentum"], extra["rate"], widened = self._pace(whitening, session, clip / self.clip)
         extra["clip"] = following_clip(clip * widened * whitening.radius)
-        extra["inner"] = whitening.from_raw(state.params)
+        extra["inner"] = whitening.from_raw(np.asarray(state.params))
+        if self.constant_share:
+            extra["inner"] = extra["constant_inner"] = whitening.from_raw(extra["constant"])
         for name in ("mean_inner", "velocity"):
             extra[name] = np.zeros_like(state.params)
 

@@ -12,13 +12,12 @@ from quietgrad.core.noise.mechanisms import GaussianNoise, Mechanism, from_json
 from quietgrad.core.plans.method import config_of
 from quietgrad.core.plans.schedule import Law, Plan, Slot
 from quietgrad.core.sampling import Sampling
-from quietgrad.core.sampling.schemes import MeanError
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.queries import Asked, Objective
 from quietgrad.core.settings import check_fields
 from quietgrad.core.vectors import Vector
-from quietgrad.methods.oracles.error_bounds import EstimateError
+from quietgrad.methods.oracles.error_bounds import EstimateError, Part
 
 Noise = Literal["independent", "correlated"] | Mechanism
 """Independent Gaussian noise, noise that the next releases take back, or a mechanism that releases sums."""
@@ -111,17 +110,17 @@ def plan_preview(objective: Objective, plan: Plan) -> Any:
     )
 
 
-def noise_multiplier(session: Session) -> float:
-    """Standard deviation of the noise on a sum ÷ C: the plan's, times what many parties' noise adds up to.
+def noise_multiplier(session: Session, slot: str) -> float:
+    """Standard deviation of the noise on a sum of ``slot`` ÷ C: the slot's, times what many parties' adds up to.
 
     Correlated noise is louder in a single release, which is what is asked here.
     """
-    louder = max(slot.mechanism.loudness for slot in session.plan.schedule.slots)
-    return session.plan.noise_multiplier * math.sqrt(session.plan.variance_factor) * louder
+    plan, own = session.plan, session.plan.schedule[slot]
+    return own.multiplier(plan.noise_multiplier) * math.sqrt(plan.variance_factor) * own.mechanism.loudness
 
 
-def batch_part(session: Session, slot: str, length: float) -> tuple[MeanError | None, float, float]:
-    """A slot's part in an estimate's error: that of its batches' means, their size, and its clip.
+def batch_part(session: Session, slot: str, length: float) -> Part:
+    """A slot's part in an estimate's error.
 
     Where several curators of this plan answer as one, their batches together are so much larger than the plan's.
     """
@@ -130,7 +129,7 @@ def batch_part(session: Session, slot: str, length: float) -> tuple[MeanError | 
     if error is not None:
         share = sampling.expected_batch(session.plan.n_public) / size
         error = error._replace(variance=share * error.variance, longest=share * error.longest)
-    return error, size, length
+    return Part(error, size, length, noise_multiplier(session, slot))
 
 
 def constant_of(setting: str, name: str, given: float | None, session: Session) -> float:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quietgrad.core.sampling.schemes import MeanError, Risk
 
@@ -90,26 +91,41 @@ def bernstein(sampling: float, longest: float, log_odds: float) -> float:
     return sampling * math.sqrt(2.0 * log_odds) + longest * log_odds / 3.0
 
 
-def chain_error(
-    parts: tuple[tuple[MeanError | None, float, float], ...], *, noise: float, chains: int
-) -> EstimateError:
-    """The error of a chain from its parts: the full query first, and all differences together.
+class Part(NamedTuple):
+    """One kind of release in a chain: its full query, or all of its differences together.
 
     Args:
-        parts: for each part the error of a batch's mean, its expected batch, and how long contributions are: G, or
-            M√κ for differences, whose squares add up to M²κ at most.
-        noise: the noise multiplier.
-        chains: how many full queries a run may ask.
+        error: that of a batch's mean, for contributions of length 1; ``None`` where no bound is proved.
+        size: the expected batch.
+        length: of contributions: G, or M√κ for differences, whose squares add up to M²κ at most.
+        noise: the slot's noise multiplier.
+    """
+
+    error: MeanError | None
+    size: float
+    length: float
+    noise: float
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a coordinate of its noise in the estimate."""
+        return self.noise * self.length / self.size
+
+
+def chain_error(parts: tuple[Part, ...], *, chains: int) -> EstimateError:
+    """The error of a chain from its parts, the full query first; ``chains`` is how many full queries a run may ask.
+
+    Noises of different multipliers add like those of one: a chain's variance is the sum of its parts'.
     """
     # Without a proof of its own a batch is taken for one of independent draws: a scale, which no claim may rest on.
-    known = [(error or MeanError(1.0 / size, 2.0 / size, None), size, length) for error, size, length in parts]
-    risks = {error.risk for error, _, _ in known}
+    known = [(part.error or MeanError(1.0 / part.size, 2.0 / part.size, None), part.length) for part in parts]
+    risks = {error.risk for error, _ in known}
     return EstimateError(
-        sampling=math.sqrt(math.fsum(error.variance * length**2 for error, _, length in known)),
-        noise=noise * math.hypot(*(length / size for _, size, length in known)),
-        first_noise=noise * parts[0][2] / parts[0][1],
-        longest=max(error.longest * length for error, _, length in known),
+        sampling=math.sqrt(math.fsum(error.variance * length**2 for error, length in known)),
+        noise=math.hypot(*(part.deviation for part in parts)),
+        first_noise=parts[0].deviation,
+        longest=max(error.longest * length for error, length in known),
         chains=chains,
-        odds=max(error.odds for error, _, _ in known),
+        odds=max(error.odds for error, _ in known),
         risk=risks.pop() if len(risks) == 1 else None,
     )

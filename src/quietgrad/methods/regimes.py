@@ -1,0 +1,67 @@
+"""When gradient differences pay: G/(M·path), from public constants and a stated radius, before a run.
+
+A full gradient is as long as G, a difference as long as M‖θ − θ′‖, and all differences of a walk together as
+M·path. Where G is far above M·path, one dear full gradient and many cheap differences beat many dear gradients;
+where it is far below, differences are no cheaper than gradients. Where the two are alike it depends on the noise:
+with little of it differences are ahead. The limits below are measured (``reproduce/results/valley.json``), on a
+curved valley with equal search for both. On quadratics averaged gradient descent does the same as differences do,
+so tables tie whatever the ratio.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quietgrad.core.settings import Within
+from quietgrad.methods.oracles.spider import split_for
+
+PAYS, LOSES = 10.0, 0.1
+"""Above the first ratio differences won in every measured cell, below the second in none, by two standard errors.
+"""
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Where a problem lies, and what to use there.
+
+    Args:
+        lipschitz: G, the bound on one record's gradient (the clip).
+        smoothness: M, the bound on one record's curvature.
+        path: a public bound on the length of the walk, such as the radius that the model is looked for in.
+
+    >>> print(Regime(lipschitz=1.0, smoothness=0.25, path=0.2))
+    G/(M·path) = 20: differences pay where curvature bends the walk; use dp-spider with path=0.2 (split 0.95)
+    >>> print(Regime(1.0, 0.25, 100.0))
+    G/(M·path) = 0.04: differences are as dear as gradients; use dp-gd or dp-sgd
+    """
+
+    lipschitz: float
+    smoothness: float
+    path: float
+
+    def __post_init__(self) -> None:
+        for name in ("lipschitz", "smoothness", "path"):
+            Within(0.0, closed=False).check(name, getattr(self, name))
+
+    @property
+    def ratio(self) -> float:
+        """G/(M·path)."""
+        return self.lipschitz / (self.smoothness * self.path)
+
+    @property
+    def advice(self) -> str:
+        """What to use, in one line."""
+        use = f"dp-spider with path={self.path:g} (split {split_for(self.ratio):.2g})"
+        if self.ratio >= PAYS:
+            return f"differences pay where curvature bends the walk; use {use}"
+        if self.ratio <= LOSES:
+            return "differences are as dear as gradients; use dp-gd or dp-sgd"
+        return f"differences pay only if noise is low; compare dp-gd with {use}"
+
+    def __str__(self) -> str:
+        return f"G/(M·path) = {self.ratio:.3g}: {self.advice}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The regime as plain values."""
+        return {"ratio": self.ratio, "advice": self.advice}
