@@ -24,18 +24,26 @@ Value = TypeVar("Value")
 _WEB = ("http", "https")
 _LINK = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)(.*)", re.DOTALL)
 _CHAIN = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]*://)")  # fsspec's: simplecache::s3://bucket/people.csv
-_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[^:]*)(:\d*|::)?")  # host and port, or a file inside an archive
+_ATTEMPT = re.compile(r"(?:^|::)[\s\x00-\x20]*[A-Za-z][A-Za-z0-9+.-]+:[/\\]")  # is meant as one, perhaps misspelt
+_SYSTEM = re.compile(r"[\w.+-]*")  # the name of a file system
+# Host and port, or a file inside an archive.
+_PLACE = re.compile(r"(\[[0-9A-Fa-f:.]*\]|[\w.~*{}, +()-]*)(:\d*|::)?")
 _QUERY = re.compile(r"\?(?=[\w.~%-]+=)")  # elsewhere than on the web, ? is also a mark of a pattern
+_MARK = r"(?:[;&]|%3[FfBb]|%2[36])"  # what parameters may follow besides ?, spelt out or escaped
+_HIDDEN = re.compile(rf"\?|{_MARK}")  # on the web a path is shown up to the first of them
+_PARAMETER = re.compile(rf"{_MARK}[^/]*?(?:=|%3[Dd])")  # elsewhere such a path is refused: it names a file
 _PATTERN = "*?["
 
 
 def is_address(source: object) -> bool:
-    """Whether a text is an address, and not a path or a name.
+    """Whether a text is an address, and not a path or a name; one that is misspelt is one, and is refused later.
 
     >>> is_address("s3://bucket/people"), is_address("simplecache::s3://bucket/a.csv"), is_address("people.csv")
     (True, True, False)
     """
-    return isinstance(source, str) and any(_LINK.match(link) for link in _CHAIN.split(source))
+    return isinstance(source, str) and (
+        _ATTEMPT.search(source) is not None or any(_LINK.match(link) for link in _CHAIN.split(source))
+    )
 
 
 class Address(str):
@@ -81,7 +89,7 @@ class _Parts(NamedTuple):
     login: str
     place: str
     path: str
-    query: str
+    query: str  # on the web with the mark that it begins with
 
     @property
     def text(self) -> str:
@@ -92,7 +100,7 @@ def _parts(link: str) -> _Parts | None:
     """The parts of one link of a chain; ``None`` of a link that is the name of a file system alone."""
     found = _LINK.fullmatch(link)
     if found is None:
-        if "@" in link:
+        if _SYSTEM.fullmatch(link) is None:
             _refuse("an")
         return None
     scheme, place, rest = found[1].lower(), found[2], found[3].partition("#")[0]
@@ -101,8 +109,14 @@ def _parts(link: str) -> _Parts | None:
     is_split = "@" in found[3] and (bool(at) or ":" in place or scheme in _WEB)
     if is_split or _PLACE.fullmatch(host) is None:
         _refuse(f"a {scheme}")
-    cut = re.search(r"\?", rest) if scheme in _WEB else _QUERY.search(rest)
-    path, query = (rest, "") if cut is None else (rest[: cut.start()], rest[cut.end() :])
+    if scheme in _WEB:
+        cut = _HIDDEN.search(rest)
+        path, query = (rest, "") if cut is None else (rest[: cut.start()], rest[cut.start() :])
+    else:
+        cut = _QUERY.search(rest)
+        path, query = (rest, "") if cut is None else (rest[: cut.start()], rest[cut.end() :])
+        if _PARAMETER.search(path) is not None:
+            _refuse(f"a {scheme}")
     return _Parts(scheme, login, host, path, query)
 
 
@@ -113,8 +127,9 @@ def _shown(link: str) -> str:
 
 def _refuse(kind: str) -> NoReturn:
     raise DataError(
-        f"{sanitize(kind)} address: it is not clear where its login ends. Write @ in a path or a query as %40, and "
-        "in a login : as %3A, / as %2F, ? as %3F, # as %23 and @ as %40. Nothing was read."
+        f"{sanitize(kind)} address: it is not clear where its login ends. Write scheme://host/path with nothing "
+        "before it, parameters behind a ?, @ in a path or a query as %40, and in a login : as %3A, / as %2F, ? as "
+        "%3F, # as %23 and @ as %40. Nothing was read."
     )
 
 
@@ -170,6 +185,11 @@ def _open_web(links: Sequence[_Parts]) -> fs.FileSystem:
 
     logins = {f"{link.scheme}://{link.place}": _login(link.login) for link in links if link.login}
     queries = {link.text: link.query for link in links if link.query}
+    if len({(link.text, link.query) for link in links}) > len({link.text for link in links}):
+        raise DataError(
+            f"{sanitize(links[0].text)}: addresses that differ only in what is not shown of them cannot be told "
+            "apart. Scan them one by one. Nothing was read."
+        )
 
     def open_files() -> Any:
         from quietgrad.data.http_files import HTTPFiles  # loads aiohttp

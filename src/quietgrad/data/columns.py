@@ -30,7 +30,9 @@ NO = frozenset(("no", "false", "n", "f", "0", "0.0", "off"))
 _MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
 _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DATE_FORMATS = ("%Y-%m-%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%Y/%m/%d", "%Y%m%d")
-_MARKS = re.compile(r"[\s'\u2019$€£¥%]|(?:EUR|USD|GBP|CHF)")
+CURRENCIES = "EUR|USD|GBP|CHF|SEK|NOK|DKK|PLN|CZK|CAD|AUD|JPY|INR|kr\\.?|zł|Kč|Fr\\."
+"""Beside the signs $ € £ ¥ ₹, as a pattern."""
+_MARKS = re.compile(rf"[\s'\u2019$€£¥₹%]|(?:{CURRENCIES})")
 
 
 class ColumnKind:
@@ -75,7 +77,8 @@ class Numeric(ColumnKind):
 
     Without bounds the column keeps its scale. With `log` the map is log(1 + x − low) / log(1 + high − low), for
     heavy tails. `fill` replaces a missing entry; `indicator` gives it the lowest value (0 without bounds) and sets
-    a flag, a feature of its own. `decimal` and `thousands` say how numbers are written.
+    a flag, a feature of its own. `decimal` and `thousands` say how numbers are written. `whole` says that they are
+    whole: a histogram then has bins of whole numbers. With `lenient` a cell that is no number is a missing entry.
 
     >>> Numeric((0, 10)).encode("age", ["5", "20"])
     array([[0.5],
@@ -91,10 +94,12 @@ class Numeric(ColumnKind):
     indicator: bool = False
     decimal: str = "."
     thousands: str = ""
+    whole: bool = False
+    lenient: bool = False
     zero_one = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plain", self.decimal == "." and not self.thousands)
+        object.__setattr__(self, "plain", self.decimal == "." and not self.thousands and not self.lenient)
         if self.bounds is None:
             if self.log:
                 raise DataError("log = true needs bounds = [low, high].")
@@ -109,7 +114,9 @@ class Numeric(ColumnKind):
         return [(column, None if self.bounds is None else (0.0, 1.0))]
 
     def encode(self, column: str, values: Cells, missing: Sequence[str] = ("",)) -> Floats:
-        x = to_numbers(column, values, missing, decimal=self.decimal, thousands=self.thousands)
+        x = to_numbers(
+            column, values, missing, decimal=self.decimal, thousands=self.thousands, lenient=self.lenient
+        )
         absent = np.isnan(x)
         low, high = self.bounds or (0.0, 0.0)
         if self.fill is not None or self.indicator:
@@ -255,11 +262,18 @@ def is_number(text: str) -> bool:
 
 
 def to_numbers(
-    column: str, values: Cells, missing: Sequence[str] = ("",), *, decimal: str = ".", thousands: str = ""
+    column: str,
+    values: Cells,
+    missing: Sequence[str] = ("",),
+    *,
+    decimal: str = ".",
+    thousands: str = "",
+    lenient: bool = False,
 ) -> Floats:
     """Convert a column of text to floats, missing entries to NaN; never quotes a value in its error.
 
-    With a decimal mark or separator of thousands, currencies and spaces are left out.
+    With a decimal mark or separator of thousands, currencies and spaces are left out. With ``lenient`` a cell that
+    is no number is missing, too.
 
     >>> to_numbers("age", ["1", "", "2.5"])
     array([1. , nan, 2.5])
@@ -270,22 +284,25 @@ def to_numbers(
         return values.astype(np.float64)
     absent = {*missing, "None"}
     numbers = np.empty(len(values))
-    try:
-        for row, value in enumerate(values):
-            text = str(value).strip()
-            if text in absent:
-                numbers[row] = np.nan
-                continue
-            if "_" in text:
-                raise ValueError("a number to Python alone")
-            if decimal != "." or thousands:
-                text = _MARKS.sub("", text)
-                text = text.replace(thousands, "") if thousands else text
-                text = text.replace(decimal, ".")
-            numbers[row] = float(text)
-    except (ValueError, OverflowError):
-        raise NotNumericError(column) from None
+    for row, value in enumerate(values):
+        text = str(value).strip()
+        try:
+            numbers[row] = np.nan if text in absent else _to_number(text, decimal, thousands)
+        except (ValueError, OverflowError):
+            if not lenient:
+                raise NotNumericError(column) from None
+            numbers[row] = np.nan
     return numbers
+
+
+def _to_number(text: str, decimal: str, thousands: str) -> float:
+    if "_" in text:
+        raise ValueError("a number to Python alone")
+    if decimal != "." or thousands:
+        text = _MARKS.sub("", text)
+        text = text.replace(thousands, "") if thousands else text
+        text = text.replace(decimal, ".")
+    return float(text)
 
 
 class NotNumericError(DataError):

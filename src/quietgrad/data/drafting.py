@@ -17,12 +17,12 @@ from pathlib import Path
 from quietgrad.core.errors import DataError, boundary
 from quietgrad.core.files import check_regular
 from quietgrad.core.sanitize import sanitize
-from quietgrad.data.columns import DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
+from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING, NO, YES, is_number, to_date
 from quietgrad.data.file_formats import read_content
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
-_MONEY = r"[+-]?(?:[$€£¥]|EUR|USD|GBP|CHF)?\s?[+-]?"
-_UNIT = r"\s?(?:[$€£¥%]|EUR|USD|GBP|CHF)?"
+_MONEY = rf"[+-]?(?:[$€£¥₹]|{CURRENCIES})?\s?[+-]?"
+_UNIT = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
 _FORMATS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
     (".", ",", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:,\d{{3}})+|\d+)(?:\.\d+)?{_UNIT}")),
     (",", ".", re.compile(rf"{_MONEY}(?:\d{{1,3}}(?:\.\d{{3}})+|\d+)(?:,\d+)?{_UNIT}")),
@@ -32,6 +32,9 @@ _FORMATS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
 _FEW = 30  # different whole numbers up to which a label is a class
 _MANY = 200  # different words above which a column is text
 _LONG = 60  # characters
+_GAP_NUMBERS = ("999", "9999", "99999", "-999", "-9999", "99", "-99", "-9", "-1")
+"""Numbers that stand for a gap where they stand alone, far from all others."""
+_FEWEST_GAPS = 3  # cells with such a number
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ class DraftColumn:
     decimal: str = "."
     thousands: str = ""
     format: str = ""
+    lenient: bool = False
+    """Whether a few cells are no numbers, and count as gaps."""
+    gap_number: str = ""
+    """The number that stands alone, such as 999, and is taken for a gap."""
 
     def lines(self, *, is_label: bool) -> list[str]:
         """The column's part of a schema file, with comments on what to fill in."""
@@ -58,6 +65,8 @@ class DraftColumn:
                 lines.append(f"decimal = {json.dumps(self.decimal)}")
             if self.thousands:
                 lines.append(f"thousands = {json.dumps(self.thousands)}")
+            if self.lenient:
+                lines.append('unreadable = "gap"  # a cell that is no number counts as missing')
             ends = "possible value, such as [0, 100000]; [] is found privately"
             plausible = "plausible value, such as [0, 120]"
             lines.append(f"bounds = []  # the lowest and highest {ends if is_label else plausible}")
@@ -102,8 +111,9 @@ class Draft:
             *(f"delimiter = {json.dumps(self.delimiter)}" for _ in range(self.delimiter is not None)),
             *(f"encoding = {json.dumps(self.encoding)}" for _ in range(self.encoding is not None)),
         ]
-        if any(column.gap_words for column in self.columns):
-            listed = ", ".join(json.dumps(word, ensure_ascii=False) for word in GAP_WORDS)
+        numbers = sorted({column.gap_number for column in self.columns if column.gap_number})
+        if numbers or any(column.gap_words for column in self.columns):
+            listed = ", ".join(json.dumps(word, ensure_ascii=False) for word in (*GAP_WORDS, *numbers))
             out += [
                 "# What stands for a gap where a number, a date or a yes or no is expected.",
                 f"missing = [{listed}]",
@@ -149,10 +159,17 @@ def draft_schema(
     if unknown := [c for c in (target, *drop, *([] if keep is None else [keep])) if c not in cells.columns]:
         raise DataError(f"{name}: no column {', '.join(map(repr, unknown))}; the file has {', '.join(header)}.")
     columns: list[DraftColumn] = []
+    alone = _numbers_alone(cells.columns)
     for column, texts in cells.columns.items():
         if column in drop:
             continue
         drafted = DraftColumn(column, "id") if column == keep else _column(column, texts, is_label=column == target)
+        if column in alone and drafted.kind in ("whole number", "number"):
+            drafted = replace(drafted, gaps=True, gap_number=alone[column])
+            problems.append(
+                f"column {column!r}: {alone[column]} stands alone, far from all other numbers, and is taken for a "
+                "gap; strike it in missing = [...] if it is a number"
+            )
         if drafted.kind == "empty":
             problems.append(f"column {column!r} is empty and left out")
             continue
@@ -161,6 +178,16 @@ def draft_schema(
             problems.append(f"the label {target!r} has gaps: they count as the first class; remove those rows")
         elif column != keep and drafted.kind in ("id", "text"):
             problems.append(f"column {column!r} is drafted as {drafted.kind} and is no feature")
+        if drafted.kind == "id" and len(set(texts)) < len(texts):
+            problems.append(
+                f"column {column!r} repeats: if it names people, each has several rows. Train with --person "
+                f"{column}, so that ε holds for a person and not for a row"
+            )
+        if drafted.lenient:
+            problems.append(
+                f"column {column!r}: most cells are numbers, {_strays(texts)} are words and count as gaps "
+                "(unreadable); look at them"
+            )
         if drafted.kind in ("category", "text") and (strays := _strays(texts)):
             problems.append(
                 f"column {column!r}: most cells are numbers, {strays} are words. If these are gaps, list them in "
@@ -179,6 +206,14 @@ class _FileCells:
     problems: Sequence[str] = ()
     delimiter: str | None = None
     encoding: str | None = None
+
+
+def read_text_cells(
+    path: Path, delimiter: str | None = None, encoding: str | None = None
+) -> Mapping[str, Sequence[str]]:
+    """The cells of a delimited, parquet or xlsx file by column, as texts."""
+    is_parquet = path.suffix.lower() in (".parquet", ".pq")
+    return (_parquet_cells(path) if is_parquet else _text_cells(path, delimiter, encoding)).columns
 
 
 def _text_cells(path: Path, delimiter: str | None, encoding: str | None) -> _FileCells:
@@ -261,7 +296,32 @@ def _column(name: str, cells: Sequence[str], *, is_label: bool) -> DraftColumn:
         drafted = _kind(name, present, is_label=is_label)
         if drafted.kind not in ("category", "text") or (is_label and _are_numbers(present)):
             return replace(drafted, gaps=True, gap_words=drafted.kind != "id")
-    return replace(_kind(name, filled, is_label=is_label), gaps=len(filled) < len(cells))
+    drafted = _kind(name, filled, is_label=is_label)
+    return replace(drafted, gaps=drafted.gaps or len(filled) < len(cells))
+
+
+def _numbers_alone(columns: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """By column, the number that stands for a gap: it is repeated, and further from the others than they spread.
+
+    A number that is an ordinary one in another column is none, because a schema lists gaps for the whole table.
+    """
+    found: dict[str, str] = {}
+    ordinary: set[str] = set()
+    for name, cells in columns.items():
+        filled = [cell for cell in cells if cell not in GAP_WORDS]
+        if not filled or not all(_WHOLE.fullmatch(cell) or is_number(cell) for cell in filled):
+            continue
+        for code in _GAP_NUMBERS:
+            others = [float(cell) for cell in filled if cell != code]
+            if len(filled) - len(others) < _FEWEST_GAPS or len(set(others)) < _FEWEST_GAPS:
+                continue
+            low, high, value = min(others), max(others), float(code)
+            apart = max(low - value, value - high)
+            if apart > max(high - low, 10.0) and name not in found:
+                found[name] = code
+            else:
+                ordinary.add(code)
+    return {name: code for name, code in found.items() if code not in ordinary}
 
 
 def _are_numbers(cells: Sequence[str]) -> bool:
@@ -300,15 +360,24 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
         return DraftColumn(name, "category")
     if _is_id(name, filled, words):
         return DraftColumn(name, "id")
+    if len(filled) >= 20 and 20 * sum(not is_number(word) for word in filled) <= len(filled):
+        return DraftColumn(name, "number", gaps=True, lenient=True)
     wordy = sum(word.count(" ") for word in words) > 3 * len(words)
     text = len(words) > _MANY or wordy or max(map(len, words)) > _LONG
     return DraftColumn(name, "text" if text else "category")
 
 
 def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:
-    """Whether every cell is another, in a column that is called an id or holds no ordinary numbers or words."""
-    if len(words) < len(filled) or len(filled) < 20:
+    """Whether a column names its rows, or people with several rows each.
+
+    Every cell is another, in a column that is called an id or holds no ordinary numbers or words; or the column is
+    called an id of people and most of its many values are repeated.
+    """
+    if len(filled) < 20:
         return False
+    if len(words) < len(filled):
+        of_people = re.search(r"(^|[^a-z])(id|uuid)$", name.lower()) or name.endswith("Id")
+        return bool(of_people) and len(words) > max(20, len(filled) // 50)
     called = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
     return bool(called) or not any(is_number(word) or " " in word for word in words)
 

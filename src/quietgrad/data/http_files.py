@@ -35,7 +35,7 @@ class HTTPFiles(HTTPFileSystem):  # type: ignore[misc]
         """The whole address of a file: what every request of fsspec is made with."""
         asked = yarl.URL(url)
         if query := self._queries.get(url):
-            asked = yarl.URL(f"{asked}?{query}", encoded=True)
+            asked = yarl.URL(f"{asked}{query}", encoded=True)  # with its mark
         if login := self._logins.get(_origin(url)):
             asked = asked.with_user(login[0]).with_password(login[1])
         return asked

@@ -26,7 +26,7 @@ from quietgrad.core.session.queries import RecordAdapter
 from quietgrad.data.scan_sources import FilePartition, Partition
 from quietgrad.data.tables import RowLayout
 from quietgrad.tables.person_ids import KINDS, MISSING, NO_ONE, is_plain_text, whole_numbers
-from quietgrad.tables.privacy_units import ContributionBounds, RecordsWithIds, UnitGrouping
+from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UnitGrouping
 from quietgrad.tables.scanned import Merge, RowBlock, Task, merged, one_thread_each
 
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ class ScanParts:
     layout: RowLayout
     rows: int
     turned: tuple[Callable[[Array, Array], Any], ...] = ()
-    whose: ContributionBounds | None = None
+    whose: PersonRule | None = None
     mapped: tuple[Callable[[Array], Array], ...] = ()
 
     def blocks(self, task: Task) -> Iterator[Any]:
@@ -347,9 +347,7 @@ def cut_by_person(
     return tuple(pieces), tuple(people)
 
 
-def whole_people(
-    parts: ScanParts, task: Task, whose: ContributionBounds
-) -> Iterator[tuple[Array, Array, UnitGrouping]]:
+def whole_people(parts: ScanParts, task: Task, whose: PersonRule) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     """(rows, targets, whose they are), a block at a time, of the people who begin in a piece or those asked for.
 
     Of a person with more rows than are read at a time, the first so many are looked at: a rule about a person's own
@@ -382,7 +380,7 @@ def whole_people(
 
 
 def _asked(
-    X: Array, y: Array, starts: Array, met: int, task: Task, whose: ContributionBounds, most: int
+    X: Array, y: Array, starts: Array, met: int, task: Task, whose: PersonRule, most: int
 ) -> Iterator[tuple[Array, Array, UnitGrouping]]:
     sizes = np.diff(starts)
     if (sizes > most).any():
@@ -390,7 +388,7 @@ def _asked(
         X, y = X[first], y[first]
         starts = np.concatenate([[0], np.cumsum(np.minimum(sizes, most))])
     numbers = np.arange(met, met + len(starts) - 1)
-    people = UnitGrouping(np.arange(len(X)), starts, *whose, task.first + numbers)
+    people = UnitGrouping(np.arange(len(X)), starts, whose, task.first + numbers)
     if task.rows is None:
         yield np.ascontiguousarray(X), y, people
         return

@@ -138,6 +138,9 @@ class TablePartition:
         """Record batches of at most ``rows`` rows."""
         yield from self.table.select(list(columns)).to_batches(max_chunksize=rows)
 
+    def check(self) -> None:
+        """A table in memory is what it was."""
+
 
 Partition: TypeAlias = FilePartition | TablePartition
 
@@ -306,18 +309,22 @@ def cut_source(
     return layout, pieces, notes
 
 
-_WHAT = "scan: takes paths, an Arrow table, or a frame of polars or pandas."
+_WHAT = (
+    "scan: takes paths, an Arrow table, or a frame of polars, pandas, DuckDB, ibis or any other library that hands "
+    "its columns over as an Arrow stream (__arrow_c_stream__)."
+)
 
 
 def _arrow_table(frame: object) -> pa.Table:
-    """A frame of any library as an Arrow table: polars, pandas, or one already."""
+    """A frame of any library as an Arrow table: by the Arrow C stream, or of pandas without its index."""
     if isinstance(frame, pa.Table):
         return frame
-    if hasattr(frame, "__arrow_c_stream__"):  # polars and Arrow share their memory
-        return pa.table(frame)
-    if type(frame).__module__.startswith("pandas."):
+    if type(frame).__module__.partition(".")[0] == "pandas":  # its own stream would make the index a column
         with boundary("scan: a column of the frame holds values of several types."):
             return pa.Table.from_pandas(frame, preserve_index=False)
+    if hasattr(frame, "__arrow_c_stream__"):  # polars and Arrow share their memory
+        with boundary("scan: the frame hands over no stream of columns that can be read."):
+            return pa.table(frame)
     raise DataError(_WHAT)
 
 

@@ -35,7 +35,8 @@ from quietgrad.data.scan_sources import FilePartition, Partition, cut_source
 from quietgrad.data.schema import SchemaSource, read_schema
 from quietgrad.data.tables import RowLayout
 from quietgrad.tables.labels import ClassLabels
-from quietgrad.tables.privacy_units import Combine, ContributionBounds
+from quietgrad.tables.privacy_units import MEAN_OF_ALL, PersonRule
+from quietgrad.tables.row_cache import RowCache
 from quietgrad.tables.scanned import Merge, RowBlock, Task
 
 if TYPE_CHECKING:
@@ -75,10 +76,11 @@ class Scan:
     runner: Threads | DaskRunner
     rows_at_once: int
     memory: int
+    spare: int = 0
     notes: tuple[str, ...] = ()
     turned: tuple[Callable[[Array, Array], Any], ...] = ()
     begun: bool = False
-    whose: ContributionBounds | None = None
+    whose: PersonRule | None = None
     mapping: tuple[Callable[[Array], Array], ...] = ()
     names: tuple[str, ...] | None = None
     _seen: _ScanMetadata = field(default_factory=_ScanMetadata, repr=False)
@@ -175,6 +177,10 @@ class Scan:
         found: Value | None = self.runner.total(parts, work, tasks, merge)
         return found
 
+    def row_cache(self) -> RowCache | None:
+        """Room for rows in the memory that reading leaves, and beyond it in a scratch file; none on a cluster."""
+        return RowCache(self.spare) if isinstance(self.runner, Threads) and self.whose is None else None
+
     def verify(self, reading: RecordAdapter) -> None:
         """Read everything once: refuse gaps, infinities and what ``reading`` cannot use; remember the content."""
         if self.begun:
@@ -224,9 +230,9 @@ class Scan:
             return self
         return replace(self, layout=replace(self.layout, person=None), whose=None, _seen=self._seen.of_rows())
 
-    def by_person(self, combine: Combine = "mean", records_per_person: int | None = None) -> Scan:
+    def by_person(self, rule: PersonRule = MEAN_OF_ALL) -> Scan:
         """The same people as privacy units: a sum combines each person's records first."""
-        return replace(self, whose=ContributionBounds(combine, records_per_person))
+        return replace(self, whose=rule)
 
     # --- views ----------------------------------------------------------------------------------------------
 
@@ -378,24 +384,25 @@ def scan(
     rows = max(256, min(_MOST_ROWS, _CELLS // max(1, layout.width)))
     units = tuple(unit for unit, _ in pieces)
     if cluster is None:
-        runner: Threads | DaskRunner = Threads(_affordable(threads, memory, layout, rows, units))
+        count, spare = _affordable(threads, memory, layout, rows, units)
+        runner: Threads | DaskRunner = Threads(count)
     else:
         from quietgrad.cluster import connected
 
-        runner = connected(cluster)
+        runner, spare = connected(cluster), 0
     sizes = tuple(size for _, size in pieces if size is not None)
     known = None if layout.may_drop or len(sizes) < len(pieces) else sizes
     if known is not None and not sum(known):
         raise DataError(f"{layout.name}: holds no rows.")
     if layout.may_drop:
         notes = (*notes, "rows with a missing entry left out")
-    return Scan(layout, units, runner, rows, int(memory), notes, _seen=_ScanMetadata(sizes=known))
+    return Scan(layout, units, runner, rows, int(memory), spare, notes, _seen=_ScanMetadata(sizes=known))
 
 
 def _affordable(
     threads: int | None, memory: float, layout: RowLayout, rows: int, units: Sequence[Partition]
-) -> int:
-    """How many pieces can be read and summed at a time within ``memory`` MB."""
+) -> tuple[int, int]:
+    """How many pieces can be read and summed at a time within ``memory`` MB, and the bytes that are left then."""
     if threads is not None and threads < 1:
         raise ValueError(f"threads={threads!r}: must be ≥ 1.")
     wanted = cpu_count() if threads is None else threads
@@ -410,4 +417,5 @@ def _affordable(
             f"memory={memory:g}: {read} columns need about {int(_SPARE + one) + 1} MB to be read a block at a "
             "time. Allow that much, or scan fewer columns."
         )
-    return max(1, min(wanted, int((memory - _SPARE) / one)))
+    count = max(1, min(wanted, int((memory - _SPARE) / one)))
+    return count, max(0, int((memory - _SPARE - count * one) * 2**20))

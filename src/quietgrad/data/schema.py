@@ -104,7 +104,7 @@ _LABEL: dict[str, Any] = {
 _COLUMN: dict[str, Any] = {
     "kind": str | None, "missing": str | None, "bounds": list[float | str | date], "categories": _WORDS,
     "drop_first": bool, "log": bool, "fill": float | None, "decimal": str, "thousands": str, "format": str,
-    "parts": list[str], "since": str | date,
+    "parts": list[str], "since": str | date, "unreadable": str | None,
 }  # fmt: skip
 
 
@@ -227,5 +227,9 @@ def _column(said: Said) -> ColumnKind:
             raise DataError("bounds must be [low, high], or [] to have the range found privately")
         pair = (float(limits[0]), float(limits[1])) if limits else None
         written = (str(said.get("decimal", ".")), str(said.get("thousands", "")))
-        return Numeric(pair, bool(said.get("log", False)), said.get("fill"), flagged, *written)
+        whole = kind == "whole number"
+        if said.get("unreadable") not in (None, "gap", "refuse"):
+            raise DataError('unreadable must be "gap" or "refuse"')
+        lenient = said.get("unreadable") == "gap"
+        return Numeric(pair, bool(said.get("log", False)), said.get("fill"), flagged, *written, whole, lenient)
     raise DataError("needs `bounds` (numeric) or `categories` (one-hot)")

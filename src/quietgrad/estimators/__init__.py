@@ -8,22 +8,31 @@
 (True, True)
 """
 
-from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
-from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
-from quietgrad.estimators.describing import Description, describe
-from quietgrad.estimators.regressors import (
-    PrivateHuberRegressor,
-    PrivateLinearRegression,
-    PrivatePoissonRegressor,
-    PrivateQuantileRegressor,
-)
-from quietgrad.estimators.runs import from_run, to_run
-from quietgrad.estimators.scoring import PrivateScore, private_score
-from quietgrad.estimators.search import PrivateSearch
-from quietgrad.estimators.transformers import PrivatePipeline, PrivateScaler, PublicOneHot
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quietgrad.core.exports import lazy_names
+
+if TYPE_CHECKING:
+    from quietgrad.estimators.additive import PrivateAdditiveClassifier, PrivateAdditiveRegressor
+    from quietgrad.estimators.classifiers import PrivateLogisticRegression, PrivateSVC
+    from quietgrad.estimators.describing import Description, describe
+    from quietgrad.estimators.grouping import GroupedDescription
+    from quietgrad.estimators.regressors import (
+        PrivateHuberRegressor,
+        PrivateLinearRegression,
+        PrivatePoissonRegressor,
+        PrivateQuantileRegressor,
+    )
+    from quietgrad.estimators.runs import from_run, to_run
+    from quietgrad.estimators.scoring import PrivateScore, private_score
+    from quietgrad.estimators.search import PrivateSearch
+    from quietgrad.estimators.transformers import PrivatePipeline, PrivateScaler, PublicOneHot
 
 __all__ = [
     "Description",
+    "GroupedDescription",
     "PrivateAdditiveClassifier",
     "PrivateAdditiveRegressor",
     "PrivateHuberRegressor",
@@ -42,3 +51,21 @@ __all__ = [
     "private_score",
     "to_run",
 ]
+
+# scikit-learn is loaded with the first estimator.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "estimators.additive": "PrivateAdditiveClassifier PrivateAdditiveRegressor",
+        "estimators.classifiers": "PrivateLogisticRegression PrivateSVC",
+        "estimators.describing": "Description describe",
+        "estimators.grouping": "GroupedDescription",
+        "estimators.regressors": (
+            "PrivateHuberRegressor PrivateLinearRegression PrivatePoissonRegressor PrivateQuantileRegressor"
+        ),
+        "estimators.runs": "from_run to_run",
+        "estimators.scoring": "PrivateScore private_score",
+        "estimators.search": "PrivateSearch",
+        "estimators.transformers": "PrivatePipeline PrivateScaler PublicOneHot",
+    },
+)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from scipy.special import ndtr, ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
@@ -28,11 +27,14 @@ from quietgrad.core.ledger.account import Account, Charge
 from quietgrad.core.ledger.state import DEFAULT
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.schedule import Plan, Slot
-from quietgrad.core.session.kept import is_kept, open_run
+from quietgrad.core.session.kept import Run, is_kept, open_run
 from quietgrad.core.session.opening import Keeping, OpenRun, Terms, opened, reopened
 from quietgrad.core.session.queries import NoRegularizer
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.dates import bounds_in_days
+from quietgrad.estimators.predicting import predict_to
+from quietgrad.estimators.runs import can_be_saved, fitted_attributes, to_run
+from quietgrad.estimators.summaries import CLIPPED_ERRORS, summary_of
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     ScanTable,
@@ -40,7 +42,6 @@ from quietgrad.estimators.validation import (
     drop_person_column,
     is_frame,
     is_scan,
-    predict_to,
     scan_if_one,
     take_person_column,
 )
@@ -50,8 +51,9 @@ from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import budget_mu, error_tightness, for_table
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.registry import entry
+from quietgrad.methods.result import over
 from quietgrad.methods.whitened_gd import CROWDED, NO_ERRORS, WhitenedGD
-from quietgrad.tables.privacy_units import Combine
+from quietgrad.tables.privacy_units import Combine, PersonRule, survey_weights
 from quietgrad.tables.range_queries import FeatureBox
 from quietgrad.tables.regularizers import L2
 from quietgrad.tables.table import Array, refuse_text
@@ -61,7 +63,6 @@ _NO_ERRORS_BOUGHT = (
     "standard errors were asked for and not bought: the number of records, which was counted privately, is too "
     "small for them at this budget. The whole budget went into the model; summary() says what would do"
 )
-_SUMMARY = ("coef", "std_err", "lower", "upper", "p_value")
 
 
 @dataclass(eq=False, repr=False)
@@ -104,6 +105,7 @@ class PrivateModel(SpendsPrivacy):
     _within: ClassVar[Charge | None] = None
     """Set by ``PrivateSearch``: the search's reservation, which already pays for this fit."""
     _folder: Path | None = field(init=False, default=None)
+    _kept: Run | None = field(init=False, default=None)
     _bounds: tuple[Bounds | None, ...] | None = field(init=False, default=None)
     _is_sparse: bool = field(init=False, default=False)
 
@@ -197,7 +199,9 @@ class PrivateModel(SpendsPrivacy):
             raise ValueError(f"inference: {NO_ERRORS}, without class_weight.")
         if self.inference and not whom.means:
             raise ValueError("inference: standard errors need combine='mean' and all of a person's records.")
-        wanted = self.inference if self._offers_inference and whom.means else False
+        if self.inference and whom.weights is not None:
+            raise ValueError("inference: standard errors are of records that count alike; leave sample_weight out.")
+        wanted = self.inference if self._offers_inference and whom.means and whom.weights is None else False
         released = self._counted_before or (isinstance(size, PublicCount) and size.counted)
         if wanted and released and error_tightness(n, features, self._budget()) > CROWDED:
             wanted = False
@@ -209,6 +213,7 @@ class PrivateModel(SpendsPrivacy):
             row_bound=self.row_bound,
             sparse=self._is_sparse,
             inference=wanted,
+            intercept=self.fit_intercept,
             **self._shape(),
         )
 
@@ -258,6 +263,8 @@ class PrivateModel(SpendsPrivacy):
         records_per_person: int | None = None,
         records_public: int | None = None,
         folder: str | Path | None = None,
+        sample_weight: object = None,
+        max_weight: float | None = None,
         **options: Any,
     ) -> Self:
         """Fit on records ``X`` and labels or targets ``y``; a refusal of what is given spends nothing.
@@ -271,29 +278,47 @@ class PrivateModel(SpendsPrivacy):
             combine: a person counts with the ``"mean"`` of their records or their ``"sum"``, clipped as a whole.
             records_per_person: the most of a person's records that one release uses.
             records_public: how many records people have together, if that is public; never shown otherwise.
+            sample_weight: survey weights, one per record. A record counts with its weight over ``max_weight``.
+            max_weight: the largest weight, as a public number; larger ones are cut to it. ε is the same for all.
             folder: keep the fit here until it is over. If it is interrupted, the same call goes on with it: what
-                was released is replayed at no cost. In the end the result is saved here.
+                was released is replayed at no cost. In the end the model is saved here as a run, which
+                :func:`~quietgrad.estimators.from_run` and the command line read.
         """
-        if options.pop("sample_weight", None) is not None:
-            raise ValueError(
-                "sample_weight: refused, because a record of weight w would spend w times the privacy of the "
-                "others; for whole classes use class_weight, which the clip bounds."
-            )
         if options:
             raise TypeError(f"fit() got unexpected arguments: {', '.join(sorted(options))}.")
+        if folder is not None and over(folder) is not None:  # killed after its end, while it cleared away
+            self.__dict__.update(fitted_attributes(folder))
+            return self
         X, y = scan_if_one(X, y)
         X, ids = take_person_column(X, person)
 
+        rule = PersonRule(combine, records_per_person)
+
+        if sample_weight is not None and is_scan(X):
+            raise DataError("sample_weight: is not known to scans. Give a table in memory.")
+
         def whose(rows: int) -> PrivacyUnitSpec:
-            return PrivacyUnitSpec.of(ids, rows, combine, records_per_person, records_public)
+            weights = survey_weights(sample_weight, max_weight, rows)
+            return PrivacyUnitSpec.of(ids, rows, rule, records_public)._replace(weights=weights)
 
         self._folder = None if folder is None else Path(folder)
         try:
             self._fit(X, y, whose)
+            if self._folder is not None:
+                self._save_in(self._folder)
         finally:
-            self._folder = None  # of one fit, not of the estimator
+            self._folder = self._kept = None  # of one fit, not of the estimator
         self.person_column_ = person if isinstance(person, str) else None
         return self
+
+    def _save_in(self, folder: Path) -> None:
+        """Save the fitted model as a run, then destroy what the fit was kept by: a crash between loses nothing."""
+        if can_be_saved(self):
+            to_run(self, folder)
+        else:
+            self.result_.save(folder)
+        if self._kept is not None:  # None if seeded, or paid by no ledger: it could not have been resumed
+            self._kept.discard()
 
     def _fit(self, X: object, y: object, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         """Check what is given, then ask ``whose`` its rows are, plan, and train."""
@@ -364,10 +389,7 @@ class PrivateModel(SpendsPrivacy):
             warnings.warn(_NO_ERRORS_BOUGHT, TooNoisyWarning, stacklevel=4)
             notes = (*notes, _NO_ERRORS_BOUGHT)
         result = run(method, session, session.initial(), account=str(active.account), notes=notes)
-        if active.kept is not None:
-            active.kept.finish(result)
-        elif self._folder is not None:  # seeded, or paid by no ledger: it cannot be resumed
-            result.save(self._folder)
+        self._kept = active.kept
         found, missed = undetected_notes(result.details, result.config.get("look") or {})
         self.result_ = result
         self.privacy_: Privacy = noted(result.privacy, found)
@@ -390,8 +412,9 @@ class PrivateModel(SpendsPrivacy):
         """Coefficients with standard errors, intervals and p-values that cover both sampling and privacy noise.
 
         They come from a Newton step that the fit paid for (``inference``), and hold for the model's assumptions as
-        ordinary ones do: a logistic likelihood, or errors of equal variance. One row per coefficient, the intercept
-        last; a DataFrame if pandas is installed, else a list of rows that prints as a table.
+        ordinary ones do: a logistic likelihood, or errors of equal variance. Unasked (``inference=None``) they are
+        about features clipped to ``feature_range_``, which moves a few far values. One row per coefficient, the
+        intercept last; a DataFrame if pandas is installed, else a list of rows that prints as a table.
 
         Raises:
             TooNoisyError: the plan of the fit bought no standard errors; the message says what would do.
@@ -407,18 +430,7 @@ class PrivateModel(SpendsPrivacy):
         names = self._column_names(len(values))
         if self.fit_intercept:
             values, names = np.append(values, np.ravel(self.intercept_)[0]), [*names, "(intercept)"]
-        reach = float(ndtri(0.5 + level / 2.0))
-        chances = 2.0 * ndtr(-np.abs(values) / np.maximum(errors, 1e-300))
-        columns = (values, errors, values - reach * errors, values + reach * errors, chances)
-        rows = [
-            {"name": name, **dict(zip(_SUMMARY, map(float, row), strict=True))}
-            for name, row in zip(names, np.column_stack(columns), strict=True)
-        ]
-        try:
-            import pandas as pd
-        except ImportError:
-            return SummaryTable(rows)
-        return pd.DataFrame(rows).set_index("name")
+        return summary_of(names, values, errors, level)
 
     def _why_no_errors(self) -> str:
         n, p = self.result_.n_public, self.n_features_in_ + 1
@@ -426,10 +438,8 @@ class PrivateModel(SpendsPrivacy):
         if tight <= CROWDED:
             return "they were not asked for. Fit with inference=True; that takes half the budget."
         needed = math.ceil(n * tight / CROWDED / 100) * 100
-        return (
-            f"{p - 1} features are too many for n and ε. About {needed} records, or an ε about "
-            f"{tight / CROWDED:.1f} times as large, would do."
-        )
+        more = f"About {needed} records, or an ε about {tight / CROWDED:.1f} times as large, would do."
+        return f"{p - 1} features are too many for n and ε. {more}"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -447,15 +457,6 @@ class PrivateLinearModel(PrivateModel):
     regularization: float = 0.0  # type: ignore[misc]
     inference: bool | None = None  # type: ignore[misc]
     algorithm: Algorithm | str | None = None  # type: ignore[misc]
-
-
-class SummaryTable(list[dict[str, Any]]):
-    """Rows of a summary where pandas is not installed; prints as a table."""
-
-    def __str__(self) -> str:
-        head = f"{'':24}" + "".join(f"{name:>12}" for name in _SUMMARY)
-        rows = [f"{row['name']:24.24}" + "".join(f"{row[c]:12.4g}" for c in _SUMMARY) for row in self]
-        return "\n".join([head, *rows])
 
 
 def number_of(size: int | PublicCount) -> int:
@@ -485,6 +486,8 @@ def undetected_notes(details: Mapping[str, Any], look: Mapping[str, Any]) -> tup
         notes.append(f"the ranges of {hidden} features do not stand out of the noise: a usual one was taken")
     if silent:
         notes.append(f"{silent} features are below the noise floor: each is scaled as their average")
+    if "coefficient_covariance" in details and look and not look.get("whole"):
+        notes.append(CLIPPED_ERRORS)
     if raised := details.get("raised_eigenvalues"):
         notes.append(f"{raised} directions of the curvature are hidden by noise: intervals along them are wider")
     return tuple(notes), advice

@@ -22,13 +22,13 @@ from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
+from quietgrad.estimators.predicting import row_products
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
     check_labels,
     coder,
     is_scan,
     listed_by,
-    row_products,
     taken_as_public,
     warn_declared,
     with_labels,
@@ -49,6 +49,15 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
 
     _known: int | None = field(init=False, default=None)
     """How many classes are declared, once that is known."""
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """The share of records whose class is predicted. It looks at ``y`` without noise: it is not private.
+
+        A label belongs to the class that is written alike, so 1 and "1" are one label.
+        """
+        labels = ClassLabels.of(self.classes_)
+        right = labels.agree(np.asarray(y), np.asarray(self.predict(X)))
+        return float(np.average(right, weights=sample_weight))
 
     def _fit(self, X: Any, y: object, whose: Callable[[int], PrivacyUnitSpec]) -> None:
         kind = getattr(y, "dtype", None)

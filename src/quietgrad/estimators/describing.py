@@ -10,67 +10,35 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypedDict, Unpack, overload
 
 import numpy as np
 
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.core.errors import DataError, DeclaredWarning
+from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.statement import Privacy, privacy_statement
-from quietgrad.estimators.dates import bounds_in_days, days_since_1970
+from quietgrad.estimators.described_columns import DescribedColumn, read_columns
+from quietgrad.estimators.grouping import STATISTICS, GroupedDescription, Statistic, describe_groups
 from quietgrad.estimators.validation import (
     PrivacyUnitSpec,
-    codes_in,
-    is_frame,
-    listed_by,
+    from_arrow,
     take_person_column,
-    taken_as_public,
 )
 from quietgrad.methods.budget_allocation import allocate_range_estimation, budget_mu
-from quietgrad.methods.range_estimation import Ranges, checked_bounds, estimate_box, noise_of
+from quietgrad.methods.range_estimation import Ranges, estimate_box, noise_of
 from quietgrad.tables.losses import Squared
+from quietgrad.tables.privacy_units import survey_weights
 from quietgrad.tables.queries.counts import CellSums, Tabulation
-from quietgrad.tables.shapes import usual_edges
 from quietgrad.tables.table import Array, Floats
 
 _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 _SHARES = {"histograms": 0.45, "sums": 0.2, "pairs": 0.35}
 _PAIR_BINS, _MOST_LEVELS, _MOST_PAIRS = 4, 12, 45
-_SKIPPED = ("id", "text", "drop")
 _REDRAWS = 200
-
-
-@dataclass(frozen=True)
-class _Column:
-    """One column: how its cells become numbers, and what is public of it."""
-
-    name: str
-    kind: str
-    bounds: tuple[float, float] | None = None
-    values: tuple[Any, ...] = ()
-    gaps: bool = False
-    edges: Floats = field(default_factory=lambda: np.zeros(0))
-
-    @property
-    def levels(self) -> list[str]:
-        """What its cells are called: bins or values, and the last for gaps and values that are not listed."""
-        if self.values:
-            return [*map(str, self.values), "other"]
-        bins = [f"{a:.6g} to {b:.6g}" for a, b in itertools.pairwise(self.edges)]
-        return [*bins, "missing"] if self.gaps else bins
-
-    def cells(self, column: Floats) -> Any:
-        """The cell of each value; numbers beyond the edges are in the first or the last bin."""
-        if self.values:
-            return np.where(column < 0, len(self.values), column).astype(np.int64)
-        inner = np.searchsorted(self.edges[1:-1], column, side="right")
-        return np.where(np.isnan(column), len(self.edges) - 1, inner)
 
 
 @dataclass(frozen=True)
@@ -137,6 +105,35 @@ class _Describe(Ranges):
     name: ClassVar[str] = "describe"
 
 
+class _DescribeOptions(TypedDict, total=False):
+    """What :func:`describe` takes besides the groups."""
+
+    epsilon: float
+    delta: float
+    relation: str | Relation
+    pairs: Sequence[tuple[str, str]] | None
+    statistics: Sequence[Statistic]
+    ledger: Any
+    account: str | Account
+    cap: Budget | None
+    n_public: int | None
+    person: object
+    sample_weight: object
+    max_weight: float | None
+
+
+@overload
+def describe(
+    frame: Any, schema: object = None, *, by: None = None, **asked: Unpack[_DescribeOptions]
+) -> Description: ...
+
+
+@overload
+def describe(
+    frame: Any, schema: object = None, *, by: Sequence[str] | str, **asked: Unpack[_DescribeOptions]
+) -> GroupedDescription: ...
+
+
 @np.errstate(all="ignore")  # a warning about a value would tell of the record that has it
 def describe(
     frame: Any,
@@ -146,13 +143,17 @@ def describe(
     delta: float = 1e-6,
     relation: str | Relation = DEFAULT_RELATION,
     pairs: Sequence[tuple[str, str]] | None = None,
+    by: Sequence[str] | str | None = None,
+    statistics: Sequence[Statistic] = STATISTICS,
     ledger: Any = None,
     account: str | Account = "default",
     cap: Budget | None = None,
     n_public: int | None = None,
     person: object = None,
-) -> Description:
-    """Release counts, means, quantiles, histograms and two-way tables within (ε, δ).
+    sample_weight: object = None,
+    max_weight: float | None = None,
+) -> Description | GroupedDescription:
+    """Release counts, means, quantiles, histograms and two-way tables within (ε, δ), or statistics by groups.
 
     Args:
         frame: a data frame, or a mapping of names to columns.
@@ -161,6 +162,10 @@ def describe(
             :mod:`quietgrad.data`, or the path of one. Columns that it does not list are left out; ``None`` takes
             all columns by their types. Ranges that are not declared are found privately. Dates are days since 1970.
         pairs: pairs of columns to cross; ``None`` crosses all columns if that makes at most 45 tables.
+        by: one column or two to group by; the answer is then a :class:`GroupedDescription`. Groups are the
+        categories
+            that the schema lists (yes and no, or whole numbers within bounds), or values that are found privately.
+        statistics: what is released of each group; the fewer, the less noise.
         epsilon: Privacy budget of the whole description. Smaller is more private and noisier.
         delta: Probability with which the bound e^ε may fail. Choose it well below 1/n.
         relation: Neighbouring relation, ``"add-remove"`` or ``"replace-one"``.
@@ -170,18 +175,31 @@ def describe(
         n_public: Public number of records; ``None`` counts them privately under add-remove.
         person: one id per record, or the name of a column: a person then counts with shares of their records.
 
+        sample_weight: survey weights, one per record: counts and sums are then weighted, up to the population.
+        max_weight: the largest weight, as a public number; larger ones are cut to it. Noise grows with it.
+
     >>> ages = np.random.default_rng(0).normal(40.0, 10.0, 5000)
     >>> told = describe({"age": ages}, {"age": {"kind": "number", "bounds": [0, 100]}}, epsilon=1.0)
     >>> bool(abs(told.rows[0]["mean"] - 40.0) < 2.0), round(told.privacy.epsilon, 2)
     (True, 1.0)
     """
     budget = Budget(epsilon, delta, Relation.parse(relation))
-    frame, ids = take_person_column(frame, person)
-    columns, numbers, notes = _read(frame, schema)
+    frame, ids = take_person_column(from_arrow(frame), person)
+    terms = Terms.of(
+        budget, account=account, ledger=ledger, cap=cap, note="describe", part=True,
+        n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
+    )  # fmt: skip
+    if by is not None:
+        if pairs is not None:
+            raise ValueError("pairs: are crossed without groups. Give by= or pairs=, not both.")
+        weighing = sample_weight, max_weight
+        return describe_groups(frame, schema, by, statistics, budget, terms, ids, weighing)
+    columns, numbers, notes = read_columns(frame, schema)
     rows = len(numbers)
     if not rows:
         raise DataError("there are no records to describe.")
-    whom = PrivacyUnitSpec.of(ids, rows)
+    weights = survey_weights(sample_weight, max_weight, rows)
+    whom, largest = PrivacyUnitSpec.of(ids, rows)._replace(weights=weights), max_weight or 1.0
     crossed = _crossed(columns, pairs)
     numeric = [j for j, column in enumerate(columns) if not column.values]
     shares = {name: share for name, share in _SHARES.items() if {"sums": numeric, "pairs": crossed}.get(name, True)}
@@ -193,10 +211,6 @@ def describe(
         look = allocate_range_estimation(n, len(columns), budget=budget, feature_bounds=bounds)
         return _Describe(replace(look, whole=True), shares)  # no tail may be cut off: means would miss it
 
-    terms = Terms.of(
-        budget, account=account, ledger=ledger, cap=cap, note="describe", part=True,
-        n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
-    )  # fmt: skip
     with opened(whom.asks(Squared()), whom.of_data((plain, np.zeros(rows))), method, terms) as active:
         session, size = active.session, active.size
         found = estimate_box(active.method.look, session, len(columns), budget.relation)
@@ -205,17 +219,15 @@ def describe(
         bins = 32 if per_bin > 32 * 30 else 16 if per_bin > 16 * 20 else 8
         for j in numeric:
             low, high = float(found["low"][j]), float(found["high"][j])
-            edges = usual_edges(low, high, bins)
-            if columns[j].kind == "integer" and round(high) - round(low) < 2 * bins:
-                edges = np.arange(math.floor(low) - 0.5, math.ceil(high) + 1.0)
-            columns[j] = replace(columns[j], edges=edges)
-        tables = _Tables(session, whom, budget.relation)
+            columns[j] = columns[j].binned(low, high, bins)
+        tables = _Tables(session, whom, budget.relation, largest)
         released = tables.histograms(columns, numbers)
         sums = tables.sums([columns[j] for j in numeric], numbers[:, numeric]) if numeric else {}
         two_way = tables.pairs(columns, crossed, numbers) if crossed else {}
         spent = session.close("steps")
     n, off = float(size.n), 0.0
-    if size.counted:  # what the cells of all histograms add up to has less noise than the count
+    # What the cells of all histograms add up to has less noise than the count, and is of the weights.
+    if size.counted or weights is not None:
         parts = np.array([1.0 / len(counts) for counts, _ in released.values()])
         n = float(parts @ [counts.sum() for counts, _ in released.values()] / parts.sum())
         off = next(noise for _, noise in released.values()) / math.sqrt(float(parts.sum()))
@@ -234,14 +246,16 @@ def describe(
 class _Tables:
     """Releases sums of cells of the same people, table by table."""
 
-    def __init__(self, session: Any, whom: PrivacyUnitSpec, relation: Relation) -> None:
-        self._session, self._whom, self._relation = session, whom, relation
+    def __init__(self, session: Any, whom: PrivacyUnitSpec, relation: Relation, largest: float = 1.0) -> None:
+        self._session, self._whom, self._relation, self._largest = session, whom, relation, largest
 
     def _release(self, slot: str, cells: Array, weights: Floats | None, size: int) -> tuple[Floats, float]:
         groups = cells.shape[1]
         self._session.reread(self._whom.asks(Tabulation()), self._whom.of_data((cells, weights)))
         query = CellSums(size, groups, self._relation)
-        return self._session.release(slot, query), noise_of(self._session, slot, query.bound)
+        noise = noise_of(self._session, slot, query.bound)
+        # Records count with their weight over the largest one: times it, sums are of the weights themselves.
+        return self._largest * self._session.release(slot, query), self._largest * noise
 
     def _counts(self, slot: str, places: list[Any], sizes: list[int]) -> tuple[list[Floats], float]:
         starts = np.concatenate([[0], np.cumsum(sizes)])
@@ -249,13 +263,13 @@ class _Tables:
         released, noise = self._release(slot, cells, None, int(starts[-1]))
         return np.split(released, starts[1:-1]), noise
 
-    def histograms(self, columns: list[_Column], numbers: Floats) -> dict[str, tuple[Floats, float]]:
+    def histograms(self, columns: list[DescribedColumn], numbers: Floats) -> dict[str, tuple[Floats, float]]:
         """Counts of each column's cells, and their noise."""
         places = [column.cells(numbers[:, j]) for j, column in enumerate(columns)]
         counts, noise = self._counts("histograms", places, [len(c.levels) for c in columns])
         return {c.name: (part, noise) for c, part in zip(columns, counts, strict=True)}
 
-    def sums(self, columns: list[_Column], numbers: Floats) -> dict[str, tuple[float, float, float]]:
+    def sums(self, columns: list[DescribedColumn], numbers: Floats) -> dict[str, tuple[float, float, float]]:
         """Sums of places in the range and of their squares, and the noise; a gap counts for nothing."""
         low = np.array([c.edges[0] for c in columns])
         high = np.array([c.edges[-1] for c in columns])
@@ -266,7 +280,9 @@ class _Tables:
         first, second = np.split(released, 2)
         return {c.name: (float(a), float(b), noise) for c, a, b in zip(columns, first, second, strict=True)}
 
-    def pairs(self, columns: list[_Column], crossed: list[tuple[int, int]], numbers: Floats) -> dict[Any, Any]:
+    def pairs(
+        self, columns: list[DescribedColumn], crossed: list[tuple[int, int]], numbers: Floats
+    ) -> dict[Any, Any]:
         """Counts of the cells of each two-way table, numbers in four bins."""
         coarse = list(columns)
         for j, c in enumerate(columns):
@@ -288,7 +304,7 @@ class _Tables:
 
 
 def _row(
-    column: _Column,
+    column: DescribedColumn,
     counts: Floats,
     noise: float,
     sums: tuple[float, float, float] | None,
@@ -327,7 +343,7 @@ def _quantiles(counts: Floats, edges: Floats) -> Floats:
     return np.asarray(np.interp(np.array(_QUANTILES) * sums[-1], sums + 1e-9 * np.arange(len(sums)), edges))
 
 
-def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) -> list[tuple[int, int]]:
+def _crossed(columns: list[DescribedColumn], pairs: Sequence[tuple[str, str]] | None) -> list[tuple[int, int]]:
     names = [column.name for column in columns]
     if pairs is not None:
         if unknown := sorted({str(name) for pair in pairs for name in pair} - set(names)):
@@ -336,96 +352,3 @@ def _crossed(columns: list[_Column], pairs: Sequence[tuple[str, str]] | None) ->
     small = [j for j, column in enumerate(columns) if len(column.values) <= _MOST_LEVELS]
     crossed = list(itertools.combinations(small, 2))
     return crossed if len(crossed) <= _MOST_PAIRS else []
-
-
-def _read(frame: Any, schema: object) -> tuple[list[_Column], Floats, tuple[str, ...]]:
-    """The columns, their cells as numbers (NaN for a gap, −1 for a value that is not listed), and notes."""
-    given = _declared(schema)
-    names = [str(name) for name in (frame.columns if is_frame(frame) else frame)]
-    typed: list[str] = []
-    columns, numbers = [], []
-    if given is not None and (unknown := sorted(set(given) - set(names))):
-        raise DataError(f"schema: {', '.join(unknown)}: not among the columns of the table.")
-    for name in names if given is None else [n for n in names if n in given]:
-        cells = frame[name]
-        said = dict(given[name]) if given is not None else _by_type(name, cells, typed)
-        if said.get("kind") in _SKIPPED:
-            continue
-        column = _column(name, said)
-        if not column.values and getattr(getattr(cells, "dtype", None), "kind", "O") not in "iub":
-            column = replace(column, gaps=True)  # by its type it may have gaps, which have a cell of their own
-        columns.append(column)
-        numbers.append(codes_in(cells, column.values) if column.values else _numbers(column, cells))
-    if not columns:
-        raise DataError("there are no columns to describe: declare their kinds in a schema.")
-    notes = tuple(taken_as_public(f"column {name}", "a schema with its categories") for name in typed)
-    if notes:
-        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=3)
-    return columns, np.column_stack(numbers).astype(np.float64), notes
-
-
-def _declared(schema: Any) -> dict[str, Mapping[str, Any]] | None:
-    """The schema as a mapping of names to what is said of each column."""
-    if schema is None:
-        return None
-    if isinstance(schema, str | Path):
-        from importlib import import_module
-
-        schema = import_module("quietgrad.data.schema").read_schema(schema)  # readers are no part of an estimator
-    if isinstance(schema, Mapping):
-        return {str(name): said for name, said in (schema.get("columns") or schema).items()}
-    columns: Mapping[str, object] = schema.columns
-    known = ("bounds", "categories", "missing", "kind")
-    return {str(n): {key: getattr(kind, key) for key in known if hasattr(kind, key)} for n, kind in columns.items()}
-
-
-def _by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
-    kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
-    if str(kind) in ("bool", "boolean"):
-        return {"kind": "bool"}
-    if (listed := listed_by(kind)) is not None:
-        typed.append(name)
-        return {"kind": "category", "categories": listed}
-    if str(kind).startswith(("datetime", "date")):
-        return {"kind": "date"}
-    if getattr(kind, "kind", "O") not in "iuf":
-        raise DataError(f"column {name!r} is text: declare its categories in a schema, or leave it out.")
-    return {"kind": "integer" if kind.kind in "iu" else "number"}
-
-
-def _column(name: str, said: Mapping[str, Any]) -> _Column:
-    values = tuple(said.get("categories") or ())
-    kind = str(said.get("kind") or ("category" if values else "number"))
-    if kind == "bool":
-        values = values or (False, True)
-    if kind == "category" and not values:
-        raise DataError(f"schema: column {name!r} is a category: list its public `categories`.")
-    bounds = said.get("bounds")
-    if kind == "date":
-        bounds = bounds_in_days(bounds)
-    pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
-    return _Column(name, kind, pair, values, gaps=said.get("missing") is not None)
-
-
-def _numbers(column: _Column, cells: object) -> Floats:
-    """The cells as numbers, dates as days since 1970; what is no finite number is a gap, NaN.
-
-    It is a rule for every cell by itself: a refusal would tell that a record holds such a cell.
-    """
-    each = days_since_1970 if column.kind == "date" else _as_floats
-    try:
-        numbers = each(cells)
-    except (TypeError, ValueError, OverflowError):
-        numbers = np.array([_or_gap(each, cell) for cell in np.asarray(cells, dtype=object)])
-    return np.where(np.isfinite(numbers), numbers, np.nan)
-
-
-def _as_floats(cells: object) -> Floats:
-    return np.asarray(cells, dtype=np.float64)
-
-
-def _or_gap(each: Callable[[object], Floats], cell: object) -> float:
-    try:
-        return float(each([cell])[0])
-    except (TypeError, ValueError, OverflowError):
-        return math.nan

@@ -16,7 +16,8 @@ from quietgrad.core.errors import DataError
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.estimators.base import PrivateLinearModel, PrivateModel, what_counting_cost
-from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, row_products, with_labels
+from quietgrad.estimators.predicting import row_products
+from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, with_labels
 from quietgrad.methods.additive_gd import AdditiveGD
 from quietgrad.methods.range_estimation import Bounds, checked_bounds
 from quietgrad.methods.whitened_gd import WhitenedGD

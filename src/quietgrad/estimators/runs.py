@@ -25,6 +25,7 @@ _KINDS = {
     "poisson": "PrivatePoissonRegressor",
 }
 _NAMES = {kind: loss for loss, kind in _KINDS.items()}
+_JSON = (bool, int, float, str)
 
 
 def from_run(folder: str | Path) -> Any:
@@ -72,6 +73,12 @@ def from_run(folder: str | Path) -> Any:
     return model
 
 
+def fitted_attributes(folder: str | Path) -> dict[str, Any]:
+    """What a fit sets on its estimator, read from the run in ``folder``."""
+    model = from_run(folder)
+    return {name: value for name, value in vars(model).items() if name.endswith("_") or name == "_columns"}
+
+
 def _objective_of(name: str, facts: Any) -> Any:
     """The objective whose parameters a run holds; a machine of several classes is one against the rest for each."""
     if name == "hinge" and facts["task"] == "multiclass":
@@ -89,6 +96,12 @@ def params_of(model: Any) -> Any:
     weights = np.atleast_2d(model.coef_).T
     rows = [weights, np.atleast_2d(model.intercept_)] if model.fit_intercept else [weights]
     return np.ascontiguousarray(np.vstack(rows), dtype=np.float64).ravel()
+
+
+def can_be_saved(model: Any) -> bool:
+    """Whether :func:`to_run` knows the kind of the model and its labels are JSON values."""
+    known = "shapes_" in vars(model) or type(model).__name__ in _NAMES
+    return known and all(isinstance(label, _JSON) for label in np.asarray(vars(model).get("classes_", ())).tolist())
 
 
 def to_run(model: Any, folder: str | Path) -> Path:
@@ -173,7 +186,7 @@ def _additive_from(result: Result) -> Any:
 def _values(classes: Array) -> list[Any]:
     """Classes as JSON values, each of its kind: 1, 1.0, true and "1" are four."""
     values: list[Any] = np.asarray(classes).tolist()
-    if not all(isinstance(value, bool | int | float | str) for value in values):
+    if not all(isinstance(value, _JSON) for value in values):
         raise ValueError("classes: only numbers, booleans and texts can be saved as labels of a run.")
     return values
 

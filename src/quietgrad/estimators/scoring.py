@@ -28,22 +28,16 @@ from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.session.opening import Terms, counted
 from quietgrad.core.session.statement import Privacy
 from quietgrad.core.vectors import Vector
+from quietgrad.estimators.predicting import AskedOnce, nameless, predict_row_independent
 from quietgrad.estimators.runs import params_of
 from quietgrad.estimators.transformers import learning_steps
-from quietgrad.estimators.validation import (
-    AskedOnce,
-    PrivacyUnitSpec,
-    is_scan,
-    nameless,
-    predict_row_independent,
-    scan_if_one,
-    take_person_column,
-)
+from quietgrad.estimators.validation import PrivacyUnitSpec, is_scan, scan_if_one, take_person_column
 from quietgrad.methods.minimizing import minimize
 from quietgrad.methods.range_estimation import HistogramRelease
 from quietgrad.methods.result import digest_of, load
 from quietgrad.methods.score_noise import SCORE_NAMES, is_too_noisy, score_text
 from quietgrad.tables.labels import ClassLabels
+from quietgrad.tables.privacy_units import PersonRule, SurveyData, survey_weights
 from quietgrad.tables.queries.counts import Tabulation
 from quietgrad.tables.table import Array, Floats, lay_out, numbers_of, rows_in
 
@@ -151,6 +145,8 @@ def private_score(
     target_bounds: tuple[float, float] | None = None,
     person: object = None,
     records_per_person: int | None = None,
+    sample_weight: object = None,
+    max_weight: float | None = None,
 ) -> PrivateScore:
     """Score a fitted model on held-out people within (ε, δ), charged to their account.
 
@@ -172,6 +168,8 @@ def private_score(
         person: one id per record, or the name of a column of ``X``: the guarantee is for people, and every number
             is a mean over people of the mean of their records.
         records_per_person: the most of a person's records that are used.
+        sample_weight: survey weights, one per record: scores are weighted means.
+        max_weight: the largest weight, as a public number; larger ones are cut to it.
 
     >>> from quietgrad.estimators import PrivateLogisticRegression
     >>> X = np.random.default_rng(0).standard_normal((8000, 2))
@@ -201,7 +199,10 @@ def private_score(
             raise DataError(f"X: has {shape[1]} columns, the model was fitted on {wanted}. Nothing was spent.")
         held = _HoldoutData(X, y)
         asked = AskedOnce(model)
-    whom = PrivacyUnitSpec.of(ids, len(held), "mean", records_per_person)
+    if sample_weight is not None and is_scan(X):
+        raise DataError("sample_weight: is not known to scans. Give a table in memory. Nothing was spent.")
+    weights = None if is_scan(X) else survey_weights(sample_weight, max_weight, len(held))
+    whom = PrivacyUnitSpec.of(ids, len(held), PersonRule("mean", records_per_person))._replace(weights=weights)
     terms = Terms.of(
         budget, account=account, ledger=ledger, cap=cap,
         n_public=n_public if budget.relation is Relation.ADD_REMOVE else None,
@@ -278,19 +279,20 @@ class _Publisher:
         return size
 
     def publish(self, places: CellPlaces, cells: int, groups: int) -> _Released:
-        people = self._whom.people
+        people, weights = self._whom.people, self._whom.weights
+        rows = self._held.with_rows(places)
         result = minimize(
             Tabulation(),
-            self._held.with_rows(places),
+            rows if weights is None else SurveyData(rows, weights),
             HistogramRelease(cells, groups),
             budget=self._terms.budget,
             account=self._terms.account,
             n_public=self._size,
             person=people,
-            records_per_person=None if people is None else people.records_per_person,
+            records_per_person=None if people is None else people.rule.records_per_person,
         )
         # What the cells add up to has less noise than a count with a hundredth of the budget.
-        n = None if self._size.counted else float(self._size.n)
+        n = None if self._size.counted or weights is not None else float(self._size.n)
         return _Released(np.asarray(result.params), float(result.details["noise"]), n, result.privacy)
 
 

@@ -36,16 +36,12 @@ from quietgrad.core.sampling import FullBatch
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy
-from quietgrad.estimators.validation import (
-    PrivacyUnitSpec,
-    predict_row_independent,
-    refuse_scan,
-    take_person_column,
-)
+from quietgrad.estimators.predicting import predict_row_independent
+from quietgrad.estimators.validation import PrivacyUnitSpec, refuse_scan, take_person_column
 from quietgrad.methods.dp_sgd import DPGD
 from quietgrad.methods.whitened_gd import WhitenedGD
 from quietgrad.tables.labels import ClassLabels
-from quietgrad.tables.privacy_units import Combine, UnitGrouping
+from quietgrad.tables.privacy_units import Combine, PersonRule, UnitGrouping
 from quietgrad.tables.queries.counts import MeanScore, Scoring
 from quietgrad.tables.table import Array
 
@@ -140,7 +136,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         each = self._checked_scoring()
         # What cannot be fitted is refused before any charge.
         accepted, labels, _ = clone(self.estimator)._accept(X, y)
-        whom = PrivacyUnitSpec.of(ids, accepted.shape[0], combine, records_per_person)
+        whom = PrivacyUnitSpec.of(ids, accepted.shape[0], PersonRule(combine, records_per_person))
         features = accepted.shape[1]
         X = X if hasattr(X, "iloc") else accepted
         grid = [

@@ -23,12 +23,12 @@ from sklearn.utils.validation import check_is_fitted
 from quietgrad.core.errors import LedgerWarning
 from quietgrad.core.session.statement import Privacy
 from quietgrad.estimators.base import PrivateModel, SpendsPrivacy, noted
+from quietgrad.estimators.predicting import nameless
 from quietgrad.estimators.validation import (
     ColumnSchema,
     PrivacyUnitSpec,
     checked_rows,
     is_scan,
-    nameless,
     read_table,
     take_person_column,
     with_labels,

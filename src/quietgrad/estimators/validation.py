@@ -1,23 +1,18 @@
-"""What estimators are given: rows, columns with vocabularies, scans, privacy units, and models to be scored."""
+"""What estimators are given: rows, columns with vocabularies, scans and privacy units."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 from sklearn.base import BaseEstimator
-from sklearn.utils import _safe_indexing
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
@@ -28,14 +23,15 @@ from quietgrad.methods.base import Algorithm
 from quietgrad.methods.minimizing import check_people, how_people_count
 from quietgrad.tables.labels import ClassLabels
 from quietgrad.tables.privacy_units import (
-    Combine,
+    MEAN_OF_ALL,
+    PersonRule,
     RecordsWithIds,
+    SurveyData,
     UnitGrouping,
     UserLevelObjective,
-    check_combination,
 )
 from quietgrad.tables.scanned import ScannedPeople, ScanSource
-from quietgrad.tables.table import NOT_FINITE, Array, Floats, Matrix, lay_out, refuse_text, rows_in
+from quietgrad.tables.table import NOT_FINITE, Array, lay_out, refuse_text
 
 Vocabularies = Mapping[Any, Sequence[Any]]
 """The public values of category columns, by name or position."""
@@ -75,6 +71,33 @@ def is_frame(X: object) -> TypeGuard[DataFrame]:
     return hasattr(X, "columns")
 
 
+def from_arrow(X: Any) -> Any:
+    """Columns of any library that hands them over by the Arrow C stream; a frame of pandas.
+
+    Arrays, frames of pandas and of polars stay as they are: scikit-learn knows them.
+    """
+    if not hasattr(X, "__arrow_c_stream__") or type(X).__module__.partition(".")[0] in ("pandas", "polars"):
+        return X
+    try:
+        import pandas as pd
+    except ImportError:
+        raise DataError(
+            "X: is a frame of Arrow columns, which needs pandas here. Install it, or give arrays."
+        ) from None
+    import pyarrow as pa
+
+    try:
+        column = pa.chunked_array(X)
+    except (TypeError, ValueError, pa.ArrowException):
+        pass
+    else:
+        if not pa.types.is_struct(column.type):  # one column: labels, or ids
+            plain = column.cast(column.type.value_type) if pa.types.is_dictionary(column.type) else column
+            return np.asarray(plain.to_numpy(zero_copy_only=False))
+    frame: pd.DataFrame = pa.table(X).to_pandas()
+    return frame
+
+
 def is_scan(X: object) -> TypeGuard[ScanTable]:
     return isinstance(X, ScanSource)
 
@@ -94,10 +117,10 @@ def scan_if_one(X: object, y: object) -> tuple[Any, Any]:
         if y is not None:
             raise ValueError("y: a scan knows its target; say it there: scan(..., target=...).")
         return X, None
-    if isinstance(y, str):
+    if isinstance(y, str):  # whatever the frame, its columns are read by the Arrow C stream
         # Readers are no part of an estimator: they are asked for only where a column's name stands for the labels.
         return import_module("quietgrad.data").scan(X, target=y), None
-    return X, y
+    return from_arrow(X), from_arrow(y)
 
 
 def with_labels(X: object, y: object, labels: Callable[[Any], Any] | None) -> Any:
@@ -115,62 +138,6 @@ def coder(X: object, known: ClassLabels) -> Callable[[Any], Any]:
     if is_scan(X) and X.classes is not None:
         return partial(np.take, known.encode_known(ClassLabels.of(X.classes).values))
     return known.encode_known
-
-
-def predict_to(model: Any, scan: object, path: str | Path) -> int:
-    """Write ``model``'s predictions for all records of ``scan``, block by block; how many they are."""
-    import pyarrow as pa
-    import pyarrow.csv as csv
-    import pyarrow.parquet as pq
-
-    if not is_scan(scan):
-        raise ValueError("predict_to: takes a scan; use predict for arrays.")
-    plain = nameless(model, scan)
-
-    def answers(X: Array) -> dict[str, Any]:
-        found = {"prediction": np.asarray(plain.predict(X))}
-        if hasattr(plain, "predict_proba"):
-            chances = plain.predict_proba(X)
-            if chances.shape[1] == 2:
-                found[f"probability_of_{plain.classes_[1]}"] = chances[:, 1]
-            else:
-                found["probability"] = chances.max(axis=1)
-        return found
-
-    target = Path(path)
-    if target.suffix not in (".csv", ".parquet", ".pq"):
-        raise ValueError(f"{target.name}: predictions of a scan are written as .csv or .parquet.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    rows, writer = 0, None
-    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-    try:
-        for X, _ in scan.blocks():
-            part = pa.table(answers(X))
-            if writer is None:
-                kind = csv.CSVWriter if target.suffix == ".csv" else pq.ParquetWriter
-                writer = kind(str(unfinished), part.schema)
-            writer.write_table(part)
-            rows += part.num_rows
-        if writer is not None:
-            writer.close()
-        unfinished.replace(target)
-    except BaseException:
-        if writer is not None:
-            writer.close()
-        unfinished.unlink(missing_ok=True)
-        raise
-    return rows
-
-
-def nameless(model: Any, scan: ScanTable) -> Any:
-    """The model for blocks of ``scan``, which carry no names: they are compared here, once."""
-    plain = copy(model)
-    known = list(vars(plain).pop("feature_names_in_", ()))
-    width = vars(plain).get("n_features_in_", scan.features)
-    if scan.features != width or (known and known != list(scan.feature_names)):
-        raise DataError(f"{scan.name}: has other columns than the table the model was fitted on.")
-    return plain
 
 
 @dataclass(frozen=True)
@@ -270,7 +237,7 @@ def checked_rows(estimator: BaseEstimator, X: object, *targets: object, **option
 
     What scikit-learn would answer by printing the array, or a page, is refused here: no record is in an error.
     """
-    X = dates_as_days(X)
+    X = dates_as_days(from_arrow(X))
     refuse_text(X, "X")
     if is_frame(X) and len(set(map(str, X.columns))) < len(X.columns):
         raise ValueError("X: two columns have the same name. Rename or drop one of them.")
@@ -320,6 +287,7 @@ def read_table(estimator: Any, X: object, categories: Vocabularies | None, *, re
     Numbers alone take the way of every scikit-learn estimator, whose refusals people know.
     """
     refuse_scan(X, "an additive model")
+    X = from_arrow(X)
     table: Any = dates_as_days(X if is_frame(X) or sparse.issparse(X) else np.asarray(X))
     if reset:
         is_table = not sparse.issparse(table) and len(table.shape) == 2 and 0 not in table.shape
@@ -357,35 +325,34 @@ def codes_in(column: object, vocabulary: Sequence[object]) -> npt.NDArray[np.flo
     return np.array([code(cell) for cell in np.asarray(column, dtype=object)], dtype=np.float64)
 
 
+WEIGHTED = "a record counts with its weight over the largest that was declared; ε is the same for all of them"
+
+
 class PrivacyUnitSpec(NamedTuple):
     """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
 
     people: UnitGrouping | ScannedPeople | None = None
     records_public: int | None = None
+    weights: Any = None
+    """What each record counts, in [0, 1]: survey weights over the largest that was declared."""
 
     @classmethod
     def of(
         cls,
         person: object,
         rows: int,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
+        rule: PersonRule = MEAN_OF_ALL,
         records_public: int | None = None,
     ) -> PrivacyUnitSpec:
         """From what ``fit`` was given; refused, before anything is planned, if it is not one id per row."""
-        check_combination(combine, records_per_person)
         if person is None:
-            if combine != "mean" or records_per_person is not None:
-                raise ValueError(
-                    "combine, records_per_person: say how a person's records count; give person= with them."
-                )
+            rule.refuse_without_people()
             return cls(None, records_public)
         if isinstance(person, UnitGrouping | ScannedPeople):
             return cls(person, records_public)
         if is_scan(person):
-            return cls(ScannedPeople(person, combine, records_per_person), records_public)
-        people = UnitGrouping.of(person, combine=combine, records_per_person=records_per_person, records=rows)
-        return cls(people, records_public)
+            return cls(ScannedPeople(person, rule), records_public)
+        return cls(UnitGrouping.of(person, rule, records=rows), records_public)
 
     @property
     def unit(self) -> PrivacyUnit:
@@ -396,15 +363,16 @@ class PrivacyUnitSpec(NamedTuple):
         """The loss as a curator must be asked about it: about rows, or about people."""
         if self.people is None:
             return loss
-        return UserLevelObjective(loss, self.people.combine, self.people.records_per_person)
+        return UserLevelObjective(loss, self.people.rule)
 
     def of_data(self, data: object) -> Any:
-        return data if self.people is None else RecordsWithIds(data, self.people)
+        given = data if self.weights is None else SurveyData(data, self.weights)
+        return given if self.people is None else RecordsWithIds(given, self.people)
 
     @property
     def means(self) -> bool:
         """Whether what is bounded for means of all records may be asked."""
-        return self.people is None or (self.people.combine == "mean" and self.people.records_per_person is None)
+        return self.people is None or self.people.rule.is_mean_of_all
 
     def check(self, method: Algorithm, loss: object) -> None:
         """Refuse a method that knows no bound for a person, before anything is reserved."""
@@ -412,7 +380,8 @@ class PrivacyUnitSpec(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        return () if self.people is None else how_people_count(self.asks(None))
+        counted = () if self.people is None else how_people_count(self.asks(None))
+        return counted if self.weights is None else (*counted, WEIGHTED)
 
 
 def take_person_column(X: Any, person: object) -> tuple[Any, Any]:
@@ -432,79 +401,3 @@ def drop_person_column(X: object, column: str | None) -> Any:
     if column is None or not is_frame(X) or column not in list(X.columns):
         return X
     return X[[name for name in X.columns if name != column]]
-
-
-def predict_row_independent(model: object, verb: str, X: object, width: int | None) -> Floats:
-    """``model.verb`` of every record in numbers, each answer from that record alone: ``width`` of them, or one.
-
-    A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
-    answer. This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked
-    about one record at a time: a step that standardises or ranks the rows it is given then sees one, and no product
-    of matrices rounds differently for another number of rows. Models of scikit-learn keep nothing of what they are
-    asked; any other one is copied for each record. How many numbers an answer has is public. An answer of another
-    form, and a record that the model cannot answer about, are NaN, since an error would tell that there is one.
-    """
-    if isinstance(model, AskedOnce):
-        return model.answers(verb, X, width)
-    if _is_ours(model):
-        return np.asarray(getattr(model, verb)(X), dtype=np.float64)
-    copied: Callable[[Any], Any] = (lambda one: one) if _keeps_nothing(model) else deepcopy
-    answers = np.full((rows_in(X), 1 if width is None else width), np.nan)
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # one about a value would tell of the record that has it
-        for row in range(len(answers)):
-            with suppress(Exception):  # foreign code: its message may show a record
-                answered = np.ravel(np.asarray(getattr(copied(model), verb)(_safe_indexing(X, [row])))[0])
-                if answered.shape == answers[row].shape:
-                    answers[row] = answered.astype(np.float64)
-    return answers[:, 0] if width is None else answers
-
-
-class AskedOnce:
-    """A model whose answers about the same rows are kept, since one record at a time is slow."""
-
-    def __init__(self, model: object) -> None:
-        self._model = model
-        self._known: dict[str, tuple[object, Floats]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def answers(self, verb: str, X: object, width: int | None) -> Floats:
-        """What :func:`predict_row_independent` says of these rows."""
-        rows, found = self._known.get(verb, (None, None))
-        if found is None or rows is not X:
-            found = predict_row_independent(self._model, verb, X, width)
-            self._known[verb] = X, found
-        return found
-
-
-def row_products(X: Matrix, weights: Floats) -> Floats:
-    """X·W, each row's products rounded in the same way whatever other rows there are.
-
-    A product of two matrices is cut into tiles by their shapes: one record more can change the last digit of every
-    score, and where two scores tie every prediction.
-    """
-    if not isinstance(X, np.ndarray):  # sparse rows are summed one by one
-        return np.asarray(X @ weights)
-    X, columns = np.asarray(X, dtype=np.float64), np.ascontiguousarray(weights.T)
-    out = np.empty((len(X), len(columns)))
-    block = max(1, 2**18 // max(1, columns.size))
-    for start in range(0, len(X), block):
-        rows = X[start : start + block]
-        out[start : start + block] = (rows[:, None, :] * columns[None]).sum(axis=2)
-    return out
-
-
-def _is_ours(model: object) -> bool:
-    """Whether this library's code alone answers: a search answers by whatever model it chose."""
-    ours = type(model).__module__.partition(".")[0] == "quietgrad"
-    best = getattr(model, "best_estimator_", None)
-    return ours and (best is None or _is_ours(best))
-
-
-def _keeps_nothing(model: Any) -> bool:
-    """Whether a model is made of scikit-learn's parts alone, without a user's functions."""
-    parts = [model, *(model.get_params(deep=True).values() if hasattr(model, "get_params") else ())]
-    homes = {type(part).__module__.partition(".")[0] for part in parts if part is model or hasattr(part, "fit")}
-    return homes <= {"sklearn", "quietgrad"} and not any(callable(part) for part in parts)

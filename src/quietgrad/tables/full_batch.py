@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
 from quietgrad.core.session.queries import Batch, ClippingRule, Indices, Objective, Regularizer, StreamedRecords
 from quietgrad.tables.table import Floats, Matrix, Table, Targets, Which, csr_around, frozen
 
@@ -36,6 +37,7 @@ class Block:
         self.rows: Any = rows
         self.factors = records.factors[which, None] if records.factors.size else None
         self.y: Targets = np.zeros(0) if records.y is None else records.y[which]
+        self.weights = None if records.sample_weights is None else records.sample_weights[which]
 
 
 @dataclass
@@ -203,7 +205,10 @@ class PersonSum:
         for total, weight, clip in zip(sums, (alpha, gamma), (first, second), strict=False):
             squares = (total * total).sum(axis=1) * shares * shares
             lengths = np.sqrt(squares * (1.0 + (40 + total.shape[1]) * _EPS) + total.shape[1] * _TINY)
-            factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip) * shares
+            if self._rule.clipping == FLAT:
+                factors = np.divide(clip, lengths, out=np.ones_like(lengths), where=lengths > clip) * shares
+            else:
+                factors = scale_factors(self._rule.clipping, lengths, clip) * shares
             if not (finite := np.isfinite(lengths)).all():
                 total, factors = total[finite], factors[finite]
             self._total += weight * (factors @ total)
@@ -224,18 +229,20 @@ def contributions(residuals: Floats, before: Floats | None, norms: Floats, rule:
     """α·clip_A(r − βr′) + γ·clip_B(r), the clips acting on ‖r‖‖x̃‖; ``before`` is r′, ``None`` if β = 0."""
     alpha, beta, first, gamma, second = rule.numbers
     moved = residuals if before is None else residuals - beta * before
-    combined = alpha * _clipped(moved, norms, first)
+    combined = alpha * _clipped(moved, norms, first, rule.clipping)
     if gamma:
-        combined += gamma * _clipped(residuals, norms, second)
+        combined += gamma * _clipped(residuals, norms, second, rule.clipping)
     return combined
 
 
-def _clipped(residuals: Floats, norms: Floats, clip: float) -> Floats:
+def _clipped(residuals: Floats, norms: Floats, clip: float, clipping: Clipping) -> Floats:
     """Shorten each row so that ‖r‖·norm ≤ clip; what is not finite becomes zero."""
     lengths = np.abs(residuals[:, 0]) if residuals.shape[1] == 1 else np.linalg.norm(residuals, axis=1)
     lengths = lengths * norms
     if clip == math.inf:  # an evaluation
         clipped = residuals.copy()
+    elif clipping != FLAT:
+        clipped = residuals * scale_factors(clipping, lengths, clip)[:, None]
     else:
         # 1 exactly for what is short enough; a clip of 0 leaves nothing
         clipped = residuals * (clip / np.maximum(lengths, clip or 1.0))[:, None]
@@ -271,7 +278,5 @@ def _add_products(params: Floats, vector: Floats, objective: LinearObjective, ba
     records: Table = batch.records
     at, along, total = lift(records, params), lift(records, vector), RowSum(records)
     for block in blocks_of(records):
-        total.add(
-            block, objective._weighed(objective.bends(at.scores(block), block.y, along.scores(block)), block.y)
-        )
+        total.add(block, objective._weighed(objective.bends(at.scores(block), block.y, along.scores(block)), block))
     out += total.result()

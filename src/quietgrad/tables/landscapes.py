@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
+from quietgrad.core.session.clipping import FLAT, scale_factors
 from quietgrad.core.session.queries import (
     BaseObjective,
     Batch,
@@ -246,11 +247,13 @@ class StrictSaddle(BaseObjective):
                 moved = slope - beta * self._slope(points[1]), push - beta * self._push(points[1])
             else:
                 moved = slope, push
-            out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first)
+            out += alpha * self._sum(counts, *moved, (1.0 - beta) * self.slope_noise, first, rule)
             if gamma:
-                out += gamma * self._sum(counts, slope, push, self.slope_noise, second)
+                out += gamma * self._sum(counts, slope, push, self.slope_noise, second, rule)
 
-    def _sum(self, counts: Floats, slope: Floats, push: Floats, noise: float, clip: float) -> Floats:
+    def _sum(
+        self, counts: Floats, slope: Floats, push: Floats, noise: float, clip: float, rule: ClippingRule
+    ) -> Floats:
         """Σ over kinds of count · clip((1 + a·s)·slope + push + noise·σ·e_j)."""
         total = np.zeros(self.d)
         for s, by_sign in zip(_SIGNS, counts, strict=True):
@@ -264,7 +267,10 @@ class StrictSaddle(BaseObjective):
             rest[:-1] += np.cumsum(squares[::-1])[::-1][1:]
             for sigma, count in zip(_SIGNS, by_sign, strict=True):
                 lengths = np.sqrt(rest + (body + sigma * noise) ** 2)
-                weights = count * shortening(lengths, clip)
+                if rule.clipping == FLAT:
+                    weights = count * shortening(lengths, clip)
+                else:
+                    weights = count * scale_factors(rule.clipping, lengths, clip)
                 total += weights.sum() * body
                 total += (sigma * noise) * weights
         return total

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
+from quietgrad.core.session.clipping import FLAT
 from quietgrad.core.session.queries import (
     BaseObjective,
     Batch,
@@ -42,7 +43,8 @@ from quietgrad.tables.full_batch import (
     contributions,
     lift,
 )
-from quietgrad.tables.privacy_units import GroupIndex
+from quietgrad.tables.local_steps import local_updates, transformed_rows
+from quietgrad.tables.privacy_units import GroupIndex, SurveyData
 from quietgrad.tables.scanned import RowBlock, Scanned, ScanSource
 from quietgrad.tables.table import (
     Affine,
@@ -55,6 +57,9 @@ from quietgrad.tables.table import (
     lay_out,
     numbers_of,
 )
+
+if TYPE_CHECKING:
+    from quietgrad.tables.queries.local_update import LocalTraining
 
 Task = Literal["binary", "multiclass", "regression"]
 _UNCLIPPED = ClippingRule.gradient(math.inf)
@@ -190,7 +195,12 @@ class LinearObjective(BaseObjective, ABC):
         Raises:
             DataError: the data cannot be used; the message names the reason and no value.
         """
-        if isinstance(data, Table | RowBlock):
+        X: Any
+        y: Any
+        data, weights = SurveyData.of(data)
+        if isinstance(data, Table):
+            X, y, weights = data.X, data.y, data.sample_weights
+        elif isinstance(data, RowBlock):
             X, y = data.X, data.y
         elif isinstance(data, ScanSource):
             return cast(Table, Scanned(self, data, (data.features + bool(self.column)) * self.outputs))
@@ -207,7 +217,9 @@ class LinearObjective(BaseObjective, ABC):
             raise DataError("X and y have different numbers of records.")
         if not np.isfinite(targets).all():
             raise DataError("y: contains NaN or infinite values. Drop those rows. No privacy budget was spent.")
-        return self._table(X, self._coded(targets))
+        table = self._table(X, self._coded(targets))
+        table.sample_weights = weights
+        return table
 
     def _coded(self, y: Targets) -> npt.NDArray[Any]:
         """The targets as the kernels read them, if they are what the task says."""
@@ -243,7 +255,9 @@ class LinearObjective(BaseObjective, ABC):
             return
         params, previous = points[0], points[-1]  # one and the same where the rule has β = 0
         indices = batch.indices
-        if indices is not None and self.compiled and self.class_weights is None and not records.mixes:
+        weighed = self.class_weights is not None or records.sample_weights is not None
+        in_a_kernel = self.compiled and not weighed and rule.clipping == FLAT
+        if indices is not None and in_a_kernel and not records.mixes:
             if not len(params) == len(previous) == len(out) == records.dim:  # the kernels do not check
                 raise ValueError(f"params, previous, out: must have {records.dim} numbers for these records.")
             self.add_indexed(records.packed, indices, params, previous, rule.numbers, out)
@@ -262,13 +276,25 @@ class LinearObjective(BaseObjective, ABC):
             out += total.result()
 
     def _residuals(self, at: RawCoefficients, block: Block) -> Floats:
-        return self._weighed(self.residuals(at.scores(block), block.y), block.y)
+        return self._weighed(self.residuals(at.scores(block), block.y), block)
 
-    def _weighed(self, values: Floats, y: Targets) -> Floats:
-        """Values of records, times the public weights of their classes."""
-        if self.class_weights is None:
+    def record_weights(self, block: Block) -> Floats:
+        """What each record of a block counts: the weight of its class times its own."""
+        return self._weighed(np.ones(len(block.y)), block)
+
+    def local_updates(
+        self, batch: Batch, clients: GroupIndex, params: Floats, training: LocalTraining
+    ) -> Iterator[Floats]:
+        """θ_local − θ of clients that train on their own records, some at a time; one row each."""
+        return local_updates(self, batch, clients, params, training)
+
+    def _weighed(self, values: Floats, block: Block) -> Floats:
+        """Values of records, times the public weights of their classes and their own weights."""
+        if self.class_weights is None and block.weights is None:
             return values
-        weights = np.asarray(self.class_weights)[np.asarray(y, dtype=np.int64)]
+        weights = np.ones(len(values)) if block.weights is None else block.weights
+        if self.class_weights is not None:
+            weights = weights * np.asarray(self.class_weights)[np.asarray(block.y, dtype=np.int64)]
         return np.asarray(values * (weights if values.ndim == 1 else weights[:, None]))
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -293,7 +319,7 @@ class LinearObjective(BaseObjective, ABC):
         """f of each row of the batch, in its order."""
         at = lift(batch.records, params)
         blocks = blocks_of(batch.records, batch.indices)
-        parts = [self._weighed(self.losses(at.scores(block), block.y), block.y) for block in blocks]
+        parts = [self._weighed(self.losses(at.scores(block), block.y), block) for block in blocks]
         return np.concatenate([np.zeros(0), *parts])
 
     @np.errstate(over="ignore", invalid="ignore")
@@ -315,14 +341,8 @@ class LinearObjective(BaseObjective, ABC):
         at, limit = lift(records, params), rounding_safe_clip(clip)
         for block in blocks_of(records, batch.indices):
             scores = at.scores(block)
-            bends = self._weighed(self.bends(scores, block.y, np.ones_like(scores)), block.y)
-            rows = block.rows if isinstance(block.rows, np.ndarray) else block.rows.toarray()
-            if records.transform is not None:
-                rows = records.transform.apply((rows - records.transform.shift).T).T
-            if block.factors is not None:
-                rows = rows * block.factors
-            if records.intercept:
-                rows = np.hstack([rows, np.full((len(rows), 1), records.intercept)])
+            bends = self._weighed(self.bends(scores, block.y, np.ones_like(scores)), block)
+            rows = transformed_rows(records, block)
             squares = np.einsum("ij,ij->i", rows, rows)[:, None]
             finite = np.isfinite(squares)
             if not finite.all():
@@ -343,7 +363,7 @@ class LinearObjective(BaseObjective, ABC):
         at = lift(batch.records, params)
         total = 0.0
         for block in blocks_of(batch.records, batch.indices):
-            losses = self._weighed(self.losses(at.scores(block), block.y), block.y)
+            losses = self._weighed(self.losses(at.scores(block), block.y), block)
             if bound < math.inf:
                 losses = np.fmin(np.maximum(losses, 0.0), bound)  # of a NaN and the bound, the bound
             total += float(losses.sum())

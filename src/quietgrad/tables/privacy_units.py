@@ -36,11 +36,52 @@ from quietgrad.core.session.queries import (
     add_gradients,
     add_hessians,
 )
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.tables.person_ids import call_id_function, factorize_ids
 from quietgrad.tables.table import Floats, Table
 
 Combine = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class PersonRule:
+    """How a person's records count in a sum; made from what the user gave, and refused there if it cannot be.
+
+    Args:
+        combine: the ``"mean"`` of a person's contributions, so that every person counts once, or their ``"sum"``.
+            Either is clipped as a whole.
+        records_per_person: the most of a person's records that one release uses; ``None`` for all of them.
+    """
+
+    combine: Combine = "mean"
+    records_per_person: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.combine not in ("mean", "sum"):
+            raise ValueError(
+                f"combine={self.combine!r}: must be 'mean' (every person counts once) or 'sum' (records count)."
+            )
+        most: object = self.records_per_person
+        if most is not None and (isinstance(most, bool) or not isinstance(most, (int, np.integer)) or most < 1):
+            raise ValueError(f"records_per_person={most!r}: must be a whole number ≥ 1, or None for all of them.")
+
+    def __str__(self) -> str:
+        return f"combine={self.combine!r}, records_per_person={self.records_per_person!r}"
+
+    @property
+    def is_mean_of_all(self) -> bool:
+        """Whether a person counts with the mean of all their records: what bounds a record then bounds a person."""
+        return self.combine == "mean" and self.records_per_person is None
+
+    def refuse_without_people(self) -> None:
+        """Refuse a rule that was given where every record is a unit of its own: it would do nothing."""
+        if not self.is_mean_of_all:
+            raise ValueError(
+                "combine, records_per_person: say how a person's records count; give person= with them."
+            )
+
+
+MEAN_OF_ALL = PersonRule()
 
 
 class GroupIndex(NamedTuple):
@@ -93,8 +134,7 @@ class UnitGrouping:
     Args:
         order: record positions, person by person, each person's in their given order.
         starts: where each person begins in ``order``; one more than there are people.
-        combine: whether a person counts with the mean or the sum of their records.
-        records_per_person: the most of a person's records that one release uses.
+        rule: how a person's records count.
         numbers: of people who are part of more, each one's number among all; their positions if not given.
 
     >>> people = UnitGrouping.of(["ann", "bob", "ann"])
@@ -104,28 +144,18 @@ class UnitGrouping:
 
     order: Indices
     starts: Indices
-    combine: Combine = "mean"
-    records_per_person: int | None = None
+    rule: PersonRule = MEAN_OF_ALL
     numbers: Indices | None = None
 
-    def __post_init__(self) -> None:
-        check_combination(self.combine, self.records_per_person)
-
     @classmethod
-    def of(
-        cls,
-        ids: object,
-        *,
-        combine: Combine = "mean",
-        records_per_person: int | None = None,
-        records: int | None = None,
-    ) -> UnitGrouping:
+    def of(cls, ids: object, rule: PersonRule = MEAN_OF_ALL, *, records: int | None = None) -> UnitGrouping:
         """Group records by the person they are about; people come in the order of their first records.
 
         Args:
             ids: one per record: whole numbers, texts, bytes or dates, all of one kind. Two are one person's exactly
                 if they are equal. Missing ids, and texts that differ only in their Unicode form or in spaces
                 around, are refused: one person taken for two would be protected as neither.
+            rule: how a person's records count.
             records: how many there must be.
 
         Raises:
@@ -137,13 +167,13 @@ class UnitGrouping:
         order = np.arange(len(codes)) if count == len(codes) else np.argsort(codes, kind="stable")
         order = order.astype(np.int64)
         order.flags.writeable = starts.flags.writeable = False
-        return cls(order, starts, combine, records_per_person)
+        return cls(order, starts, rule)
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __repr__(self) -> str:
-        return f"People(combine={self.combine!r}, records_per_person={self.records_per_person!r})"  # no counts
+        return f"UnitGrouping({self.rule})"  # no counts
 
     @cached_property
     def alone(self) -> bool:
@@ -163,7 +193,8 @@ class UnitGrouping:
     @cached_property
     def shares(self) -> Floats:
         """By record position, what a record counts in the mean of its person's."""
-        used = self.sizes if self.records_per_person is None else np.minimum(self.sizes, self.records_per_person)
+        most = self.rule.records_per_person
+        used = self.sizes if most is None else np.minimum(self.sizes, most)
         shares = np.empty(len(self.order))
         shares[self.order] = np.repeat(1.0 / used, self.sizes)
         return shares
@@ -172,14 +203,14 @@ class UnitGrouping:
         """The rows of some of the people, and these people by places among those rows."""
         rows, starts = GroupIndex(positions, self.order, self.starts, True).flat()
         numbers = None if self.numbers is None else self.numbers[positions]
-        return rows, UnitGrouping(np.arange(len(rows)), starts, self.combine, self.records_per_person, numbers)
+        return rows, UnitGrouping(np.arange(len(rows)), starts, self.rule, numbers)
 
     def groups(self, indices: Indices | None, key: bytes | None = None) -> GroupIndex:
         """The records of the people at ``indices`` (``None``: all people) that a release with this key uses."""
-        mean = self.combine == "mean"
+        mean = self.rule.combine == "mean"
         if indices is not None and len(indices) and not (indices.min() >= 0 and indices.max() < len(self)):
             raise IndexError("batch: an index lies outside the people.")
-        most = self.records_per_person
+        most = self.rule.records_per_person
         if most is None or (not self.sizes.size) or self.sizes.max() <= most:
             return GroupIndex(indices, self.order, self.starts, mean)
         visited = np.arange(len(self)) if indices is None else indices
@@ -213,24 +244,6 @@ class UnitGrouping:
         return self.order[np.repeat(self.starts[visited], used) + place], starts
 
 
-class ContributionBounds(NamedTuple):
-    """How people's records count, where the people are not known yet."""
-
-    combine: Combine = "mean"
-    records_per_person: int | None = None
-
-
-def check_combination(combine: object, records_per_person: object) -> None:
-    """Raise ValueError unless these say how a person's records count."""
-    if combine not in ("mean", "sum"):
-        raise ValueError(
-            f"combine={combine!r}: must be 'mean' (every person counts once) or 'sum' (records count)."
-        )
-    most = records_per_person
-    if most is not None and (isinstance(most, bool) or not isinstance(most, (int, np.integer)) or most < 1):
-        raise ValueError(f"records_per_person={most!r}: must be a whole number ≥ 1, or None for all of them.")
-
-
 class UserLevelRecords:
     """People with their rows, as a curator holds them: their number is that of the people.
 
@@ -254,7 +267,7 @@ class UserLevelRecords:
         """All that a sum depends on, as bytes."""
         yield from self.rows.contents()
         yield from self._grouping()
-        yield f"{self.people.combine} {self.people.records_per_person}".encode()
+        yield f"{self.people.rule.combine} {self.people.rule.records_per_person}".encode()
 
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The rows alone: a table is the same one whether it is read by record or by person."""
@@ -268,7 +281,7 @@ class UserLevelRecords:
     @property
     def row_bound(self) -> float | None:
         """R, where a person's loss is the mean of all their rows' and so has a row's constants."""
-        if self.people.combine == "sum" or self.people.records_per_person is not None:
+        if not self.people.rule.is_mean_of_all:
             refuse_person("a fit without clipping")
         return getattr(self.rows, "row_bound", None)
 
@@ -296,15 +309,54 @@ def rows_of(batch: Batch) -> WeightedRows:
     """The rows of a batch and what each counts; the one way to rows for queries that read them themselves."""
     records = batch.records
     if not isinstance(records, UserLevelRecords):
-        return WeightedRows(records, batch.indices, None)
+        return WeightedRows(records, batch.indices, getattr(records, "sample_weights", None))
     people = records.people
     groups = people.groups(batch.indices, batch.key)
+    # A weight is at most 1, so what a row counts for its person only shrinks; the bounds are of sets that hold 0.
+    weights = getattr(records.rows, "sample_weights", None)
+    counted = people.shares if weights is None else people.shares * weights
     if groups.people is None and groups.order is people.order:
-        return WeightedRows(records.rows, None, people.shares)
+        return WeightedRows(records.rows, None, counted)
     rows = groups.flat()[0]
     shares = np.zeros(len(people.order))  # rows outside the batch count nothing, even if a query reads them
-    shares[rows] = people.shares[rows]
+    shares[rows] = counted[rows]
     return WeightedRows(records.rows, rows, shares)
+
+
+class SurveyData(NamedTuple):
+    """Data and what each record counts, in [0, 1]: survey weights over the largest that was declared."""
+
+    data: Any
+    weights: Floats
+
+    @classmethod
+    def of(cls, data: Any) -> SurveyData | tuple[Any, None]:
+        """(data, weights) of what a ``prepare`` is given; ``None`` where no weights are."""
+        return data if isinstance(data, cls) else (data, None)
+
+
+def survey_weights(sample_weight: object, max_weight: float | None, rows: int) -> Floats | None:
+    """Weights over the largest that is declared, each cut to [0, 1]; what is no number counts 0.
+
+    It is a rule for every record by itself, so no weight tells of another.
+
+    >>> survey_weights([1.0, 8.0, 2.0], 4.0, 3)
+    array([0.25, 1.  , 0.5 ])
+    """
+    if sample_weight is None:
+        if max_weight is not None:
+            raise ValueError("max_weight: bounds sample_weight; give both, or neither.")
+        return None
+    if max_weight is None or not 0.0 < max_weight < math.inf:
+        raise ValueError(
+            "sample_weight: needs max_weight=, the largest weight that a record may have, as a public number: a "
+            "record counts with its weight over it. Larger weights are cut. Nothing was spent."
+        )
+    weights = np.asarray(sample_weight, dtype=np.float64)
+    if weights.shape != (rows,):
+        raise DataError("sample_weight: must be one number per record.")
+    with np.errstate(all="ignore"):
+        return np.clip(np.nan_to_num(weights / max_weight, nan=0.0, posinf=0.0, neginf=0.0), 0.0, 1.0)
 
 
 @runtime_checkable
@@ -312,7 +364,7 @@ class SupportsUserLevel(Protocol):
     """A loss that can sum over people."""
 
     def add_people(
-        self, batch: Batch, groups: GroupIndex, points: Sequence[Vector], rule: ClippingRule, out: Vector
+        self, batch: Batch, groups: GroupIndex, points: Sequence[OwnVector], rule: ClippingRule, out: OwnVector
     ) -> None:
         """out += Σ over people of what the rule makes of the mean or sum of their records' gradients.
 
@@ -321,7 +373,7 @@ class SupportsUserLevel(Protocol):
         """
         ...
 
-    def row_losses(self, batch: Batch, params: Vector) -> Any:
+    def row_losses(self, batch: Batch, params: OwnVector) -> Any:
         """The loss of each row of the batch, in its order."""
         ...
 
@@ -349,11 +401,9 @@ class UserLevelObjective(BaseObjective):
     unit: ClassVar[PrivacyUnit] = PrivacyUnit.PERSON
 
     loss: Any
-    combine: Combine = "mean"
-    records_per_person: int | None = None
+    rule: PersonRule = MEAN_OF_ALL
 
     def __post_init__(self) -> None:
-        check_combination(self.combine, self.records_per_person)
         if isinstance(self.loss, UserLevelObjective):
             raise ValueError("person: is given twice.")
         if hasattr(self.loss, "add") and not isinstance(self.loss, SupportsUserLevel):
@@ -368,7 +418,7 @@ class UserLevelObjective(BaseObjective):
     @property
     def silent_batches(self) -> bool:
         """As the loss's; a release that chooses records needs its secret, and so is not one that draws nothing."""
-        return bool(self.loss.silent_batches) and self.records_per_person is None
+        return bool(self.loss.silent_batches) and self.rule.records_per_person is None
 
     def prepare(self, data: object) -> UserLevelRecords:
         """Lay out the rows and group them; the ids are checked before the rows are looked at."""
@@ -377,17 +427,15 @@ class UserLevelObjective(BaseObjective):
         if not isinstance(data, RecordsWithIds):
             raise DataError("person: the ids must come with the data they are about.")
         if getattr(data.data, "is_source", False):  # the rows say whose they are, block by block
-            records: UserLevelRecords = self.loss.prepare(
-                data.data.by_person(self.combine, self.records_per_person)
-            )
+            records: UserLevelRecords = self.loss.prepare(data.data.by_person(self.rule))
             return records
         people, rows = data.person, None
         if callable(people):
             rows = self.loss.prepare(data.data)
             people = call_id_function(people, len(rows))
         if not isinstance(people, UnitGrouping):
-            people = UnitGrouping.of(people, combine=self.combine, records_per_person=self.records_per_person)
-        if (people.combine, people.records_per_person) != (self.combine, self.records_per_person):
+            people = UnitGrouping.of(people, self.rule)
+        if people.rule != self.rule:
             raise ValueError("person: was grouped with other settings of combine and records_per_person.")
         rows = self.loss.prepare(data.data) if rows is None else rows
         if len(rows) != len(people.order):
@@ -396,14 +444,14 @@ class UserLevelObjective(BaseObjective):
             rows, people = rows.arranged(people.order), replace(people, order=np.arange(len(people.order)))
         return UserLevelRecords(rows, people)
 
-    def initial(self, records: UserLevelRecords) -> Vector:
+    def initial(self, records: UserLevelRecords) -> OwnVector:
         """The loss's own start."""
         return self.loss.initial(records if isinstance(records, StreamedRecords) else records.rows)
 
     def constants(self, row_bound: float | None = None) -> LossConstants:
         """The loss's own for a mean of all records; for a sum, which may have any number of terms, none."""
         known: LossConstants = self.loss.constants() if row_bound is None else self.loss.constants(row_bound)
-        if self.combine == "mean":
+        if self.rule.combine == "mean":
             return known
         weak = known.weak_convexity if known.convex else None
         return LossConstants(math.inf, None, None, None, None, known.strong_convexity, weak)
@@ -411,13 +459,13 @@ class UserLevelObjective(BaseObjective):
     def negative_curvature(self) -> float | None:
         """As the loss for a mean; a sum may curve more."""
         known: float | None = self.loss.negative_curvature()
-        return known if self.combine == "mean" or known == 0.0 else None
+        return known if self.rule.combine == "mean" or known == 0.0 else None
 
-    def check_domain(self, params: Vector) -> None:
+    def check_domain(self, params: OwnVector) -> None:
         """As the loss."""
         self.loss.check_domain(params)
 
-    def add(self, batch: Batch, points: Sequence[Vector], rule: ClippingRule, out: Vector) -> None:
+    def add(self, batch: Batch, points: Sequence[OwnVector], rule: ClippingRule, out: OwnVector) -> None:
         """out += Σ over people of what the rule makes of their combined gradients."""
         records: UserLevelRecords = batch.records
         if isinstance(records, StreamedRecords):
@@ -431,7 +479,7 @@ class UserLevelObjective(BaseObjective):
         groups = people.groups(batch.indices, batch.key)
         self.loss.add_people(Batch(records.rows, None, batch.key), groups, points, rule, out)
 
-    def loss_sum(self, batch: Batch, params: Vector, bound: float) -> float:
+    def loss_sum(self, batch: Batch, params: OwnVector, bound: float) -> float:
         """Σ over people of min(their combined loss, bound); what is not a number counts as the bound."""
         records: UserLevelRecords = batch.records
         if isinstance(records, StreamedRecords):
@@ -442,13 +490,13 @@ class UserLevelObjective(BaseObjective):
         losses = np.maximum(self.loss.row_losses(Batch(records.rows, rows, batch.key), params), 0.0)
         with np.errstate(over="ignore", invalid="ignore"):
             totals = np.add.reduceat(losses, starts[:-1])
-            if self.combine == "mean":
+            if self.rule.combine == "mean":
                 totals = totals / np.diff(starts)
         return float(np.fmin(totals, bound).sum())  # of a NaN and the bound, the bound
 
-    def add_hessians(self, batch: Batch, params: Vector, clip: float, out: Floats) -> None:
+    def add_hessians(self, batch: Batch, params: OwnVector, clip: float, out: Floats) -> None:
         """out += Σ over people of the mean of their records' Hessians, each shortened to ``clip``."""
-        if self.combine == "sum" or not hasattr(self.loss, "add_hessians"):
+        if self.rule.combine == "sum" or not hasattr(self.loss, "add_hessians"):
             refuse_person("a summed Hessian")
         if isinstance(batch.records, StreamedRecords):
             batch.records.add(partial(add_hessians, params, clip), batch, out)
@@ -456,12 +504,12 @@ class UserLevelObjective(BaseObjective):
         rows = rows_of(batch)
         self.loss.add_hessians(Batch(rows.records, rows.indices, batch.key), params, clip, out, rows.shares)
 
-    def risk(self, records: UserLevelRecords, params: Vector) -> float:
+    def risk(self, records: UserLevelRecords, params: OwnVector) -> float:
         """F(θ), the mean over people of their combined loss: an evaluation, not private."""
         with self._evaluating():
             return super().risk(records, params)
 
-    def risk_gradient(self, records: UserLevelRecords, params: Vector) -> Vector:
+    def risk_gradient(self, records: UserLevelRecords, params: OwnVector) -> OwnVector:
         """∇F(θ) without clipping: an evaluation, not private."""
         with self._evaluating():
             return super().risk_gradient(records, params)
@@ -472,17 +520,12 @@ class UserLevelObjective(BaseObjective):
         return context
 
 
-def with_privacy_unit(
-    objective: Any, data: Any, person: Any, combine: Combine = "mean", records_per_person: int | None = None
-) -> tuple[Any, Any]:
+def with_privacy_unit(objective: Any, data: Any, person: Any, rule: PersonRule = MEAN_OF_ALL) -> tuple[Any, Any]:
     """(objective, data) to give to a curator: as they are if ``person`` is ``None``, else asked about people."""
     if getattr(data, "is_source", False) and (person is not None or data.person is not None):
         data = data.of_people(None if hasattr(person, "source") else person)
         person = data
     if person is None:
-        if combine != "mean" or records_per_person is not None:
-            raise ValueError(
-                "combine, records_per_person: say how a person's records count; give person= with them."
-            )
+        rule.refuse_without_people()
         return objective, data
-    return UserLevelObjective(objective, combine, records_per_person), RecordsWithIds(data, person)
+    return UserLevelObjective(objective, rule), RecordsWithIds(data, person)

@@ -43,8 +43,8 @@ def pair_bound(length: float, relation: Relation) -> float:
 def log2_bin(values: Floats) -> npt.NDArray[np.int64]:
     """⌈log₂|x|⌉ − LOWEST, kept within the octaves distinguished; of non-zero values."""
     mantissa, exponent = np.frexp(np.abs(values))
-    exponent = exponent.astype(np.int64) - (mantissa == 0.5)
-    return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST)
+    exponent -= mantissa == 0.5
+    return np.asarray(np.clip(exponent, LOWEST, HIGHEST) - LOWEST, dtype=np.int64)
 
 
 def check_everyone(batch: Batch, relation: Relation) -> None:
@@ -106,6 +106,9 @@ class MagnitudeHistogram(_UnitCounts):
 
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         for block, counted in _everyone(batch, self.relation).blocks():
+            if isinstance(block, np.ndarray) and not self.pooled and self.units is None:
+                self._add_dense(block, counted, out)
+                continue
             rows, columns, values, count = _entries(block, self.chosen)
             sizes = np.maximum(np.bincount(rows, minlength=count), 1)
             weights = counted * _SHRINK / (sizes if self.pooled else np.sqrt(sizes))
@@ -113,6 +116,15 @@ class MagnitudeHistogram(_UnitCounts):
             values = values if self.units is None else values / self.units[columns]
             bins = (groups * 2 + (values < 0.0)) * OCTAVES + log2_bin(values)
             out += np.bincount(bins, weights=weights[rows], minlength=len(out))
+
+    def _add_dense(self, block: Floats, counted: Any, out: Floats) -> None:
+        """The same of rows without a list of their entries, column by column: a scan's blocks lie so."""
+        present = block[:, self.chosen] != 0.0
+        weights = counted * _SHRINK / np.sqrt(np.maximum(present.sum(axis=1), 1))
+        for place, histogram in zip(self.chosen, out.reshape(len(self.chosen), -1), strict=True):
+            values = block[:, place]
+            bins = log2_bin(values) + (values < 0.0) * OCTAVES
+            histogram += np.bincount(bins, np.where(values != 0.0, weights, 0.0), 2 * OCTAVES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +282,13 @@ class RecordMap(ABC):
         def moved() -> Table:
             X: Any = self.apply(records.X)
             X = X.astype(np.float32) if isinstance(X, np.ndarray) and records.X.dtype == np.float32 else X
-            return Table(X, self.targets(records.y), outputs=records.outputs, intercept=records.intercept)
+            return Table(
+                X,
+                self.targets(records.y),
+                outputs=records.outputs,
+                intercept=records.intercept,
+                sample_weights=records.sample_weights,
+            )
 
         return records.view(self, moved)
 

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from quietgrad.core.vectors import Vector, dot
+from quietgrad.core.vectors import OwnVector, dot
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class _Separable:
                 f"unpenalized={self.unpenalized!r}: must be >= 0, the number of trailing free coordinates."
             )
 
-    def _penalized(self, params: Vector) -> Vector:
+    def _penalized(self, params: OwnVector) -> OwnVector:
         return params[: len(params) - self.unpenalized]
 
-    def _free_tail(self, gradient: Vector) -> Vector:
+    def _free_tail(self, gradient: OwnVector) -> OwnVector:
         if self.unpenalized:
             gradient[len(gradient) - self.unpenalized :] = 0.0
         return gradient
@@ -66,16 +66,16 @@ class L2(_Separable):
     hessian_lipschitz: ClassVar[float] = 0.0
     weak_convexity: ClassVar[float] = 0.0
 
-    def value(self, params: Vector) -> float:
+    def value(self, params: OwnVector) -> float:
         """Return μ/2 ‖θ‖²."""
         head = self._penalized(params)
         return 0.5 * self.strength * dot(head, head)
 
-    def gradient(self, params: Vector) -> Vector:
+    def gradient(self, params: OwnVector) -> OwnVector:
         """Return μθ."""
         return self._free_tail(self.strength * params)
 
-    def curvature(self, params: Vector) -> Vector:
+    def curvature(self, params: OwnVector) -> OwnVector:
         """Return μ in every penalised coordinate."""
         return self._free_tail(0.0 * params + self.strength)
 
@@ -116,16 +116,16 @@ class Nonconvex(_Separable):
         """λ/2: r″ is least, −λ/2, at θ = ±1."""
         return 0.5 * self.strength
 
-    def value(self, params: Vector) -> float:
+    def value(self, params: OwnVector) -> float:
         """Return λ Σ θ²/(1+θ²)."""
         squares = self._penalized(params) ** 2
         return self.strength * float((squares / (1.0 + squares)).sum())
 
-    def gradient(self, params: Vector) -> Vector:
+    def gradient(self, params: OwnVector) -> OwnVector:
         """Return 2λθ/(1+θ²)²."""
         return self._free_tail(2.0 * self.strength * params / (1.0 + params * params) ** 2)
 
-    def curvature(self, params: Vector) -> Vector:
+    def curvature(self, params: OwnVector) -> OwnVector:
         """Return 2λ(1−3θ²)/(1+θ²)³."""
         squares = params * params
         return self._free_tail(2.0 * self.strength * (1.0 - 3.0 * squares) / (1.0 + squares) ** 3)

@@ -35,8 +35,8 @@ from quietgrad.core.session.queries import (
     Summand,
 )
 from quietgrad.tables.privacy_units import (
-    Combine,
-    ContributionBounds,
+    MEAN_OF_ALL,
+    PersonRule,
     RecordsWithIds,
     UserLevelObjective,
     refuse_person,
@@ -45,12 +45,15 @@ from quietgrad.tables.queries.counts import CellSums
 from quietgrad.tables.range_queries import (
     BoxedQuery,
     FeatureBins,
+    FeatureBox,
     MagnitudeHistogram,
     MeanOctaves,
     RangeHistogram,
     TargetMagnitudeHistogram,
     TargetRangeHistogram,
 )
+from quietgrad.tables.row_cache import RowCache
+from quietgrad.tables.table import Affine, Table
 from quietgrad.tables.whitening import (
     FeatureMean,
     MeanSquares,
@@ -117,10 +120,14 @@ class ScanSource(Protocol):
     def person(self) -> Any: ...  # the column that says whose a row is, or None
 
     @property
-    def whose(self) -> ContributionBounds | None: ...  # how a person's rows count, if records are people
+    def whose(self) -> PersonRule | None: ...  # how a person's rows count, if records are people
 
     def total(self, work: Work[Value], tasks: Sequence[Task], merge: Merge) -> Value | None:
         """``work`` of every task, merged by :func:`merged`; ``None`` if there is none."""
+
+    def row_cache(self) -> RowCache | None:
+        """Room for rows that need not be read again, in this process; ``None`` where there is none."""
+        ...
 
     def verify(self, reading: RecordAdapter) -> None:
         """Read everything once and refuse what ``reading`` cannot use, before anything is reserved."""
@@ -200,9 +207,78 @@ class _Sum:
         return out
 
 
+def _common_frame(queries: Sequence[Query]) -> FeatureBox | None:
+    """The box that all queries see rows in, if it is one and nothing else is between."""
+    frames = [query.map if type(query) is BoxedQuery else None for query in queries]
+    first = frames[0]
+    plain = type(first) is FeatureBox and all(frame is first for frame in frames)
+    nested = any(type(query.query) is BoxedQuery for query in queries if isinstance(query, BoxedQuery))
+    return first if plain and not nested and isinstance(first, FeatureBox) else None
+
+
 def _sum_each(queries: Sequence[Query], ends: Sequence[int], reading: Objective, batch: Batch, out: Floats) -> None:
     for query, part in zip(queries, np.split(out, ends[:-1]), strict=True):
         query.sum_into(reading, batch, part)
+
+
+@dataclass(frozen=True)
+class _BoxedSum:
+    """The sum of one part as a frame shows it: rows in the box, rounded to float32, kept where there is a cache.
+
+    They are rounded with or without a cache, on every machine, so all of them add the same numbers. A row is
+    rounded by itself, and its norm is computed from the numbers that are summed: a bound that holds for any row
+    holds for this one.
+    """
+
+    reading: Any
+    frame: FeatureBox
+    queries: tuple[Query, ...]
+    ends: Sequence[int]
+    cache: RowCache | None = field(default=None, repr=False)
+
+    def __call__(self, parts: PartReader, task: Task) -> npt.NDArray[np.float64]:
+        out = np.zeros(self.ends[-1])
+        transform = self.transform
+        lengths = (id(transform), task.first)
+        known = self.cache.get(lengths) if self.cache is not None and lengths in self.cache else None
+        new = None if known is not None or self.cache is None else self.cache.writer(lengths)
+        with np.errstate(all="ignore"):
+            for records in self._boxed(parts, task):
+                if known is not None and transform is not None:
+                    records.show(transform, records.by(transform, *next(known)))
+                _sum_each(self.queries, self.ends, self.reading, Batch(records, None), out)
+                if new is not None and transform is not None:
+                    new.add((records.shown(transform).norms,))
+        if new is not None and transform is not None:
+            new.done()
+        return out
+
+    @property
+    def transform(self) -> Affine | None:
+        """The transform by which the sum sees rows, and needs their lengths."""
+        seen = [query.whitening.transform for query in self.queries if isinstance(query, WhitenedGradient)]
+        return seen[0] if seen else None
+
+    def _boxed(self, parts: PartReader, task: Task) -> Iterator[Table]:
+        key = (id(self.frame), task.first)
+        if self.cache is not None and key in self.cache:
+            task.unit.check()  # nothing is released from a table that changes under a run
+            for columns, y in self.cache.get(key):
+                yield self._table(columns.T, y)
+            return
+        writer = None if self.cache is None else self.cache.writer(key)
+        for data in parts.blocks(task):
+            records = self.reading.prepare(data)
+            X = np.asarray(self.frame.apply(records.X), dtype=np.float32, order="F")
+            y = self.frame.targets(records.y)
+            if writer is not None:
+                writer.add((X.T, y))
+            yield self._table(X, y)
+        if writer is not None:
+            writer.done()
+
+    def _table(self, X: Any, y: Any) -> Table:
+        return Table(X, y, outputs=self.reading.outputs, intercept=self.reading.column)
 
 
 class NotScannedError(DataError, AttributeError):
@@ -218,8 +294,7 @@ class ScannedPeople:
     """
 
     source: Any
-    combine: Combine = "mean"
-    records_per_person: int | None = None
+    rule: PersonRule = MEAN_OF_ALL
 
     def __len__(self) -> int:
         return int(self.source.people)
@@ -233,13 +308,15 @@ class Scanned(StreamedRecords):
         if whose is None and source.person is not None:
             raise DataError("person: the scan was made with a person column; pass person= here too.")
         # For sums, records are people, block by block.
-        loss, reading = reading, reading if whose is None else UserLevelObjective(reading, *whose)
+        loss, reading = reading, reading if whose is None else UserLevelObjective(reading, whose)
         self.reading, self.source, self.dim, self._whose = reading, source, dim, whose
         self.features = source.features
-        if whose in (None, ContributionBounds()):  # a mean of all of a person's rows has a row's constants
+        if whose is None or whose.is_mean_of_all:  # a mean of all of a person's rows has a row's constants
             self.row_bound: float | None = getattr(loss, "row_bound", None)
         self._foreseen: tuple[Query, ...] = ()
         self._sums: list[tuple[Query, Floats]] = []
+        self._cache: RowCache | None = None
+        self._cached: list[object] = []  # what the cache's keys are about: it must outlive them
         source.verify(reading)
         self._ends = np.cumsum(np.asarray(source.sizes, dtype=np.int64))
         if not len(self):
@@ -285,9 +362,25 @@ class Scanned(StreamedRecords):
                 self._foreseen = ()
                 ends = np.cumsum([asked.dim(self) for asked in together]).tolist()
                 sums = np.zeros(ends[-1])
-                self.add(partial(_sum_each, together, ends), batch, sums)
+                self._add_all(together, ends, batch, sums)
                 self._sums = list(zip(together, np.split(sums, ends[:-1]), strict=True))
             out += next(total for asked, total in self._sums if asked is query)
+
+    def _add_all(self, queries: tuple[Query, ...], ends: Sequence[int], batch: Batch, out: Floats) -> None:
+        """out += what all the queries sum to, one after the other, in one pass."""
+        frame = _common_frame(queries)
+        if frame is None or self._whose is not None:
+            self.add(partial(_sum_each, queries, ends), batch, out)
+            return
+        inner = tuple(query.query for query in queries if isinstance(query, BoxedQuery))
+        if not any(known is frame for known in self._cached):  # another box: other rows
+            self._cache, self._cached = self.source.row_cache(), [frame]
+        work = _BoxedSum(self.reading, frame, inner, ends, self._cache)
+        if not any(known is work.transform for known in self._cached):
+            self._cached.append(work.transform)  # the cache knows it by its id
+        total = self.source.total(work, self.tasks(None), operator.iadd)
+        if total is not None:
+            out += total
 
     def add(self, summand: Summand, batch: Batch, out: Floats) -> None:
         """out += Σ over the parts of what ``summand(reading, batch, out)`` adds."""

@@ -198,6 +198,8 @@ class Table:
         row_bound: a public bound R on ‖aᵢ·s∘(xᵢ−m)‖, the intercept not included.
         rows: ``"clip"`` shortens a row that is longer than R, every one alike; ``"normalize"`` brings every row to
             length R exactly.
+        sample_weights: what each record counts, in [0, 1]; ``None`` if all count 1. A record is clipped after it is
+            weighted, so a weight moves no bound.
     """
 
     def __init__(
@@ -210,9 +212,11 @@ class Table:
         transform: Affine | None = None,
         row_bound: float | None = None,
         rows: Rows = "clip",
+        sample_weights: Floats | None = None,
     ) -> None:
         self.X: Any = X
         self.y = y
+        self.sample_weights = sample_weights
         self.outputs = outputs
         self.intercept = intercept
         self.transform = transform
@@ -226,15 +230,29 @@ class Table:
             raise DataError(
                 f"transform: has {transform.shift.size} numbers, must have one per feature ({self.features})."
             )
+        # A bound shortens rows by their lengths; without one, nobody may ask for the lengths of these rows.
+        self.factors = _NO_FLOATS if row_bound is None else self._shortening(self._feature_norms(), rows)
+
+    @cached_property
+    def norms(self) -> Floats:
+        """Upper bounds on the lengths of the rows x̃ᵢ, intercept included; computed when first asked for."""
         lengths = self._feature_norms()
-        self.factors = self._shortening(lengths, rows)
         if self.factors.size:
             with np.errstate(invalid="ignore"):
                 lengths *= self.factors
             lengths[np.isnan(lengths)] = 0.0  # a row too long for float64 is shortened to nothing
         # Squares of lengths are finite where lengths are, and their slack covers this rounding; hypot takes longer
         # than the sum of a row.
-        self.norms: Floats = np.sqrt(lengths * lengths + intercept * intercept) if intercept else lengths
+        return np.sqrt(lengths * lengths + self.intercept * self.intercept) if self.intercept else lengths
+
+    def by(self, transform: Affine, norms: Floats) -> Table:
+        """The same rows by a public transform, with the ``norms`` that were computed for them before."""
+        other = copy(self)
+        for name in ("packed", "_sparse_blocks"):
+            vars(other).pop(name, None)
+        other.transform, other._view = transform, None
+        other.norms = norms
+        return other
 
     def __len__(self) -> int:
         return int(self.X.shape[0])
@@ -247,7 +265,7 @@ class Table:
     def contents(self) -> Iterator[bytes | memoryview]:
         """Everything a sum over these records depends on, as bytes: a resumed run checks that nothing changed."""
         yield f"{self.X.shape} {self.outputs} {self.intercept} {self.row_bound}".encode()
-        for array in (*self._arrays, self.y, self.norms, self.factors):
+        for array in (*self._arrays, self.y, self.norms, self.factors, self.sample_weights):
             if array is not None:
                 yield f"{array.dtype} {array.shape}".encode()
                 yield np.ascontiguousarray(array).data.cast("B") if array.size else b""
@@ -280,6 +298,16 @@ class Table:
             self._view = by, make()
         return self._view[1]
 
+    def show(self, by: object, seen: Table) -> None:
+        """Let ``seen`` be what the public map ``by`` shows of these rows."""
+        self._view = by, seen
+
+    def shown(self, by: object) -> Table:
+        """What the public map ``by``, the last that was asked for, shows."""
+        assert self._view is not None
+        assert self._view[0] is by
+        return self._view[1]
+
     def arranged(self, order: Array) -> Table:
         """The same records in another order, copied once."""
         other = copy(self)
@@ -287,6 +315,7 @@ class Table:
             vars(other).pop(name, None)
         other.X, other._view = self.X[order], None
         other.y = None if self.y is None else self.y[order]
+        other.sample_weights = None if self.sample_weights is None else self.sample_weights[order]
         other.norms = self.norms[order]
         other.factors = self.factors[order] if self.factors.size else self.factors
         return other

@@ -21,13 +21,13 @@ import numpy.typing as npt
 from quietgrad.core.accounting.budget import PrivacyUnit, Relation
 from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import Batch, NoRegularizer, Regularizer, StreamedRecords
-from quietgrad.tables.privacy_units import UserLevelRecords, rows_of
+from quietgrad.tables.privacy_units import SurveyData, UserLevelRecords, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
 from quietgrad.tables.table import Array, Floats, Table, lay_out
 
 
 @dataclass(frozen=True)
-class _NothingToFit:
+class NothingToFit:
     """An objective without parameters; a session needs one to ask."""
 
     regularizer: Regularizer = field(default_factory=NoRegularizer)
@@ -40,7 +40,7 @@ class _NothingToFit:
 
 
 @dataclass(frozen=True, eq=False)
-class _TableRecords:
+class TableRecords:
     """``features`` are the rows as they were given: a ledger knows the table by them."""
 
     features: Any
@@ -53,7 +53,7 @@ class _TableRecords:
 
 
 @dataclass(frozen=True, eq=False)
-class CellPlaces(_TableRecords):
+class CellPlaces(TableRecords):
     """For each person a row of numbers in [0, 1]: their shares of the cells, sparse as (cell, weight) pairs.
 
     ``cells`` and ``weights`` have one row per person and one column per group of cells they fall into.
@@ -61,6 +61,8 @@ class CellPlaces(_TableRecords):
 
     cells: npt.NDArray[np.int64]
     weights: Floats
+    sample_weights: Floats | None = None
+    """What each person counts, in [0, 1]; ``None`` if all count 1."""
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -69,6 +71,7 @@ class CellPlaces(_TableRecords):
         """Everything a sum depends on, as bytes."""
         yield self.cells.tobytes()
         yield self.weights.tobytes()
+        yield b"" if self.sample_weights is None else self.sample_weights.tobytes()
 
     def fingerprint_parts(self) -> Iterator[bytes | memoryview]:
         """The features, or the cells where no features are known."""
@@ -76,7 +79,7 @@ class CellPlaces(_TableRecords):
 
 
 @dataclass(frozen=True)
-class Tabulation(_NothingToFit):
+class Tabulation(NothingToFit):
     """The objective of :class:`CellSums`: it holds people's cells.
 
     >>> places = Tabulation().prepare((np.array([[0], [1], [1]]), None))
@@ -90,12 +93,13 @@ class Tabulation(_NothingToFit):
 
         if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
+        data, survey = SurveyData.of(data)
         cells, weights, *people = data
         cells = np.asarray(cells, dtype=np.int64)
         if cells.ndim != 2 or not len(cells):
             raise DataError("there are no records to evaluate on.")
         weights = np.ones(cells.shape) if weights is None else np.asarray(weights, dtype=np.float64)
-        return CellPlaces(people[0] if people else None, cells, weights)
+        return CellPlaces(people[0] if people else None, cells, weights, survey)
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,12 @@ class CellSums:
         """√groups, or √(groups/2) where only the distance of two records counts."""
         return pair_bound(math.sqrt(self.groups), self.relation)
 
+    def k_norm_bound(self, width: int) -> float:
+        """``groups``, a person's weights together; each cell is a block of its own."""
+        if width != 1:
+            raise ValueError(f"width={width}: cells are blocks of one number.")
+        return float(self.groups)
+
     def dim(self, records: object) -> int:
         return self.cells
 
@@ -135,7 +145,11 @@ class CellSums:
         twice = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
         lengths = np.where(twice, weights.sum(axis=1), np.sqrt((weights**2).sum(axis=1)))
         limit = math.sqrt(self.groups)
-        counts = shared.of(which) * limit / np.maximum(lengths, limit) / (1.0 + 1e-12)
+        # Both bounds hold for every person: in L2, and of the weights together.
+        shorter = np.minimum(
+            limit / np.maximum(lengths, limit), self.groups / np.maximum(weights.sum(axis=1), self.groups)
+        )
+        counts = shared.of(which) * shorter / (1.0 + 1e-12)
         weights = weights * counts[:, None]
         out += np.bincount(np.clip(cells, 0, self.cells - 1).ravel(), weights.ravel(), self.cells)[: self.cells]
 
@@ -176,7 +190,7 @@ class MeanScore:
 
 
 @dataclass(frozen=True, eq=False)
-class TargetRecords(_TableRecords):
+class TargetRecords(TableRecords):
     """A table's labels or targets, and its features for models that read them themselves."""
 
     labels: Array
@@ -191,7 +205,7 @@ class TargetRecords(_TableRecords):
 
 
 @dataclass(frozen=True)
-class Scoring(_NothingToFit):
+class Scoring(NothingToFit):
     """The objective of :class:`MeanScore`: it holds the table for finished models."""
 
     silent_batches: ClassVar[bool] = True
@@ -220,6 +234,12 @@ class LabelCounts:
         """C: 1 under add-remove, 1/√2 under replace-one, where only the distance of two counts."""
         return pair_bound(1.0, self.relation)
 
+    def k_norm_bound(self, width: int) -> float:
+        """1: a unit adds 1 to one count, and each count is a block of its own."""
+        if width != 1:
+            raise ValueError(f"width={width}: counts are blocks of one number.")
+        return 1.0
+
     def count(self, batch: Batch) -> tuple[Array, Floats]:
         """The labels of the batch and how often each occurs: secret."""
         records = batch.records
@@ -242,7 +262,7 @@ class LabelCounts:
 
 
 @dataclass(frozen=True)
-class LabelSet(_NothingToFit):
+class LabelSet(NothingToFit):
     """The objective of :class:`LabelCounts`: it holds labels alone, before it is known what to fit."""
 
     def prepare(self, data: Any) -> Any:
@@ -251,5 +271,5 @@ class LabelSet(_NothingToFit):
 
         if isinstance(data, ScanSource):
             return Scanned(self, data, 1)
-        X, y = data
+        X, y = SurveyData.of(data)[0]
         return TargetRecords(None if isinstance(data, RowBlock) else X, np.asarray(y))

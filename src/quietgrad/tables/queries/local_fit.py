@@ -20,7 +20,7 @@ from typing import Any
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import LARGEST_CLIP, Batch, LossConstants, Objective, Records, check_clip
-from quietgrad.core.vectors import Vector, copy
+from quietgrad.core.vectors import OwnVector, copy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +36,7 @@ class LocalFit:
     sensitivity: float
     n: int
     row_bound: float
-    start: Vector | None = None
+    start: OwnVector | None = None
 
     def __post_init__(self) -> None:
         check_clip("sensitivity", self.sensitivity)
@@ -57,7 +57,7 @@ class LocalFit:
     def dim(self, records: Records) -> int:
         return records.dim
 
-    def sum_into(self, objective: Objective, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: Objective, batch: Batch, out: OwnVector) -> None:
         """out += (records/n)·θ_T."""
         records = batch.records
         if batch.indices is not None:
@@ -79,7 +79,7 @@ def local_fit(
     steps: int,
     step_size: float,
     row_bound: float | None = None,
-    start: Vector | None = None,
+    start: OwnVector | None = None,
 ) -> LocalFit:
     """The query for T steps of size η on n records, with its replace-one sensitivity.
 

@@ -1,0 +1,168 @@
+"""The columns of a table that is described: how cells become numbers, what is public of each, and their bins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quietgrad.core.errors import DataError, DeclaredWarning
+from quietgrad.estimators.dates import bounds_in_days, days_since_1970
+from quietgrad.estimators.validation import codes_in, is_frame, listed_by, taken_as_public
+from quietgrad.methods.range_estimation import checked_bounds
+from quietgrad.tables.shapes import usual_edges
+from quietgrad.tables.table import Floats
+
+_SKIPPED = ("id", "text", "drop")
+
+
+@dataclass(frozen=True)
+class DescribedColumn:
+    """One column: how its cells become numbers, and what is public of it."""
+
+    name: str
+    kind: str
+    bounds: tuple[float, float] | None = None
+    values: tuple[Any, ...] = ()
+    gaps: bool = False
+    edges: Floats = field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def levels(self) -> list[str]:
+        """What its cells are called: bins or values, and the last for gaps and values that are not listed."""
+        if self.values:
+            return [*map(str, self.values), "other"]
+        pairs = itertools.pairwise(self.edges.tolist())
+        if self.kind == "integer":  # edges lie between whole numbers
+            ends = [(round(a + 0.5), round(b - 0.5)) for a, b in pairs]
+            bins = [str(a) if a == b else f"{a} to {b}" for a, b in ends]
+        else:
+            bins = [f"{a:.6g} to {b:.6g}" for a, b in pairs]
+        return [*bins, "missing"] if self.gaps else bins
+
+    def binned(self, low: float, high: float, bins: int) -> DescribedColumn:
+        """The column with at most ``bins`` bins from low to high; of integers each holds equally many whole
+        numbers.
+
+        Bins of 3.1 would hold three numbers, and now and then four: a comb that is not in the data.
+        """
+        if self.kind != "integer":
+            return replace(self, edges=usual_edges(low, high, bins))
+        first, last = math.floor(low), math.ceil(high)
+        numbers = last - first + 1
+        width = 1 if numbers <= 2 * bins else math.ceil(numbers / bins)
+        return replace(self, edges=first - 0.5 + width * np.arange(math.ceil(numbers / width) + 1.0))
+
+    def cells(self, column: Floats) -> Any:
+        """The cell of each value; numbers beyond the edges are in the first or the last bin."""
+        if self.values:
+            return np.where(column < 0, len(self.values), column).astype(np.int64)
+        inner = np.searchsorted(self.edges[1:-1], column, side="right")
+        return np.where(np.isnan(column), len(self.edges) - 1, inner)
+
+
+def read_columns(
+    frame: Any, schema: object, leave: Collection[str] = ()
+) -> tuple[list[DescribedColumn], Floats, tuple[str, ...]]:
+    """The columns, their cells as numbers (NaN for a gap, −1 for a value that is not listed), and notes.
+
+    Columns of ``leave`` are not described; if there are any, there may be no other.
+    """
+    given = declared_columns(schema)
+    names = [str(name) for name in (frame.columns if is_frame(frame) else frame)]
+    typed: list[str] = []
+    columns, numbers = [], []
+    if given is not None and (unknown := sorted(set(given) - set(names))):
+        raise DataError(f"schema: {', '.join(unknown)}: not among the columns of the table.")
+    for name in (name for name in names if name not in leave and (given is None or name in given)):
+        cells = frame[name]
+        said = dict(given[name]) if given is not None else kind_by_type(name, cells, typed)
+        if said.get("kind") in _SKIPPED:
+            continue
+        column = _column(name, said)
+        typed_kind = getattr(getattr(cells, "dtype", None), "kind", "O")
+        if not column.values and typed_kind not in "iub" and said.get("missing") is not False:
+            column = replace(column, gaps=True)  # by its type it may have gaps, which have a cell of their own
+        columns.append(column)
+        numbers.append(codes_in(cells, column.values) if column.values else _numbers(column, cells))
+    if not columns and not leave:
+        raise DataError("there are no columns to describe: declare their kinds in a schema.")
+    notes = tuple(taken_as_public(f"column {name}", "a schema with its categories") for name in typed)
+    if notes:
+        warnings.warn("; ".join(notes) + ".", DeclaredWarning, stacklevel=3)
+    rows = frame.shape[0] if is_frame(frame) else len(next(iter(frame.values())))
+    table = np.column_stack(numbers).astype(np.float64) if numbers else np.zeros((rows, 0))
+    return columns, table, notes
+
+
+def declared_columns(schema: Any) -> dict[str, Mapping[str, Any]] | None:
+    """The schema as a mapping of names to what is said of each column."""
+    if schema is None:
+        return None
+    if isinstance(schema, str | Path):
+        from importlib import import_module
+
+        schema = import_module("quietgrad.data.schema").read_schema(schema)  # readers are no part of an estimator
+    if isinstance(schema, Mapping):
+        return {str(name): said for name, said in (schema.get("columns") or schema).items()}
+    columns: Mapping[str, object] = schema.columns
+    known = ("bounds", "categories", "missing", "kind")
+    return {str(n): {key: getattr(kind, key) for key in known if hasattr(kind, key)} for n, kind in columns.items()}
+
+
+def kind_by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
+    kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
+    if str(kind) in ("bool", "boolean"):
+        return {"kind": "bool"}
+    if (listed := listed_by(kind)) is not None:
+        typed.append(name)
+        return {"kind": "category", "categories": listed}
+    if str(kind).startswith(("datetime", "date")):
+        return {"kind": "date"}
+    if getattr(kind, "kind", "O") not in "iuf":
+        raise DataError(f"column {name!r} is text: declare its categories in a schema, or leave it out.")
+    return {"kind": "integer" if kind.kind in "iu" else "number"}
+
+
+def _column(name: str, said: Mapping[str, Any]) -> DescribedColumn:
+    values = tuple(said.get("categories") or ())
+    kind = str(said.get("kind") or ("category" if values else "number"))
+    if kind == "bool":
+        values = values or (False, True)
+    if kind == "category" and not values:
+        raise DataError(f"schema: column {name!r} is a category: list its public `categories`.")
+    bounds = said.get("bounds")
+    if kind == "date":
+        bounds = bounds_in_days(bounds)
+    pair = None if bounds is None or values else checked_bounds(f"schema: column {name!r}", bounds)
+    return DescribedColumn(name, kind, pair, values, gaps=said.get("missing") not in (None, False))
+
+
+def _numbers(column: DescribedColumn, cells: object) -> Floats:
+    """The cells as numbers, dates as days since 1970; what is no finite number is a gap, NaN.
+
+    It is a rule for every cell by itself: a refusal would tell that a record holds such a cell.
+    """
+    each = days_since_1970 if column.kind == "date" else _as_floats
+    try:
+        numbers = each(cells)
+    except (TypeError, ValueError, OverflowError):
+        numbers = np.array([_or_gap(each, cell) for cell in np.asarray(cells, dtype=object)])
+    return np.where(np.isfinite(numbers), numbers, np.nan)
+
+
+def _as_floats(cells: object) -> Floats:
+    return np.asarray(cells, dtype=np.float64)
+
+
+def _or_gap(each: Callable[[object], Floats], cell: object) -> float:
+    try:
+        return float(each([cell])[0])
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

@@ -1,0 +1,149 @@
+"""Rows of a scan that need not be read again: arrays in memory as far as that goes, the rest in a scratch file.
+
+The file loses its name as soon as it is made, so that it ends with the process however that ends, and nobody can
+open it. What it holds is encrypted by AES-256 in counter mode under a key that is drawn for this cache and kept in
+memory alone: what a disk keeps of a deleted file tells nothing. Every place of the file is written once, so that no
+part of the key's stream serves twice. A disk that is full ends the file, not the run: what has no room is read
+again from its source, and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+Arrays = tuple[npt.NDArray[Any], ...]
+_AES_BLOCK = 16
+
+
+class _Place(NamedTuple):
+    """Where an array lies in the file, and what it is."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class RowCache:
+    """Lists of blocks by key, each block some arrays; at most ``memory`` bytes of them in memory.
+
+    >>> cache = RowCache(memory=0)
+    >>> writer = cache.writer("piece")
+    >>> writer.add((np.arange(3.0), np.ones(2)))
+    >>> writer.done()
+    >>> [block[0].tolist() for block in cache.get("piece")]
+    [[0.0, 1.0, 2.0]]
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._left = memory
+        self._lock = threading.Lock()
+        self._blocks: dict[Hashable, list[tuple[npt.NDArray[Any] | _Place, ...]]] = {}
+        self._key = os.urandom(32)
+        self._file: int | None = None
+        self._end = 0
+        self._full = False
+
+    def __repr__(self) -> str:
+        return "RowCache()"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a cache of rows stays in its process.")
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._blocks
+
+    def writer(self, key: Hashable) -> CacheWriter:
+        """Takes the blocks of ``key``, one at a time; they are there once it is done."""
+        return CacheWriter(self, key)
+
+    def _kept(self, block: Arrays) -> tuple[npt.NDArray[Any] | _Place, ...] | None:
+        """The block in memory, or where it lies in the file; ``None`` if there is no room."""
+        size = sum(array.nbytes for array in block)
+        with self._lock:
+            fits = size <= self._left
+            if fits:
+                self._left -= size
+        return block if fits else self._written(block)
+
+    def get(self, key: Hashable) -> Iterator[Arrays]:
+        """The blocks of ``key``, one at a time."""
+        for block in self._blocks[key]:
+            yield tuple(each if isinstance(each, np.ndarray) else self._read(each) for each in block)
+
+    def _written(self, block: Arrays) -> tuple[_Place, ...] | None:
+        """Where the arrays of a block are in the file; ``None`` if it has no room."""
+        places = []
+        for array in block:
+            plain = np.ascontiguousarray(array)
+            with self._lock:
+                if self._full:
+                    return None
+                if self._file is None:
+                    self._file = _nameless_file()
+                    weakref.finalize(self, os.close, self._file)
+                offset = self._end
+                self._end += -(-plain.nbytes // _AES_BLOCK) * _AES_BLOCK
+            try:
+                _write_all(self._file, self._crypted(plain.reshape(-1).view(np.uint8), offset), offset)
+            except OSError:  # the disk is full, or forbids files of this size
+                self._full = True
+                return None
+            places.append(_Place(offset, plain.dtype.str, plain.shape))
+        return tuple(places)
+
+    def _read(self, place: _Place) -> npt.NDArray[Any]:
+        assert self._file is not None
+        size = int(np.prod(place.shape)) * np.dtype(place.dtype).itemsize
+        sealed, done = bytearray(size), 0
+        while done < size:
+            done += os.preadv(self._file, [memoryview(sealed)[done:]], place.offset + done)
+        return self._crypted(sealed, place.offset).view(place.dtype).reshape(place.shape)
+
+    def _crypted(self, content: Any, offset: int) -> npt.NDArray[np.uint8]:
+        """The bytes, encrypted or decrypted: the stream of a place is that of its number in the file."""
+        counter = modes.CTR((offset // _AES_BLOCK).to_bytes(16, "big"))
+        out = np.empty(len(content) + _AES_BLOCK - 1, dtype=np.uint8)
+        Cipher(algorithms.AES(self._key), counter).encryptor().update_into(memoryview(content), out.data)
+        return out[: len(content)]
+
+
+class CacheWriter:
+    """Collects the blocks of one key; where one of them has no room, none is kept."""
+
+    def __init__(self, cache: RowCache, key: Hashable) -> None:
+        self._cache, self._key = cache, key
+        self._blocks: list[tuple[npt.NDArray[Any] | _Place, ...]] | None = []
+
+    def add(self, block: Arrays) -> None:
+        """Keep the next block."""
+        if self._blocks is not None:
+            kept = self._cache._kept(block)
+            self._blocks = None if kept is None else [*self._blocks, kept]
+
+    def done(self) -> None:
+        """All blocks have come: from now on the cache has them."""
+        if self._blocks is not None:
+            self._cache._blocks[self._key] = self._blocks
+
+
+def _nameless_file() -> int:
+    """A file of the temporary folder that only this process has; it had a name for a moment, and mode 0600."""
+    file, name = tempfile.mkstemp(prefix="quietgrad-scratch-")
+    os.unlink(name)
+    return file
+
+
+def _write_all(file: int, content: npt.NDArray[np.uint8], offset: int) -> None:
+    rest = content.data
+    while rest:
+        done = os.pwrite(file, rest, offset)
+        rest, offset = rest[done:], offset + done
