@@ -1,7 +1,8 @@
 """quietgrad for PyTorch users: ``import quietgrad.torch as qt``.
 
-:func:`fit` trains a module with any algorithm of quietgrad. :class:`PrivateLoop` serves a custom training loop with
-any optimizer; :func:`make_private` and :func:`make_private_with_epsilon` do so under Opacus' names. :func:`explain`
+:func:`fit` trains a module with any algorithm of quietgrad. :func:`objective` gives it to ``minimize``,
+``simulate`` and federations. :class:`PrivateLoop` serves a custom training loop with any optimizer;
+:func:`make_private` and :func:`make_private_with_epsilon` do so under Opacus' names. :func:`explain`
 reports how a model is differentiated. :func:`clipped_gradient_sum` and :func:`clipped_difference_sum` are the sums
 that all of these rest on.
 """
@@ -14,12 +15,14 @@ from quietgrad.torch.layers import DPGRU, DPLSTM, DPRNN, DPMultiheadAttention, M
 from quietgrad.torch.loops.distributed import DifferentiallyPrivateDistributedDataParallel
 from quietgrad.torch.loops.private_loop import PrivateLoop
 from quietgrad.torch.loops.wrappers import BatchMemoryManager
+from quietgrad.torch.networks.module import objective
 from quietgrad.torch.networks.records import Multiple, Padding
 from quietgrad.torch.opacus import PrivacyEngine, make_private, make_private_with_epsilon
 from quietgrad.torch.training import fit, resume
 
 __all__ = [
     "fit",
+    "objective",
     "resume",
     "PrivateLoop",
     "make_private",

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.tables.person_ids import factorize_ids
-from quietgrad.tables.privacy_units import Combine, check_combination
+from quietgrad.tables.privacy_units import Combine, PersonRule
 from quietgrad.torch.networks.engine import MATTERS, PerExampleEngine
+from quietgrad.torch.networks.randomness import preserved
 from quietgrad.torch.networks.records import RecordGroup
 from quietgrad.torch.networks.trees import PyTree, mapped, tensors_of
 from quietgrad.torch.networks.usable import Errors, LossFunction
@@ -34,6 +37,7 @@ def clipped_gradient_sum(
     batch: tuple[PyTree, PyTree],
     clip: float,
     *,
+    clipping: ClippingName | Clipping = "flat",
     person: object = None,
     combine: Combine = "mean",
     errors: Errors = "zero",
@@ -50,6 +54,7 @@ def clipped_gradient_sum(
         loss_fn: loss_fn(output, y), or loss_fn(model, x, y), of a batch of one: one number.
         batch: (x, y); x may be a tuple of tensors for a model with several inputs.
         clip: the bound C > 0.
+        clipping: ``"flat"``, or another rule as in :class:`quietgrad.DPSGD`.
         person: the id of the person that each record is about; the norms are then those of people, in the order
             of their first records. All records of a person must be in the batch.
         combine: ``"mean"`` if every person counts once, ``"sum"`` if records count.
@@ -68,7 +73,7 @@ def clipped_gradient_sum(
     """
     engine = _engine(model, loss_fn, errors)
     theta = engine.flatten(dict(model.named_parameters()))
-    return _sum(engine, (theta,), batch, ClippingRule.gradient(clip), person, combine)
+    return _sum(engine, (theta,), batch, ClippingRule.gradient(clip, read_clipping(clipping)), person, combine)
 
 
 def clipped_difference_sum(
@@ -78,13 +83,14 @@ def clipped_difference_sum(
     batch: tuple[PyTree, PyTree],
     clip: float,
     *,
+    clipping: ClippingName | Clipping = "flat",
     person: object = None,
     combine: Combine = "mean",
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Return Σ_i clip_C(g_i(now) − g_i(previous)) by parameter name, and the norms of the differences.
 
     `previous_params` maps the trainable parameters' names to their values at the previous iterate. Both points see
-    the same dropout masks. ``person`` and ``combine`` as in :func:`clipped_gradient_sum`.
+    the same dropout masks. ``clipping``, ``person`` and ``combine`` as in :func:`clipped_gradient_sum`.
 
     >>> from torch import nn
     >>> model = nn.Linear(1, 1, bias=False)
@@ -97,7 +103,7 @@ def clipped_difference_sum(
     """
     engine = _engine(model, loss_fn)
     points = engine.flatten(dict(model.named_parameters())), engine.flatten(previous_params)
-    return _sum(engine, points, batch, ClippingRule.difference(clip), person, combine)
+    return _sum(engine, points, batch, ClippingRule.difference(clip, read_clipping(clipping)), person, combine)
 
 
 def _engine(model: nn.Module, loss_fn: LossFunction, errors: Errors = "zero") -> PerExampleEngine:
@@ -115,12 +121,11 @@ def _sum(
     engine: PerExampleEngine, points: tuple[Tensor, ...], batch: tuple[PyTree, PyTree], rule: ClippingRule,
     person: object, combine: Combine,
 ) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    check_combination(combine, None)
     group = batch_group(batch)
     units = None
     if person is not None:
         codes, _ = factorize_ids(person, len(group.rows))
-        units = UnitAssignment.numbered(codes, mean=combine == "mean")
+        units = UnitAssignment.numbered(codes, mean=PersonRule(combine).combine == "mean")
     if len(group.rows):  # a program that cannot run at all is no record's fault
         engine.try_out(mapped(group.record, lambda tensor: tensor[:1]))
     out = torch.zeros_like(points[0])
@@ -137,6 +142,8 @@ def batch_group(batch: tuple[PyTree, PyTree]) -> RecordGroup:
 
 
 _ALONE = "one record at a time"
+_SLOW, _FEW = 1.6, 32  # plain steps beyond which, and records below which, there is something to say
+_LONG = 0.05  # seconds of timing
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,37 @@ class Explanation:
     """What :func:`explain` found; printed, it is a table."""
 
     parts: tuple[OperationCost, ...]
+    records: int = 0
+    plain_seconds: float | None = None
+    """Forward and backward pass of the batch as one, by plain autograd; ``None`` if it was not timed."""
+    private_seconds: float | None = None
+    """The clipped sum of the same batch."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The time of a clipped sum in units of a plain step's gradient."""
+        if self.plain_seconds is None or self.private_seconds is None:
+            return None
+        return self.private_seconds / self.plain_seconds
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What would make it faster, in sentences."""
+        said = []
+        for part in self.fallbacks:
+            if part.how == _ALONE:
+                said.append(f"Let all records run at once: {part.why}.")
+            else:
+                said.append(
+                    f"Write {part.name} as a layer of torch.nn, or freeze it: {part.kind} has no kernel, and "
+                    f"{part.memory:,} numbers are copied for each record."
+                )
+        if (self.ratio or 0.0) > _SLOW and not said:
+            if self.records < _FEW:
+                said.append(f"Give it larger samples: {self.records} records are few for one pass.")
+            else:
+                said.append("Train fewer numbers: freeze layers, or train adapters (LoRA) on a frozen base.")
+        return tuple(said)
 
     @property
     def fallbacks(self) -> tuple[OperationCost, ...]:
@@ -175,21 +213,31 @@ class Explanation:
         if self.refused:
             return "\n".join(f"refused: {part.why}" for part in self.refused)
         if self.parts and self.parts[0].how == _ALONE:
-            return f"{_ALONE}, by plain autograd: {self.parts[0].why}"
+            return "\n".join([f"{_ALONE}, by plain autograd: {self.parts[0].why}", *self._times()])
         rows = [("parameters", "operation", "how", "numbers", "copied for each record")]
         rows += [(p.name, p.kind, p.how, f"{p.parameters:,}", f"{p.memory:,}") for p in self.parts]
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([*table, *self._times()])
+
+    def _times(self) -> list[str]:
+        if self.ratio is None or self.plain_seconds is None or self.private_seconds is None:
+            return []
+        plain, private = 1e3 * self.plain_seconds, 1e3 * self.private_seconds
+        lines = [
+            f"{self.records} records: {private:.3g} ms for their clipped sum, {plain:.3g} ms for a plain gradient: "
+            f"{self.ratio:.2f} times"
+        ]
+        return lines + [f"faster: {sentence}" for sentence in self.advice]
 
 
 def explain(
     model: nn.Module, batch: tuple[PyTree, PyTree], loss_fn: LossFunction, *, memory_budget: float = 256e6
 ) -> Explanation:
-    """Explain how per-example gradients of each parameter are computed.
+    """Explain how per-example gradients of each parameter are computed, how long that takes, and what would help.
 
-    The model is run on synthetic records of the same shapes: the values of ``batch`` are not read.
+    The model is run on synthetic records of the same shapes: the values of ``batch`` are not read. Times are of
+    this machine as it is now, without noise and update.
 
     Args:
         batch: (x, y), records first; x may be a tuple of tensors.
@@ -206,9 +254,10 @@ def explain(
         known = engine.try_out(batch_group(batch).record)
     except (QuietgradError, ValueError) as error:
         return Explanation((OperationCost("", kind, "refused", str(error)),))
+    times = _timed(engine, batch_group(batch))
     if known.apart or not known.sites:
         why = known.program.alone or "records answer its questions (.item(), a branch) in their own ways"
-        return Explanation((OperationCost("", kind, _ALONE, why, engine.dim, engine.dim),))
+        return Explanation((OperationCost("", kind, _ALONE, why, engine.dim, engine.dim),), *times)
     found: dict[tuple[str, ...], OperationCost] = {}
     sizes = {name: slot.stop - slot.start for name, slot in engine.slices.items()}
     counted: set[str] = set()
@@ -225,4 +274,43 @@ def explain(
         names_of = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
         size = sum(sizes[name] for name in missing)
         found[()] = OperationCost(names_of, "not used", "kernel", "these records do not use it", size)
-    return Explanation(tuple(found.values()))
+    return Explanation(tuple(found.values()), *times)
+
+
+def _timed(engine: PerExampleEngine, group: RecordGroup) -> tuple[int, float | None, float | None]:
+    """How many records there are, and the seconds of a plain gradient of all and of their clipped sum."""
+    count, module = len(group.rows), engine.module
+    generator = torch.Generator().manual_seed(0)
+
+    def synthetic(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            return torch.rand(tensor.shape, generator=generator).to(tensor)
+        return torch.zeros_like(tensor)
+
+    records = engine.on_device(mapped(group.record, synthetic))
+    whole = mapped(records, lambda tensor: tensor.flatten(0, 1) if tensor.dim() > 1 else tensor)
+    trained = [param for param in module.parameters() if param.requires_grad]
+    theta = engine.flatten(dict(module.named_parameters()))
+    rule, out = ClippingRule.gradient(1.0), torch.zeros_like(theta, dtype=torch.float64)
+
+    def plain() -> None:
+        with torch.enable_grad():
+            loss: Tensor = engine.loss_of(whole)
+            torch.autograd.grad(loss.mean(), trained, allow_unused=True)
+
+    def private() -> None:
+        engine.add((theta,), [RecordGroup(group.rows, records)], rule, out)
+
+    seconds: list[float | None] = []
+    for step in (plain, private):
+        try:
+            with preserved():
+                step()
+                begin, steps = time.perf_counter(), 0
+                while steps < 3 or (time.perf_counter() - begin < _LONG and steps < 50):
+                    step()
+                    steps += 1
+                seconds.append((time.perf_counter() - begin) / steps)
+        except Exception:  # a model that runs record by record alone has no plain step
+            seconds.append(None)
+    return count, seconds[0], seconds[1]

@@ -21,10 +21,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.errors import BudgetError, DataError
-from quietgrad.core.files import parse_json, read_bytes
+from quietgrad.core.files import parse_json, read_bytes, write_atomically
 from quietgrad.core.session.kept import forget, is_kept
 from quietgrad.core.session.statement import Privacy
-from quietgrad.torch.loops.distributed import is_distributed
+from quietgrad.torch.loops.base import epsilon_of
+from quietgrad.torch.loops.distributed import is_leader, process_count
 from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
 from quietgrad.torch.networks.records import Multiple, Padding, as_padding
 
@@ -32,7 +33,7 @@ _RUN = "private-run-"  # folders of trainings in the output folder
 _PUBLIC = ("epoch", "learning_rate", "step")
 _MINUTE = 60.0
 
-_ALONE = "DPTrainer trains in one process; use PrivateLoop under torchrun"
+_ALONE = "every process holds the whole model, so that a record's gradient is whole; start it with torchrun alone"
 _FLOAT32 = "what is clipped is computed in float32; leave it out"
 # Training arguments that cannot be honoured: the only values that they may have, and why; what to do instead.
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -79,12 +80,13 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             token. Records without an attention mask get one. Without ``pad`` records are grouped by their length.
 
     Training that ends before its last step (an early stop, a callback) costs its whole plan, because what ended it
-    may be data. A trainer trains once. All other arguments are the ``Trainer``'s, honoured or refused by name. A
-    sample's expected size is ``per_device_train_batch_size`` times ``gradient_accumulation_steps``; the first of
-    these is what is computed at a time. ``data_collator`` is called with one record. What is logged is ``step``,
-    ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run times in whole minutes: all else depends
-    on secret samples. Checkpoints are ordinary. Each training is a run in a folder ``private-run-…`` of the output;
-    after an interruption ``train(resume_from_checkpoint=True)`` goes on, and nothing is spent twice.
+    may be data. A second ``train()`` is a new run, charged as one. All other arguments are the ``Trainer``'s,
+    honoured or refused by name. A sample's expected size is ``per_device_train_batch_size`` times
+    ``gradient_accumulation_steps``; the first of these is what is computed at a time. ``data_collator`` is called
+    with one record. What is logged is ``step``, ``epoch``, ``learning_rate``, ``epsilon`` and ``eval_*``, and run
+    times in whole minutes: all else depends on secret samples. Checkpoints are ordinary. Each training is a run in
+    a folder ``private-run-…`` of the output; after an interruption ``train(resume_from_checkpoint=True)`` goes on,
+    and nothing is spent twice.
     """
 
     model: Any
@@ -107,7 +109,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self._pad = as_padding(self._privacy.pop("pad", pad))
         if self._pad is not None and token is not None and "input_ids" not in self._pad.values:
             self._pad = replace(self._pad, values={**self._pad.values, "input_ids": token})
-        self._sample_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        self._sample_size = self.args.train_batch_size * self.args.gradient_accumulation_steps * process_count()
         self._privacy.setdefault("micro_batch", self.args.train_batch_size)
         self._privacy.setdefault("max_grad_norm", self.args.max_grad_norm)
         self.args = copy.copy(self.args)
@@ -115,6 +117,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         self.args.max_grad_norm = 0.0
         self.args.ignore_data_skip = True  # a resumed training draws fresh samples: there is nothing to skip
         self._begun: PrivateLoop | None = None
+        self._earlier: list[PrivateLoop] = []
 
     def _refuse(self) -> None:
         if self.model_init is not None:
@@ -129,8 +132,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                 f"optim={optimizer!r}: it steps during the backward pass, before noise is added; use another, such "
                 "as adamw_torch."
             )
-        if is_distributed() or self.args.n_gpu > 1:
-            raise ValueError("DPTrainer trains in one process and on one device; use PrivateLoop under torchrun.")
+        if self.args.n_gpu > 1:
+            raise ValueError("DPTrainer trains on one device in each process; start one for each with torchrun.")
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -140,10 +143,10 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
         settings = self._settled()
-        if self._begun is not None and checkpoint is None:
-            raise BudgetError("this trainer has trained: make another DPTrainer, which is charged again.")
-        if self._begun is not None:
+        if self._begun is not None and checkpoint is not None:
             self._begun.let_go()  # it goes on below
+        elif self._begun is not None:
+            self._earlier.append(self._begun)  # a second training is a new run, charged as one
         loop = PrivateLoop(
             self.model, self._loss, self.train_dataset, collate_fn=self._collator(), pad=self._pad,
             batch_size=self._sample_size, folder=self._folder(checkpoint), checkpoint_seconds=math.inf, **settings,
@@ -273,12 +276,40 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return told | {key: _MINUTE * math.ceil(value / _MINUTE) for key, value in runtimes.items()}
 
     def epsilon(self, delta: float) -> float:
-        """What this training has cost so far; an account of a ledger knows what others spent."""
-        return self._loop.epsilon(delta)
+        """What this trainer's trainings have cost so far; an account of a ledger knows what others spent."""
+        return epsilon_of([*self._earlier, self._loop], delta)
 
     @property
     def privacy(self) -> Privacy:
         return self._loop.privacy
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """The Trainer's own card, with what is proved of the training."""
+        super().create_model_card(*args, **kwargs)
+        if not is_leader():
+            return
+        card = Path(self.args.output_dir) / "README.md"
+        if self._begun is None or not card.exists():
+            return
+        write_atomically(card, f"{card.read_text(encoding='utf-8').rstrip()}\n\n{self._privacy_section()}".encode())
+
+    def _privacy_section(self) -> str:
+        loop, stated = self._loop, self.privacy
+        lines = [
+            "## Privacy", "", f"Trained by DP-SGD with quietgrad: {stated}.", "",
+            f"- privacy unit: {loop.plan.unit}",
+            f"- noise multiplier: {loop.plan.noise_multiplier:.4g}; max_grad_norm: {loop.clip:g}; "
+            f"clipping: {loop.clipping.kind}",
+            f"- steps: {loop.handed_out}; expected records in a step: {loop.expected_batch:g}",
+        ]  # fmt: skip
+        if self._earlier and stated.epsilon is not None:
+            delta = loop.plan.budget.delta if loop.plan.budget is not None else 1e-5
+            count = len(self._earlier) + 1
+            lines.append(f"- its {count} trainings together: ε = {self.epsilon(delta):.4g} at δ = {delta:g}")
+        if stated.condition is not None:
+            lines.append(f"- ε holds {stated.condition}")
+        lines += [f"- {note}" for note in stated.notes]
+        return "\n".join(lines) + "\n"
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)

@@ -6,27 +6,29 @@ planned end is charged beforehand, and ε says what it rests on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
-from quietgrad.tables.privacy_units import Combine, with_privacy_unit
+from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.layers import ModuleValidator
 from quietgrad.torch.loops.base import LoopTerms, epsilon_of, finite_clip
 from quietgrad.torch.loops.distributed import unwrapped
-from quietgrad.torch.loops.recorded_loop import CustomLoop, PrivateCriterion
+from quietgrad.torch.loops.handle_loop import HandleLoop, PrivateCriterion
 from quietgrad.torch.loops.wrappers import (
     PrivateLoader,
     PrivateModule,
     check_optimizer,
-    checked_loader,
     made_private,
+    read_loader,
 )
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Multiple, Padding
@@ -36,6 +38,29 @@ from quietgrad.torch.networks.usable import LossFunction
 if TYPE_CHECKING:
     from quietgrad.core.ledger.ledger import Ledger
 
+_ADAPTIVE = (
+    "is of adaptive clipping, whose bound follows the data and is paid for by a second release in each step. Use "
+    "clipping='automatic', which needs no bound to be found."
+)
+# Opacus' arguments that have one meaning here: the values that they may have, and why no others.
+_ONLY_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
+    "wrap_model": (
+        (True,),
+        "wrap_model=False: the model that is returned runs record by record; the one that was given stays as it "
+        "is. Call the model that is returned: it has the same layers, parameters, names and attributes, and its "
+        "state_dict() is the plain module's.",
+    ),
+    "rand_on_empty": (
+        (False,),
+        "rand_on_empty=True: an empty sample is run on a synthetic record that adds nothing, so it needs no random "
+        "one. Leave it out.",
+    ),
+    "target_unclipped_quantile": ((), f"target_unclipped_quantile {_ADAPTIVE}"),
+    "clipbound_learning_rate": ((), f"clipbound_learning_rate {_ADAPTIVE}"),
+    "max_clipbound": ((), f"max_clipbound {_ADAPTIVE}"),
+    "min_clipbound": ((), f"min_clipbound {_ADAPTIVE}"),
+    "unclipped_num_std": ((), f"unclipped_num_std {_ADAPTIVE}"),
+}
 _MODES = ("hooks", "functorch", "ew", "ghost")
 _REFUSED_MODES = {
     "no_op": "gradients that the loop sets itself may be of several records, and nothing could bound them",
@@ -90,11 +115,11 @@ def make_private(
     optimizer: Optimizer,
     data_loader: DataLoader[object],
     noise_multiplier: float | None,
-    max_grad_norm: float,
+    max_grad_norm: float | Sequence[float],
     criterion: LossFunction | None = None,
     transform: Callable[[PyTree], PyTree] | None = None,
     pad: int | Multiple | Padding | None = None,
-    clipping: str = "flat",
+    clipping: str | Clipping = "flat",
     epochs: int | None = None,
     target_epsilon: float | None = None,
     target_delta: float = 1e-5,
@@ -125,12 +150,15 @@ def make_private(
         data_loader: of a map-style data set; its batch_size is the expected size of a sample. Shuffled or not, an
             epoch becomes ⌈n / batch_size⌉ secret samples (⌊…⌋ with drop_last); any other sampler is refused. Its
             ``collate_fn`` is called with one record.
-        noise_multiplier: noise ÷ C; ``None`` if ``target_epsilon`` is given.
-        max_grad_norm: C, the L2 bound on one record's gradient, or on a person's, over all parameters.
+        noise_multiplier: noise ÷ C; ``None`` if ``target_epsilon`` is given. 0 is for debugging: nothing is
+            private then, and ε is infinite.
+        max_grad_norm: C, the L2 bound on one record's gradient, or on a person's, over all parameters. With
+            ``clipping="per_layer"`` it may be a list as Opacus takes it, a bound for each trained parameter.
         criterion: criterion(output, target), called with batches of one; returns one number.
         transform: what is done to each record before it is handed out: written as for a batch of the loader, called
             with batches of one.
-        clipping: ``"flat"``, the only one: over all parameters.
+        clipping: ``"flat"`` over all parameters, ``"automatic"``, ``"per_layer"``, or a rule, as in
+            :class:`quietgrad.DPSGD`.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
         loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
             is made of, which is undone here, or ``"sum"``.
@@ -140,40 +168,61 @@ def make_private(
     """
     if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
-    if clipping != "flat":
-        raise ValueError(f"clipping={clipping!r}: gradients are clipped over all parameters; use 'flat'.")
     if not poisson_sampling and sampling != "poisson":
         raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
-    clip = finite_clip(max_grad_norm)
     module = unwrapped(module.module if isinstance(module, PrivateModule) else module)
+    clip, rule = _clipping(max_grad_norm, clipping, module)
     check_optimizer(optimizer, module.parameters())
-    given = checked_loader(data_loader)
-    collate = given.collate_fn if transform is None else lambda samples: transform(given.collate_fn(samples))
+    given = read_loader(data_loader, n_public)
+    own = given.loader.collate_fn
+    collate = own if transform is None else lambda samples: transform(own(samples))
+    if person is not None and given.data is not given.loader.dataset:
+        raise ValueError(
+            "person: says whose each record of the loader's data set is, and the loader takes a part of it, or "
+            "reads a stream. Give the loader a torch Subset, or a list of the records, and person for these."
+        )
     objective = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
+    objective.engine.parameter_groups(rule)
     terms = LoopTerms(
-        batch_size=given.batch_size or 0, epsilon=target_epsilon, delta=target_delta, relation=relation,
+        clipping=rule,
+        batch_size=given.batch_size, epsilon=target_epsilon, delta=target_delta, relation=relation,
         noise_multiplier=noise_multiplier, epochs=epochs, sampling=sampling if poisson_sampling else "turns",
-        drop_last=bool(given.drop_last), unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
+        drop_last=given.drop_last, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         n_public=n_public, ledger=ledger, account=account, cap=cap, seed=seed,
     )  # fmt: skip
-    asked = with_privacy_unit(objective, given.dataset, person, combine, records_per_person)
-    loop = CustomLoop(
-        terms.open(*asked, clip), terms, objective.engine, clip, warns=criterion is not None,
+    asked = with_privacy_unit(objective, given.data, person, PersonRule(combine, records_per_person))
+    loop = HandleLoop(
+        terms.open(*asked, clip), terms, objective.engine, clip, objective=objective, warns=criterion is not None,
         n_is_declared=terms.n_is_declared,
     )  # fmt: skip
     loop.mean = loss_reduction != "sum"
-    made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given, loop)
+    made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given.loader, loop)
     if criterion is None:
         return made
     reduction = getattr(criterion, "reduction", loss_reduction or "mean")
     return *made, PrivateCriterion(criterion, loop, reduction)
 
 
+def _clipping(bound: object, clipping: str | Clipping, module: nn.Module) -> tuple[float, Clipping]:
+    """C and the clipping rule; bounds of single parameters make groups of one, whose squares add up to C²."""
+    rule = read_clipping(clipping)
+    if not isinstance(bound, list | tuple):
+        return finite_clip(bound), rule
+    names = [name for name, param in module.named_parameters() if param.requires_grad]
+    if rule != PerLayer() or len(bound) != len(names):
+        raise ValueError(
+            f"max_grad_norm: a list of {len(bound)} bounds. A list goes with clipping='per_layer' and has a bound "
+            f"for each of the {len(names)} trained parameters; else give one number."
+        )
+    bounds = [finite_clip(each) for each in bound]
+    return finite_clip(math.hypot(*bounds)), PerLayer(tuple(zip(names, bounds, strict=True)))
+
+
 class Accountant:
     """What the loops of an engine have cost, as far as they have come."""
 
     def __init__(self) -> None:
-        self.loops: list[CustomLoop] = []
+        self.loops: list[HandleLoop] = []
 
     def get_epsilon(self, delta: float, **_: Any) -> float:
         """ε of all samples so far, as if all were of the same people: the smallest that is proved."""
@@ -212,6 +261,21 @@ class PrivacyEngine:
         """See :func:`quietgrad.torch.make_private_with_epsilon` and :meth:`make_private`."""
         return self._keep(make_private_with_epsilon, settings)
 
+    def save_checkpoint(self, **_: object) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError(
+            "save_checkpoint: save model.state_dict() and optimizer.state_dict() by torch.save, as in plain torch; "
+            "the ledger keeps what was spent. For a loop that goes on after a crash use qt.PrivateLoop(folder=)."
+        )
+
+    def load_checkpoint(self, **_: object) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError(
+            "load_checkpoint: load the states by load_state_dict, as in plain torch; what was spent is in the "
+            "ledger, and a new loop is charged anew. For a loop that goes on after a crash use "
+            "qt.PrivateLoop(folder=)."
+        )
+
     def get_epsilon(self, delta: float) -> float:
         """ε of all samples of this engine's loops, as if of the same people; a ledger knows what others spent."""
         if not self.accountant.loops:
@@ -244,6 +308,9 @@ class PrivacyEngine:
         return ModuleValidator.fix_and_validate(module)
 
     def _keep(self, make: Called, settings: Kwargs) -> Any:
+        for name, (allowed, why) in _ONLY_ARGUMENTS.items():
+            if name in settings and settings.pop(name) not in allowed:
+                raise ValueError(why)
         mode = settings.pop("grad_sample_mode", "hooks")
         if mode not in _MODES:
             why = _REFUSED_MODES.get(mode, "not known")

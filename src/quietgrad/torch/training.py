@@ -9,20 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quietgrad import methods
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.kept import read_run
+from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.methods.base import Algorithm
-from quietgrad.methods.callbacks import Callback, Progress, together
-from quietgrad.methods.minimizing import check_people, progress_bar
+from quietgrad.methods.callbacks import Callback, Progress, begin, together
+from quietgrad.methods.minimizing import check_people, how_people_count, progress_bar
+from quietgrad.methods.minimizing import run as run_method
 from quietgrad.methods.result import Result
-from quietgrad.tables.privacy_units import Combine, with_privacy_unit
-from quietgrad.torch.loops.distributed import is_distributed
+from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
+from quietgrad.torch.loops.distributed import (
+    SharedCurator,
+    any_of_us,
+    is_distributed,
+    is_leader,
+    shared_terms,
+    unwrapped,
+)
+from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
 from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
@@ -75,7 +87,8 @@ def fit(
         model: Any module. It is called with one record at a time; BatchNorm in training mode is refused.
         loss_fn: ``loss(output, target)``, or ``loss(model, *record)`` if its first parameter is ``model``. It is
             written as for a batch and called with batches of one, such as ``nn.CrossEntropyLoss()``.
-        train_set: A map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``.
+        train_set: A map-style data set of (x, y), a ``TensorDataset``, or ``(X, y)``. An ``IterableDataset`` of
+            public length (its own or ``n_public``) is read once into memory.
         collate_fn: Makes what model and loss take from a list with **one** sample.
         pad: Pads each record by its own length: to a public length, or to ``qt.Multiple(64)``; see ``qt.Padding``.
             Records of one shape run together, so few shapes are fast.
@@ -131,7 +144,7 @@ def fit(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
         errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
         regularizer=regularizer, micro_batch=micro_batch, memory_budget=memory_budget,
-        collate_fn=collate_fn, pad=pad, views=views,
+        collate_fn=collate_fn, pad=pad, views=views, n_public=n_public,
     )  # fmt: skip
 
     def minimize(callback: Callback) -> Result:
@@ -147,6 +160,17 @@ def fit(
                     f"the budget of {budget.epsilon:g}. Use more noise, fewer steps or a smaller batch, or leave "
                     "the noise to calibration."
                 )
+        if is_distributed():
+            if folder is not None:
+                raise ValueError(
+                    "folder: qt.fit on several processes is not kept. Leave folder out, or use "
+                    "qt.PrivateLoop(folder=)."
+                )
+            terms = Terms.of(
+                budget, account=account, ledger=ledger, cap=cap, seed=seed, n_public=n_public,
+                records_public=records_public, noise_multiplier=noise_multiplier,
+            )  # fmt: skip
+            return _together(run, algorithm, shared_terms(terms), callback)
         return methods.minimize(
             run.objective, run.examples, algorithm, budget=budget, ledger=ledger, account=account, cap=cap,
             n_public=n_public, records_public=records_public, seed=seed, folder=folder, callback=callback,
@@ -181,6 +205,8 @@ def resume(
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:
+        if is_distributed():
+            raise ValueError("qt.resume goes on in one process; on several use qt.PrivateLoop(folder=).")
         _, state = read_run(folder)
         if len(state.params) != run.examples.dim:
             raise DataError(
@@ -195,6 +221,31 @@ def resume(
     return run.train(resume_run)
 
 
+def _together(run: _Training, algorithm: Algorithm, terms: Terms, callback: Callback) -> Result:
+    """The same run on several processes, each of which sums its share of every sample."""
+
+    def first(method: Algorithm, x0: Tensor) -> None:
+        begin(callback, method.schedule(NOMINAL).releases, x0, private=terms.budget is not None)
+
+    def check(method: Algorithm, plan: Plan, x0: Tensor) -> None:
+        verbs = {slot.mechanism.verb for slot in plan.schedule.slots}
+        if verbs != {"release"} or plan.schedule.composition == "filter":
+            raise ValueError(
+                f"{method.name}: chooses among candidates, or how much to spend, by exact numbers that no single "
+                "process has. On several processes use a method that releases sums, such as DPSGD, DPAdam or DPSRM."
+            )
+        method.check_run(run.objective, plan, x0)
+
+    with opened(
+        run.objective, run.examples, algorithm, terms, curator=SharedCurator, notes=how_people_count(run.objective),
+        first=first, check=check,
+    ) as active:  # fmt: skip
+        return run_method(
+            active.method, active.session, active.start, callback=callback, kept=None, account=str(terms.account),
+            notes=active.notes,
+        )  # fmt: skip
+
+
 class _Training:
     """What :func:`fit` and :func:`resume` share: the model as an objective, its data, and what watches the run."""
 
@@ -202,18 +253,17 @@ class _Training:
         self, model: nn.Module, loss_fn: LossFunction, train_set: object, algorithm: Algorithm, *,
         person: object = None, combine: Combine = "mean", records_per_person: int | None = None,
         evaluate: Evaluate | None = None, every: int | None = None, callbacks: Sequence[Callback] = (),
-        stop: Stop | None = None, progress: bool = True, **settings: Any,
+        stop: Stop | None = None, progress: bool = True, n_public: int | None = None, **settings: Any,
     ) -> None:  # fmt: skip
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
-        if is_distributed():
-            raise ValueError("qt.fit trains in one process: use qt.PrivateLoop under torchrun.")
+        model = unwrapped(model)
         self.module_objective = ModuleObjective(model, loss_fn, **settings)
         self.progress = progress
         self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
         self.scores: dict[str, float] = {}
         self.objective, data = with_privacy_unit(
-            self.module_objective, train_set, person, combine, records_per_person
+            self.module_objective, read_stream(train_set, n_public), person, PersonRule(combine, records_per_person)
         )
         check_people(algorithm, self.objective)
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
@@ -228,7 +278,7 @@ class _Training:
                 "without a kernel, and slower: %s%s; quietgrad.torch.explain shows what it costs.", slow[0], more
             )
         module = self.module_objective.module
-        with modes_kept(module, training=True), progress_bar(quiet=not self.progress) as bar:
+        with modes_kept(module, training=True), progress_bar(quiet=not (self.progress and is_leader())) as bar:
             result = run(together([self._watch, bar]))
         self.module_objective.write_back(result.params)
         if self.scores:
@@ -248,5 +298,8 @@ class _Training:
         progress.metrics = dict(self.scores)
         for callback in self.callbacks:
             callback(progress)
-        if self.stop is not None and self.stop(progress):
+        stops = self.stop is not None and self.stop(progress)
+        if is_distributed():  # one that went on alone would wait for the others
+            stops = any_of_us(stops or progress.stopped, self.module_objective.engine.device)
+        if stops:
             progress.stop()

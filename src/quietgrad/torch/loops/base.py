@@ -24,9 +24,10 @@ from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.base import SessionCost
+from quietgrad.core.session.clipping import FLAT, Clipping
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.opening import OpenRun, Terms, opening
-from quietgrad.core.session.queries import Query, check_clip
+from quietgrad.core.session.queries import ClippingRule, Query, check_clip
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy, privacy_statement
 from quietgrad.methods.custom_loop import LoopReleases, LoopSampling
@@ -64,6 +65,8 @@ class LoopTerms:
     steps: int | None = None
     sampling: LoopSampling
     drop_last: bool = False
+    clipping: Clipping = FLAT
+    curator: type[CentralCurator] = SharedCurator
     unit: PrivacyUnit
     n_public: int | None
     ledger: Ledger | str | Path | None
@@ -88,18 +91,23 @@ class LoopTerms:
         return Budget(limit, self.delta, Relation.parse(self.relation))
 
     @property
+    def adds_no_noise(self) -> bool:
+        """Whether it is a run for debugging, without noise and without privacy."""
+        return self.noise_multiplier == 0.0
+
+    @property
     def n_is_declared(self) -> bool:
         """Whether n was not taken from the data."""
         return self.n_public is not None or self.noise_multiplier is None
 
     @property
     def has_end(self) -> bool:
-        return self.epochs is not None or self.steps is not None
+        return self.epochs is not None or self.steps is not None or self.sampling == "single-pass"
 
     def epoch_length(self, n: int) -> int:
         """Samples of an epoch: as many as a loader would make batches, with ``drop_last`` without the short one."""
-        # Where every record is in one batch of an epoch, none is dropped.
-        dropped = self.drop_last and self.sampling != "random-allocation"
+        # Where every record is in one batch of an epoch, none is dropped. A single pass has whole batches alone.
+        dropped = (self.drop_last and self.sampling != "random-allocation") or self.sampling == "single-pass"
         return n // self.batch_size if dropped else math.ceil(n / self.batch_size)
 
     def releases(self, n: int, clip: float) -> LoopReleases:
@@ -108,8 +116,10 @@ class LoopTerms:
             raise DataError(
                 f"batch_size={self.batch_size}: must be between 1 and the {n} {records} of the data set."
             )
-        steps = self.steps or (_OPEN_END if self.epochs is None else self.epochs * self.epoch_length(n))
-        return LoopReleases(((steps, self.batch_size, 1.0),), clip, self.sampling)
+        epochs = 1 if self.epochs is None and self.sampling == "single-pass" else self.epochs
+        steps = self.steps or (_OPEN_END if epochs is None else epochs * self.epoch_length(n))
+        said = clip if self.clipping == FLAT else {"clip": clip, "clipping": self.clipping.config()}
+        return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling)
 
     def run_terms(self) -> Terms:
         """Who pays, and the public facts; of several processes one pays.
@@ -120,6 +130,14 @@ class LoopTerms:
         """
         if self.seed is not None:
             warnings.warn(f"seed={self.seed}: seeded noise is not private; use it for tests only.", stacklevel=4)
+        if self.adds_no_noise:
+            warnings.warn(
+                "noise_multiplier=0: no noise is added. The loop is not private, its ε is infinite and nothing is "
+                "charged; it is for debugging.",
+                stacklevel=4,
+            )
+            bare = Terms(None, Account(self.account), n_public=self.n_public, takes_n=True, seed=self.seed)
+            return replace(bare, key=broadcast_loop_key())
         if not self.has_end and (self.ledger is not None or self.cap is not None):
             raise ValueError("epochs=None: a ledger needs the number of epochs or steps beforehand; give epochs.")
         terms = Terms.of(
@@ -140,7 +158,7 @@ class LoopTerms:
 
     def open(self, adapter: Any, data: Any, clip: float, **how: Any) -> OpenRun[LoopReleases]:
         """Open the loop's run; on several processes all draw the same samples."""
-        kind = SharedCurator if is_distributed() else CentralCurator
+        kind = self.curator if is_distributed() else CentralCurator
         return opening(adapter, data, lambda n: self.releases(n, clip), self.run_terms(), curator=kind, **how)
 
 
@@ -162,9 +180,11 @@ class Loop:
     ) -> None:  # fmt: skip
         plan = active.plan
         self.plan, self.engine, self.clip = plan, engine, clip
+        self.clipping = terms.clipping
+        self.rule = ClippingRule.gradient(clip, terms.clipping)
         self.epoch_length = terms.epoch_length(plan.n_public)  # in samples
         self.account = str(active.account)
-        self.is_private = not active.session.seeded
+        self.is_private = plan.is_private and not active.session.seeded
         self.n_is_declared = n_is_declared
         self.paused = False  # whether it goes on elsewhere
         self.total = plan.schedule.releases  # samples it may have
@@ -216,13 +236,16 @@ class Loop:
 
     def epsilon(self, delta: float | None = None) -> float:
         """ε of the samples handed out so far, at ``delta`` (default: the plan's); infinite if it was seeded."""
-        assert self.plan.budget is not None
+        if self.plan.budget is None:
+            return math.inf
         return epsilon_of([self], self.plan.budget.delta if delta is None else delta)
 
     @property
     def privacy(self) -> Privacy:
         """What is proved of the samples so far; of a loop that was closed, of what it was charged."""
         plan, counts = self.plan, {self._slot: self.used}
+        if plan.budget is None:  # nothing is charged, and nothing is proved
+            return privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
         nothing = self.event is None
         # Before the first sample one stands in, for which nothing is stated below.
         event = plan.event if plan.whole_only else plan.event_of({self._slot: 1} if nothing else counts)
@@ -258,7 +281,7 @@ class Loop:
         return drawn
 
     def refusal(self) -> str:
-        spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop, seeded, is not private"
+        spent = f"ε = {self.epsilon():.4g} is spent" if self.is_private else "the loop is not private"
         if not self.total:
             return f"no step of the plan is left: {spent}. Use the model as it is, or plan a longer loop."
         return (

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -19,11 +21,13 @@ from torch import Tensor, nn
 
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
+from quietgrad.core.ledger.account import Account
 from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.session.curator import CentralCurator, CentralSession
+from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Batch, Query, RecordAdapter, public_loss
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.torch.networks.randomness import RecordSeeds
@@ -60,7 +64,8 @@ def broadcast_from_leader(make: Callable[[], Made]) -> Made:
 def any_of_us(here: bool, device: torch.device) -> bool:
     """Whether something is so on any process."""
     said = torch.tensor(float(here), device=device)
-    dist.all_reduce(said)
+    with _while_all_are_there():
+        dist.all_reduce(said)
     return bool(said > 0.0)
 
 
@@ -75,11 +80,30 @@ def share_of(batch: Batch, rank: int, world: int) -> Batch:
 
 def _told(message: object) -> Any:
     box: list[Any] = [message]
-    dist.broadcast_object_list(box, _LEADER)
+    with _while_all_are_there():
+        dist.broadcast_object_list(box, _LEADER)
     return box[0]
 
 
-def _all_or_none(make: Callable[[], Made], why: str) -> Made:
+_OTHER_SAMPLES = (
+    "the processes step on different samples: a record could be in two shares and count twice. Nothing was "
+    "released; every process must take every batch and step on it, also if its own share is empty."
+)
+
+
+@contextmanager
+def _while_all_are_there() -> Iterator[None]:
+    """Say in words that a process is gone, where torch says that a connection was closed."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise QuietgradError(
+            "another process of this training is gone, so this step cannot be made. Every released number was paid "
+            "for beforehand. Start all processes again; a qt.PrivateLoop with folder= goes on where it was saved."
+        ) from error
+
+
+def all_or_none(make: Callable[[], Made], why: str) -> Made:
     """What ``make`` makes, if it does so on every process; else all raise."""
     failed: BaseException | None = None
     try:
@@ -114,6 +138,12 @@ def _digests(objective: RecordAdapter, examples: Any, key: bytes, settings: str 
     }
 
 
+def shared_terms(terms: Terms) -> Terms:
+    """The terms of a run on several processes: all draw alike, and the leader alone pays."""
+    terms = replace(terms, key=broadcast_loop_key())
+    return terms if is_leader() else replace(terms, account=Account(terms.account.name))
+
+
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
     """Opacus's wrapper by name: every process begins with the leader's parameters; ``make_private`` does the rest.
 
@@ -133,8 +163,18 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, without what spreads it over processes; one whose parameters are in shards is refused."""
     while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
         module = module.module
+    sharded = next(
+        (name for name, param in module.named_parameters() if type(param.data).__name__ == "DTensor"), None
+    )
+    if sharded is not None:
+        raise ValueError(
+            f"fully_shard: parameter {sharded!r} is in shards, and a record's gradient needs it whole. Train the "
+            "module before it is sharded: on several processes every one holds the whole module, and noise is "
+            "added once. For large models train adapters (LoRA) on a frozen base in bfloat16."
+        )
     return module
 
 
@@ -144,8 +184,33 @@ class SharedSession(CentralSession):
     Followers draw the same samples from the same key and add no noise.
     """
 
+    leader_draws: bool = False
+    """Whether the leader says who is in a sample: only it knows the key of a run that is kept in a folder."""
+
+    def share(self, batch: Batch) -> Batch:
+        """The part of a batch that this process sums."""
+        return share_of(batch, dist.get_rank(), dist.get_world_size())
+
     def _batch(self, drawn: PendingRelease) -> Batch:
-        return share_of(super()._batch(drawn), dist.get_rank(), dist.get_world_size())
+        return self.share(super()._batch(drawn))
+
+    def _take_leaders_sample(self, drawn: PendingRelease) -> None:
+        """Hold the share of the sample that the leader draws."""
+        whole = super()._batch(drawn) if is_leader() else None
+        number, indices, key = _told(None if whole is None else (drawn.number, whole.indices, whole.key))
+        if number != drawn.number:
+            raise BudgetError(_OTHER_SAMPLES)
+        self._batches[drawn] = self.share(Batch(self._records, indices, key))
+
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Tensor:
+        """The noisy sum of the slot's next sample, over all shares."""
+        return self.release_drawn(self.draw(slot), query, rho=rho)
+
+    def choose(self, *_: object, **__: object) -> NoReturn:
+        """Not on several processes, where no one has the exact numbers: raises."""
+        raise BudgetError("on several processes sums are released, and nothing is chosen by exact numbers.")
+
+    first_below = discover = choose
 
     def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> Tensor:
         """The noisy sum over all shares; noise is added once, and every process gets the same numbers."""
@@ -156,6 +221,8 @@ class SharedSession(CentralSession):
         sums, place = share[:-3], float(drawn.number)
         failed: BaseException | None = None
         try:
+            if self.leader_draws:
+                self._take_leaders_sample(drawn)
             with np.errstate(all="ignore"):
                 query.sum_into(self._reading, self.batch(drawn), sums)
         except BaseException as error:
@@ -163,13 +230,11 @@ class SharedSession(CentralSession):
             sums.zero_()
         sums.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         share[-3:] = torch.tensor([float(failed is not None), place, place**2])
-        dist.all_reduce(share)
+        with _while_all_are_there():
+            dist.all_reduce(share)
         world = dist.get_world_size()
         if share[-2:].tolist() != [world * place, world * place**2]:
-            raise BudgetError(
-                "the processes step on different samples: a record could be in two shares and count twice. Nothing "
-                "was released; every process must take every batch and step on it, also if its own share is empty."
-            )
+            raise BudgetError(_OTHER_SAMPLES)
         if float(share[-3]) > 0.0:
             raise failed or QuietgradError(
                 "another process failed in its share of this step; nothing was released."
@@ -177,13 +242,14 @@ class SharedSession(CentralSession):
         answer = torch.zeros(dim + 1, dtype=torch.float64, device=zero.device)
         if is_leader():
             try:
-                answer[:-1] = torch.as_tensor(super().release_drawn(drawn, Summed(sums, query.bound)))
+                answer[:-1] = torch.as_tensor(super().release_drawn(drawn, _SumOfShares(sums, query)))
             except BaseException as error:
                 failed = error
                 answer.zero_()[-1] = 1.0
         else:
             self.forget(drawn)
-        dist.broadcast(answer, _LEADER)
+        with _while_all_are_there():
+            dist.broadcast(answer, _LEADER)
         if float(answer[-1]) > 0.0:
             raise failed or QuietgradError("the leading process could not release this step.")
         return answer[:-1].to(zero.dtype)
@@ -211,20 +277,23 @@ class SharedCurator(CentralCurator):
             found = _digests(self.objective, self.records, key, json.dumps(plan.to_json()))
             return {**found, "seed": _digest(key, [self._key])}
 
-        mine = _all_or_none(digests, "another process cannot read its data")
+        mine = all_or_none(digests, "another process cannot read its data")
         answers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(answers, mine)
         for what in mine:
             if len({answer[what] for answer in answers}) > 1:
                 raise DataError(f"the processes do not agree on {what}: every process must be given the same.")
-        return _all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")
+        return all_or_none(lambda: super(SharedCurator, self).open(plan, **options), "the ledger refused the loop")
 
 
-class Summed:
-    """A query whose sum was formed beforehand."""
+class _SumOfShares:
+    """The sum of what every process' query formed of its share, for the leader to add noise to.
 
-    def __init__(self, total: Tensor, bound: float) -> None:
-        self._total, self.bound = total, bound
+    Each unit is in one share, where the query clips it: the bound is the query's.
+    """
+
+    def __init__(self, total: Tensor, query: Query) -> None:
+        self._total, self.bound = total, query.bound
 
     def dim(self, records: object) -> int:
         return len(self._total)

@@ -1,8 +1,10 @@
-"""The loop behind Opacus' verbs: the model and the criterion are run record by record, and autograd goes back.
+"""The loop behind Opacus' verbs: its own code calls the model, the criterion, ``backward()`` and ``step()``.
 
-The loop's own code calls ``model(x)``, ``criterion(output, y)`` and ``loss.backward()``. What each record sends
-back to the parameters is kept by the engine, and never reaches a parameter; ``optimizer.step()`` clips, adds up
-and releases.
+While that code gives batches to the private model and outputs to the private criterion as they are, a step is a
+program of one record (:mod:`~quietgrad.torch.loops.step_program`), the same thing that ``PrivateLoop`` runs, and ε
+holds without a condition. Once it has read or changed a handle, its forward passes are made and recorded, record by
+record, and ε is conditional; ``optimizer.step()`` then clips what came back to each record. In both cases clipping
+and adding up are done by the session's query.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from quietgrad.core.errors import DataError, QuietgradError
+from quietgrad.core.errors import QuietgradError
+from quietgrad.core.session.clipping import FLAT
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.tables.privacy_units import UserLevelRecords
 from quietgrad.torch.loops.base import Loop
-from quietgrad.torch.loops.distributed import Summed, process_count
+from quietgrad.torch.loops.distributed import process_count
+from quietgrad.torch.loops.pending_gradient import announce, withdraw
 from quietgrad.torch.loops.private_batch import (
     Call,
     Handle,
+    LossHandle,
     RecordBlock,
     Sample,
     aligned,
@@ -36,8 +41,22 @@ from quietgrad.torch.loops.private_batch import (
     reduced,
     together,
     undone,
+    written_loss,
 )
+from quietgrad.torch.loops.step_program import (
+    ClosedPiece,
+    Loss,
+    ModelCall,
+    Output,
+    RecordedPiece,
+    SampleQuery,
+    StepProgram,
+    loss_of_one,
+    without_tensors,
+)
+from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import synthetic_like
+from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import RecordProgram, each_record
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.records import Examples, RecordGroup
@@ -46,7 +65,6 @@ from quietgrad.torch.networks.trees import (
     Called,
     Kwargs,
     ModuleState,
-    Options,
     PyTree,
     mapped,
     refilled,
@@ -55,20 +73,26 @@ from quietgrad.torch.networks.trees import (
 from quietgrad.torch.networks.vectors import UnitAssignment
 
 
-class CustomLoop(Loop):
-    """A loop whose forward passes are recorded, record by record, until its optimizer steps."""
+class HandleLoop(Loop):
+    """A loop whose own code makes the steps of handles, until its optimizer steps."""
 
-    def __init__(self, *args: Any, warns: bool, **options: Any) -> None:
+    def __init__(self, *args: Any, objective: ModuleObjective, warns: bool, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.objective = objective
         self.sample: Sample | None = None  # the records in hand; None once they are released
         self.partial = False  # whether more pieces of the sample follow: a step then waits for them
         records: Any = self._session._records
         self._people = records.people if isinstance(records, UserLevelRecords) else None
         self._examples: Examples = records if self._people is None else records.rows
         self._drawn: PendingRelease | None = None
-        self._sum: Tensor | None = None  # of the pieces that were differentiated
+        self._pieces: list[ClosedPiece | RecordedPiece] = []  # those that were differentiated
+        self._point: _Point | None = None  # of the model, when it was called on this sample
         self._waiting = False  # whether something was released since the last step
         self._warns = warns
+        self._watched: list[Any] = []
+        self._form: PyTree = None
+        self._forms: dict[Any, PyTree] = {}  # of the model's outputs, by what it was called with
+        self._engines: dict[Any, PerExampleEngine] = {}  # by program
         self.axes: dict[tuple[int, int], int | None] = {}  # where calls with plain tensors have their rows
         self._two: dict[Any, list[torch.Size] | None] = {}
 
@@ -91,14 +115,23 @@ class CustomLoop(Loop):
             self.write_gradients()  # a sample of its own, whose gradient is added to the next one's
         expected = self.expected_batch / process_count()
         self._drawn = self.draw()
-        self._sum = None
+        self._pieces = []
         sample = self._sample(self._drawn)
-        bound = None if self._people is None else self._people.records_per_person
+        bound = None if self._people is None else self._people.rule.records_per_person
         pieces = [sample] if most is None else _pieces(sample, most, expected, bound)
         for number, piece in enumerate(pieces):
             self.partial = number + 1 < len(pieces)
-            self.sample = piece
-            yield piece.handles(self._groups(piece))
+            self.sample, self._point = piece, None
+            yield piece.handles(self._record_form())
+
+    def _record_form(self) -> PyTree:
+        """What collate_fn makes of a record, with zeros for its values, (1, …)."""
+        if self._form is None:
+            with preserved():
+                (first,) = self._examples.read(RecordSeeds(bytes(32), np.array([0])))
+            device = self.engine.device
+            self._form = mapped(first.record, lambda tensor: torch.zeros_like(tensor, device=device))
+        return self._form
 
     def _sample(self, drawn: PendingRelease) -> Sample:
         _, indices, key = self._session.batch(drawn)
@@ -110,7 +143,8 @@ class CustomLoop(Loop):
         owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         return Sample(self, RecordSeeds.of(key, rows), UnitAssignment.numbered(owners, mean=groups.mean))
 
-    def _groups(self, sample: Sample) -> list[RecordGroup]:
+    def read(self, sample: Sample) -> list[RecordGroup]:
+        """The records of a sample, for a loop that looks at them."""
         groups = self._examples.read(sample.row_keys)
         if not len(sample):  # of that record nothing but its form is left
             groups = [RecordGroup(rows, mapped(record, torch.zeros_like)) for rows, record in groups]
@@ -120,22 +154,70 @@ class CustomLoop(Loop):
     # --- forward passes -----------------------------------------------------------------------------------------
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
-        """The module's outputs for records in hand, as handles; what comes back to them is kept for the step."""
-        sample = self.sample
+        """The module's outputs for records in hand, as handles: written down, or computed and recorded."""
+        sample, given = self.sample, (args, kwargs)
         assert sample is not None
         self._refuse_other_parameters()
-        given = (args, kwargs)
+        tensors = tensors_of(given)
+        if self.condition is None and any(isinstance(tensor, Handle) for tensor in tensors) and self._is_at_point():
+            return self._write_down(sample, given, tensors)
+        self.rest_on_code()
+        return self.record(sample, given)
+
+    def _is_at_point(self) -> bool:
+        """Whether the model's parameters and modes are those of the sample's earlier calls: one program has one."""
+        now = _Point.of(self.engine)
+        if self._point is None:
+            self._point = replace(now, params=self.engine.flatten(self.parameters()))
+        return self._point.versions == now.versions and self._point.training == now.training
+
+    def _write_down(self, sample: Sample, given: tuple[Args, Kwargs], tensors: list[Tensor]) -> Any:
+        call = ModelCall(without_tensors(given), sample.nodes(tensors))
+        forms = [t._form if isinstance(t, Handle) else t.detach()[None] for t in tensors]
+        record = refilled(given, iter(forms))
+        outputs = self._output_forms(call, record)
+        computed: list[Any] = []
+
+        def compute(place: int) -> Handle:
+            if not computed:
+                computed.append(tensors_of(self.record(sample, given)))
+            handle: Handle = computed[0][place]
+            return handle
+
+        made: list[Handle] = []
+        for place, form in enumerate(tensors_of(outputs)):
+            layout = self._layout(record, place, form)
+            node = Output(call, place, layout == "squeezed")
+            values = partial(compute, place)
+            if layout == "loss":
+                made.append(LossHandle.written(sample, node, form[0].detach().requires_grad_(), values))
+                self.mean = True
+            else:
+                made.append(Handle.written(sample, node, form[:, None] if node.squeezed else form, values))
+        return refilled(outputs, iter(made))
+
+    def _output_forms(self, call: ModelCall, record: PyTree) -> PyTree:
+        """The module's outputs for a synthetic record, (1, …): what is handed out besides handles is theirs."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(record))
+        key = call.key, shapes, tuple(layer.training for layer in self.engine.module.modules())
+        if key not in self._forms:
+            keys = RecordSeeds(bytes(32), np.arange(1))
+            (made,) = self.engine.record([RecordGroup(np.arange(1), record)], keys)
+            self._forms[key] = mapped(made.outputs, _form_of)
+        return self._forms[key]
+
+    def record(self, sample: Sample, given: tuple[Args, Kwargs]) -> Any:
+        """The module's outputs, computed record by record; what comes back to them is kept for the step."""
         rows, values = sample.stacked(tensors_of(given))
         call = Call(sample, rows)
-        if self.condition is not None:
-            values = [[RecordBlock(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
+        values = [[RecordBlock(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
         groups = [RecordGroup(mine, refilled(given, iter(own))) for mine, own in aligned(values)]
         call.passes = self.engine.record(groups, sample.row_keys)
         sample.calls.append(call)
         made = []
         for number, column in enumerate(zip(*(tensors_of(each.outputs) for each in call.passes), strict=True)):
             parts = [
-                RecordBlock(each.rows, noted(tensor, call, each))
+                RecordBlock(each.rows, noted(tensor, call))
                 for each, tensor in zip(call.passes, column, strict=True)
             ]
             made.append(self._output(call, number, parts, groups[0].record))
@@ -143,20 +225,28 @@ class CustomLoop(Loop):
 
     def _output(self, call: Call, number: int, parts: list[RecordBlock], record: PyTree) -> Handle:
         """A handle of one of the module's outputs, with records on the axis on which a batch would have them."""
-        sample, shape, axis = call.sample, parts[0].values.shape[1:], 0
-        if not shape or shape[0] != 1:
-            two = self._of_two(record)
-            several = None if two is None or number >= len(two) else two[number]
-            several = shape if several is None else several
-            if len(several) == len(shape) + 1 and several[0] == 2:  # the module squeezed its batch of one
-                parts = [RecordBlock(rows, values.unsqueeze(1)) for rows, values in parts]
-            elif not shape and parts[0].values.is_floating_point():  # the module's own loss of a record
-                return reduced(sample, parts, "mean")
-            elif len(several) == len(shape):
-                axis = next((k for k, size in enumerate(several) if size == 2 * shape[k]), 0)
-        return Handle.of(
-            sample, parts, lambda: undone(together(parts, axis if shape else None), call, outputs=True)
-        )
+        layout = self._layout(record, number, parts[0].values)
+        if layout == "loss":
+            return reduced(call.sample, parts, "mean")
+        if layout == "squeezed":
+            parts = [RecordBlock(rows, values.unsqueeze(1)) for rows, values in parts]
+        axis = layout if isinstance(layout, int) else 0 if layout == "squeezed" else None
+        return Handle.of(call.sample, parts, lambda: undone(together(parts, axis), call, outputs=True))
+
+    def _layout(self, record: PyTree, number: int, values: Tensor) -> int | str | None:
+        """Where the batch of one is in an output, (n, …): its axis, "squeezed", or "loss" for a record's loss."""
+        shape = values.shape[1:]
+        if shape and shape[0] == 1:
+            return 0
+        two = self._of_two(record)
+        several = shape if two is None or number >= len(two) else two[number]
+        if len(several) == len(shape) + 1 and several[0] == 2:  # the module squeezed its batch of one
+            return "squeezed"
+        if not shape:
+            return "loss" if values.is_floating_point() else None
+        if len(several) == len(shape):
+            return next((k for k, size in enumerate(several) if size == 2 * shape[k]), 0)
+        return 0
 
     def _of_two(self, record: PyTree) -> list[torch.Size] | None:
         """The shapes of the outputs for a synthetic batch of two records like this: they tell where the batch is.
@@ -172,32 +262,71 @@ class CustomLoop(Loop):
 
     @property
     def _has_gradient(self) -> bool:
-        return self._sum is not None or (
-            self.sample is not None and any(call.reached for call in self.sample.calls)
+        sample = self.sample
+        return bool(self._pieces) or (
+            sample is not None and (bool(sample.losses) or any(call.reached for call in sample.calls))
         )
 
     def clear(self) -> None:
         """Forget what came back to the records in hand: ``zero_grad()``.
 
         Outputs whose loss is yet to be differentiated stay: many loops call ``zero_grad()`` just before. So
-        does the sum of a sample's earlier pieces.
+        do a sample's earlier pieces.
         """
+        withdraw(self)
         if self.sample is not None:
+            self.sample.losses = []
             self.sample.calls = [call for call in self.sample.calls if not call.reached]
 
-    def collect(self) -> None:
-        """Clip and add up what came back to the records in hand, and let go of it."""
+    def announce_gradients(self) -> None:
+        """Parameters have gradients from here on, which are released when they are read, or by the step."""
+        announce(self)
+
+    def collect(self, scale: float = 1.0) -> None:
+        """Take the step's part in the records in hand: a program of each, or passes that were recorded.
+
+        ``scale`` undoes a factor of the loss.
+        """
+        if scale != 1.0:  # of the loop's own code
+            self.rest_on_code()
+            if self.clipping != FLAT:
+                raise ValueError(
+                    f"GradScaler: a scale of the loss cannot be undone under clipping={self.clipping.kind!r}. "
+                    "What is clipped is computed in float32: leave the scaler out, or use "
+                    "GradScaler(enabled=False)."
+                )
         sample = self.sample
         assert sample is not None
-        if self._sum is None:
-            self._sum = torch.zeros(self.engine.dim, dtype=torch.float64, device=self.engine.device)
+        if self.condition is None and not sample.calls:
+            program = StepProgram(self.engine.module, [loss._node for loss in sample.losses])
+            point, engine = self._point, self._engine_of(program)
+            assert point is not None
+            assert point.params is not None
+            piece = ClosedPiece(sample.keys, sample.units, engine, program, point.params, point.training)
+            self._pieces.append(piece)
+            sample.losses = []  # they refer to the sample: a step leaves no cycle of tensors behind
+            return
+        for loss in sample.losses:  # which the loop differentiated while it was written down
+            loss.go_back()
+        withdraw(self)  # the gradients that this announced
         passes = [each for call in sample.calls if call.reached for each in call.passes]
-        sample.calls = []
-        if passes and len(sample):
-            self.engine.add_recorded(passes, len(sample), sample.units, self.clip, self._sum)
+        sample.losses, sample.calls = [], []
+        self._pieces.append(RecordedPiece(sample.keys, sample.units, self.engine, passes, scale))
 
-    def write_gradients(self) -> bool:
+    def _engine_of(self, program: StepProgram) -> PerExampleEngine:
+        """The engine of a program, which was tried out on synthetic records when it first came."""
+        if program.key not in self._engines:
+            engine = PerExampleEngine(self.engine.module, program, memory_budget=self.engine.memory_budget)
+            engine.loss_of = program
+            ((_, record),) = program.groups([RecordGroup(np.arange(1), self._record_form())])
+            engine.try_out(record)
+            self._engines[program.key] = engine
+        return self._engines[program.key]
+
+    def write_gradients(self, scale: float = 1.0) -> bool:
         """Make the noisy sum of the sample in hand the parameters' gradient; false while pieces of it follow."""
+        withdraw(self)
+        self._let_others_be()
         if not self._has_gradient:
             if self._waiting:  # an earlier sample's gradient
                 return True
@@ -205,21 +334,54 @@ class CustomLoop(Loop):
                 "optimizer.step(): no loss.backward() has reached an output of the private model since the last "
                 "step. Call the model that make_private returned, in training mode, on a fresh batch of its loader."
             )
-        self.collect()
-        if self.partial:
-            return False
         if self.has_other_gradients():  # of a penalty in the loss, or of other data
             self.rest_on_code()
+        self.collect(scale)
+        if self.partial:
+            return False
         assert self._drawn is not None
-        assert self._sum is not None
-        drawn, total = self._drawn, self._sum
-        self._drawn = self._sum = self.sample = None
+        drawn, pieces = self._drawn, self._pieces
+        self._drawn, self._pieces, self.sample = None, [], None
         self._waiting = True
-        self.release(drawn, Summed(total, self.clip))
+        self.release(drawn, SampleQuery(self.objective, pieces, self.rule, self._examples))
         return True
+
+    def watch_for_others(self) -> None:
+        """Notice what autograd adds to gradients that were read, and thereby released, before the step."""
+
+        def added(_: Tensor) -> None:
+            self.rest_on_code()
+
+        trained: list[Any] = [param for param in self.parameters().values() if param.requires_grad]
+        self._watched = [param.register_post_accumulate_grad_hook(added) for param in trained]
+
+    def _let_others_be(self) -> None:
+        for handle in self._watched:
+            handle.remove()
+        self._watched = []
 
     def has_stepped(self) -> None:
         self._waiting = False
+        self._let_others_be()
+
+
+@dataclass(frozen=True)
+class _Point:
+    """Where a model stands: its parameters, and the modes of its layers."""
+
+    versions: tuple[int, ...]
+    training: tuple[bool, ...]
+    params: Tensor | None = None
+
+    @staticmethod
+    def of(engine: PerExampleEngine) -> _Point:
+        versions = tuple(param._version for param in engine.module.parameters())
+        return _Point(versions, tuple(layer.training for layer in engine.module.modules()))
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    """Zeros in the place of values; of what a gradient goes back to, it can be asked for."""
+    return torch.zeros_like(tensor, requires_grad=tensor.requires_grad)
 
 
 def _pieces(sample: Sample, most: int, expected: float, records_per_person: int | None) -> list[Sample]:
@@ -268,34 +430,45 @@ def _tried(module: nn.Module, record: PyTree) -> list[torch.Size] | None:
 class PrivateCriterion(nn.Module):
     """The loop's criterion: of batches and outputs as they were handed out it is made record by record."""
 
-    def __init__(self, criterion: Called, loop: CustomLoop, reduction: str) -> None:
+    def __init__(self, criterion: Called, loop: HandleLoop, reduction: str) -> None:
         super().__init__()
         self.criterion, self._loop, self.reduction = criterion, loop, reduction
-        self._runner = RecordProgram(beside=criterion)
-        self._tried = False
+        self._runner = RecordProgram(beside=[criterion])  # whose own parameters are refused, not held fast
+        self._tried: set[Any] = set()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of the records in hand; of plain tensors what the criterion itself gives."""
         sample, given = self._loop.sample, (args, kwargs)
         tensors = tensors_of(given)
         own = [tensor for tensor in tensors if isinstance(tensor, Handle) and tensor.untouched]
-        others = len(own) < len(tensors) and self._loop.condition is not None
-        if sample is None or not own or others:
+        conditional = self._loop.condition is not None
+        if sample is None or not own or (conditional and len(own) < len(tensors)):
             return self.criterion(*plain(args), **plain(kwargs))
-        _, values = sample.stacked(tensors)
+        if conditional:
+            return reduced(sample, self._losses(sample, given), self.reduction)
+        node = Loss(self.criterion, without_tensors(given), sample.nodes(tensors))
+        if node.key not in self._tried:
+            forms = [t._form if isinstance(t, Handle) else t.detach()[None] for t in tensors]
+            self._try_out(refilled(given, iter(forms)))
+            self._tried.add(node.key)
+        return written_loss(sample, node, self.reduction, lambda: self._losses(sample, given))
+
+    def _losses(self, sample: Sample, given: tuple[Args, Kwargs]) -> list[RecordBlock]:
+        """The records' losses, for a loop that looks at them."""
+        _, values = sample.stacked(tensors_of(given))
         parts = []
         for rows, stacked in aligned(values):
             record = refilled(given, iter(stacked))
-            self._try_out(record)
+            if self.criterion not in self._tried:
+                self._try_out(record)
+                self._tried.add(self.criterion)
             losses = each_record(self._of_one, record, sample.row_keys.rows(rows), self._runner)
             parts.append(RecordBlock(rows, losses))
-        return reduced(sample, parts, self.reduction)
+        return parts
 
     def _try_out(self, record: PyTree) -> None:
-        """Raise what the criterion raises on every synthetic record, once: on a real one it counts as zero."""
+        """Raise what the criterion raises on every synthetic record: on a real one it counts as zero."""
         runner, failed = self._runner, None
-        if self._tried:
-            return
         runner.synthetic = True
         for numbers in ("few", "ones", "zeros"):
             try:
@@ -308,25 +481,9 @@ class PrivateCriterion(nn.Module):
         runner.synthetic = False
         if failed is not None:
             raise failed
-        self._tried = True
 
     def _of_one(self, record: PyTree) -> Tensor:
-        with _NoParameters():
-            loss: Tensor = self.criterion(*record[0], **record[1])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise DataError(
-                "criterion: must give one number for one record; average or sum over its positions there."
-            )
-        return loss.reshape(())
+        return loss_of_one(self.criterion, *record)
 
 
-class _NoParameters(TorchFunctionMode):
-    """Refuses parameters in a criterion: their gradients would be neither clipped nor noisy."""
-
-    def __torch_function__(self, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
-        if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for tensor in tensors_of((args, kwargs))):
-            raise DataError(
-                "criterion: uses trained parameters, whose gradients would be neither clipped nor noisy. Make them "
-                "part of the module that is made private, or use the optimizer's weight_decay for a penalty."
-            )
-        return func(*args, **(kwargs or {}))
+CustomLoop = HandleLoop  # its earlier name

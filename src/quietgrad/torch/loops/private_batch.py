@@ -1,14 +1,14 @@
 """The records that a loop has in hand, and the handles that stand for their tensors.
 
-A handle is a tensor that can be given to the private model and the private criterion, which run it record by
-record. Whatever else is done to it is done to the plain tensor of all rows, and the loop notes it first: from
-then on its ε is conditional, because nothing checks what the loop's own code does with the rows.
+A handle is a tensor that can be given to the private model and the private criterion. These write down what is to
+be computed of each record (:mod:`~quietgrad.torch.loops.step_program`), and no record is read before the step.
+Whatever else is done to a handle is done to the plain tensor of all rows, and the loop notes it first. From then on
+its ε is conditional, because nothing checks what the loop's own code does with the rows, and passes are recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.torch.loops.step_program import Cast, Leaf, Node, Public
 from quietgrad.torch.networks.one_record import Pass, full_precision
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import RecordGroup
@@ -36,7 +37,7 @@ from quietgrad.torch.networks.trees import (
 from quietgrad.torch.networks.vectors import Rows, UnitAssignment
 
 if TYPE_CHECKING:
-    from quietgrad.torch.loops.recorded_loop import CustomLoop
+    from quietgrad.torch.loops.handle_loop import HandleLoop
 
 
 class RecordBlock(NamedTuple):
@@ -52,8 +53,18 @@ class Call:
     def __init__(self, sample: Sample, rows: Rows) -> None:
         self.sample, self.rows = sample, rows
         self.passes: list[Pass] = []
-        self.reached = False  # whether a gradient came back
+        self._reached = False
         self._averaged: int | None = None
+
+    @property
+    def reached(self) -> bool:
+        """Whether a gradient came back."""
+        return self._reached
+
+    def has_gradient(self) -> None:
+        """Note that one came back: parameters have one from here on, which is released when it is read."""
+        self._reached = True
+        self.sample.loop.announce_gradients()
 
     @property
     def averaged(self) -> int:
@@ -74,65 +85,86 @@ class Call:
 class Sample:
     """The records in hand: a sample, or a piece of it that holds whole people.
 
-    Where there is none, the loop runs on one synthetic record, ``row_keys``, which is added to no sum.
+    Where there is none, a conditional loop runs on one synthetic record, ``row_keys``, which is added to no sum.
     """
 
-    def __init__(self, loop: CustomLoop, keys: RecordSeeds, units: UnitAssignment | None) -> None:
+    def __init__(self, loop: HandleLoop, keys: RecordSeeds, units: UnitAssignment | None) -> None:
         self.loop, self.keys, self.units = loop, keys, units
         self.row_keys = keys if len(keys.indices) else RecordSeeds(keys.key, np.array([0]))
-        self.calls: list[Call] = []
+        self.losses: list[LossHandle] = []  # on which the loop called backward(), while it touched nothing
+        self.calls: list[Call] = []  # forward passes that were made, once it has
         self._next = 0  # the first row of the next piece that the loop cuts itself
-        self._forms: set[torch.Size] = set()  # shapes of a row of its tensors
+        self._groups: list[RecordGroup] | None = None
 
     def __len__(self) -> int:
         return len(self.keys.indices)
 
-    def handles(self, groups: Sequence[RecordGroup]) -> Any:
-        """What the collate function made of each record, with a handle in the place of each tensor."""
-        columns = [tensors_of(group.record) for group in groups]
-        if len({repr(_tensors_alone(mapped(group.record, lambda _: None))) for group in groups}) > 1:
-            raise DataError("collate_fn gives records of different structure: give all the same keys and parts.")
-        self._forms = {value.shape[2:] for column in columns for value in column if value.dim() > 1}
-        values = zip(*columns, strict=True)
+    def handles(self, form: PyTree) -> Any:
+        """What the collate function makes of a record like ``form``, with a handle in the place of each tensor."""
         made = [
-            Handle.of(self, [RecordBlock(g.rows, v) for g, v in zip(groups, each, strict=True)]) for each in values
+            Handle.written(self, Leaf(place), like, partial(self._column, place))
+            for place, like in enumerate(tensors_of(form))
         ]
-        return _tensors_alone(refilled(groups[0].record, iter(made)))
+        return _tensors_alone(refilled(form, iter(made)))
 
-    def stacked(self, tensors: Sequence[Tensor]) -> tuple[Rows, list[list[RecordBlock]]]:
-        """The rows that a call is about, and each of its tensors cut into records.
+    def _column(self, place: int) -> Handle:
+        values = [RecordBlock(group.rows, tensors_of(group.record)[place]) for group in self.groups]
+        return Handle.of(self, values)
 
-        While the loop has touched nothing, a plain tensor is public, and every record gets it as it is.
-        """
+    @property
+    def groups(self) -> list[RecordGroup]:
+        """The records themselves, read when a loop's own code wants to see them."""
+        if self._groups is None:
+            self._groups = self.loop.read(self)
+            if len({repr(_tensors_alone(mapped(group.record, lambda _: None))) for group in self._groups}) > 1:
+                raise DataError(
+                    "collate_fn gives records of different structure: give all the same keys and parts."
+                )
+        return self._groups
+
+    @property
+    def _forms(self) -> set[torch.Size]:
+        """Shapes of a row of its tensors."""
+        values = [value for group in self.groups for value in tensors_of(group.record)]
+        return {value.shape[2:] for value in values if value.dim() > 1}
+
+    def nodes(self, tensors: Sequence[Tensor]) -> list[Node]:
+        """What a program has in the places of tensors that were given to the model or the criterion."""
+        self.refuse_others(tensors)
+        return [tensor._node if isinstance(tensor, Handle) else Public(tensor.detach()) for tensor in tensors]
+
+    def refuse_others(self, tensors: Sequence[Tensor]) -> None:
+        """Raise BudgetError for handles of another sample."""
         if any(isinstance(tensor, Handle) and tensor._sample is not self for tensor in tensors):
             raise BudgetError(
                 "the private model was given another batch than the loader's last, or one that a step was made on: "
                 "each step must use one fresh sample of the private loader, and only that."
             )
+
+    def stacked(self, tensors: Sequence[Tensor]) -> tuple[Rows, list[list[RecordBlock]]]:
+        """The rows that a call of a conditional loop is about, and each of its tensors cut into records."""
+        self.refuse_others(tensors)
         rows = np.arange(len(self.row_keys.indices))
         if not any(isinstance(tensor, Handle) for tensor in tensors):
-            self.loop.rest_on_code()
             rows = self._piece(tensors)
-        cut = self.loop.condition is not None
         places = [(len(tensors), place) for place in range(len(tensors))]
-        return rows, [self._cut(tensor, rows, cut, place) for tensor, place in zip(tensors, places, strict=True)]
+        return rows, [self._cut(tensor, rows, place) for tensor, place in zip(tensors, places, strict=True)]
 
-    def _cut(self, leaf: Tensor, rows: Rows, cut: bool, place: tuple[int, int]) -> list[RecordBlock]:
+    def _cut(self, leaf: Tensor, rows: Rows, place: tuple[int, int]) -> list[RecordBlock]:
         if isinstance(leaf, Handle):
             if leaf.untouched:
-                return leaf._parts
+                return leaf.parts
             leaf = leaf.plain()
         count = len(rows)
-        if cut:
-            # Batches are on the first axis, or on the second as in a recurrent layer's states. What it was before
-            # is it again: a public tensor does not become rows because a sample happens to have its length.
-            known = self.loop.axes
-            axis = known.get(place, 0)
-            if axis is not None and (leaf.dim() <= axis or leaf.shape[axis] != count):
-                axis = next((axis for axis, size in enumerate(leaf.shape) if size == count), None)
-            known[place] = axis
-            if axis is not None:
-                return [RecordBlock(rows, leaf.movedim(axis, 0).unsqueeze(axis + 1))]
+        # Batches are on the first axis, or on the second as in a recurrent layer's states. What it was before
+        # is it again: a public tensor does not become rows because a sample happens to have its length.
+        known = self.loop.axes
+        axis = known.get(place, 0)
+        if axis is not None and (leaf.dim() <= axis or leaf.shape[axis] != count):
+            axis = next((axis for axis, size in enumerate(leaf.shape) if size == count), None)
+        known[place] = axis
+        if axis is not None:
+            return [RecordBlock(rows, leaf.movedim(axis, 0).unsqueeze(axis + 1))]
         return [RecordBlock(rows, leaf.expand(count, *leaf.shape))]  # every record's own copy of a public tensor
 
     def _piece(self, tensors: Sequence[Tensor]) -> Rows:
@@ -222,10 +254,16 @@ _RAGGED = (
 
 
 class Handle(Tensor):
-    """Stands for one tensor of the records in hand, of a size that cannot be read."""
+    """Stands for one tensor of the records in hand, of a size that cannot be read.
+
+    Either it is written down what it is of each record (``_node``), or a conditional loop has its values.
+    """
 
     _sample: Sample
-    _parts: list[RecordBlock]
+    _node: Node
+    _form: Tensor  # of a synthetic record, (1, …): what is known without looking at records
+    _compute: Callable[[], Handle] | None  # computes the values of what is written down
+    _blocks: list[RecordBlock]
     _make: Callable[[], Tensor]
     _made: Tensor | None
     _made_version: int
@@ -234,11 +272,31 @@ class Handle(Tensor):
     @classmethod
     def of(cls, sample: Sample, parts: list[RecordBlock], make: Callable[[], Tensor] | None = None) -> Self:
         """A handle of these values; ``make`` makes the plain tensor where that is not only to put them together."""
-        like = parts[0].values
-        new: Self = Tensor._make_wrapper_subclass(cls, (0,), dtype=like.dtype, device=like.device)
-        new._sample, new._parts, new._made = sample, parts, None
-        new._make = make or (lambda: together(parts))
+        new = cls._new(sample, parts[0].values)
+        new._blocks, new._make, new._compute = parts, make or (lambda: together(parts)), None
         return new
+
+    @classmethod
+    def written(cls, sample: Sample, node: Node, form: Tensor, compute: Callable[[], Handle]) -> Self:
+        """A handle of what ``node`` is for each record; ``compute`` gives one with values."""
+        new = cls._new(sample, form)
+        new._node, new._compute = node, compute
+        return new
+
+    @classmethod
+    def _new(cls, sample: Sample, form: Tensor) -> Self:
+        new: Self = Tensor._make_wrapper_subclass(cls, (0,), dtype=form.dtype, device=form.device)
+        new._sample, new._form, new._made = sample, form, None
+        return new
+
+    @property
+    def parts(self) -> list[RecordBlock]:
+        """The records' values, which only a conditional loop has."""
+        if self._compute is not None:
+            self._sample.loop.rest_on_code()
+            computed, self._compute = self._compute(), None
+            self._blocks, self._make, self._form = computed._blocks, computed._make, computed._form
+        return self._blocks
 
     @property
     def untouched(self) -> bool:
@@ -248,15 +306,17 @@ class Handle(Tensor):
 
     def plain(self) -> Tensor:
         """The plain tensor, which the loop's own code may now do anything with."""
-        if self._made is None:
+        made = self._made
+        if made is None:
             self._sample.loop.rest_on_code()
-            made = self._make()
-            self._made, self._made_version, self._made_grad = made, made._version, made.requires_grad
-        return self._made
+            assert self.parts  # are computed, and how to put them together is known
+            self._made = made = self._make()
+            self._made_version, self._made_grad = made._version, made.requires_grad
+        return made
 
     def _answer(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
         """What is known without looking at records, or ``NotImplemented``."""
-        like = self._parts[0].values if self._made is None else self._made
+        like = self._form if self._made is None else self._made
         if func in _QUESTIONS:
             return func(like)
         if func in _DIMENSIONS:
@@ -268,10 +328,17 @@ class Handle(Tensor):
 
     def _cast(self, func: Called, args: Args, kwargs: Kwargs) -> Handle:
         """Each record's values in another type, or elsewhere: the handle itself if that changes nothing."""
-        parts = [RecordBlock(part.rows, func(part.values, *args, **kwargs)) for part in self._parts]
-        if all(new.values is old.values for new, old in zip(parts, self._parts, strict=True)):
+        form = func(self._form, *args, **kwargs)
+        if form is self._form:
             return self
-        return Handle.of(self._sample, parts)
+
+        def cast() -> Handle:
+            blocks = [RecordBlock(part.rows, func(part.values, *args, **kwargs)) for part in self.parts]
+            return Handle.of(self._sample, blocks)
+
+        if self._compute is None:
+            return cast()
+        return Handle.written(self._sample, Cast(self._node, func, args, kwargs), form, cast)
 
     @classmethod
     def __torch_function__(cls, func: Called, types: object, args: Args = (), kwargs: Options = None) -> Any:
@@ -294,17 +361,53 @@ class LossHandle(Handle):
     """The loss of all records in hand: one number, or one of each record."""
 
     def _answer(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
-        if func is _own.backward and len(self._parts[0].values.shape) == 0:
-            with full_precision():
-                return func(self._parts[0].values, *plain(args), **plain(kwargs))  # 1 to each record's own loss
-        if func in _REDUCTIONS and self._parts[0].values.dim() and not args and not kwargs:
-            return reduced(self._sample, self._parts, _REDUCTIONS[func])
+        if func is _own.backward and self._form.dim() == 0:
+            own = [*args, *(kwargs.get(name) for name in ("gradient", "inputs", "create_graph"))]
+            plainly = not any(value is not None and value is not False for value in own)
+            if self._compute is not None and self._form.requires_grad and plainly:
+                self._sample.losses.append(self)
+                self._sample.loop.announce_gradients()
+                return None
+            self.go_back(*plain(args), **plain(kwargs))
+            return None
+        if func in _SCALINGS and args in ((1,), (1.0,)) and not kwargs:  # a library's division by 1 step
+            return self
+        if func in _COPIES and not args and not kwargs:
+            return self._copied(func)
+        if func in _REDUCTIONS and self._form.dim() and not args and not kwargs:
+            if self._compute is None:
+                return reduced(self._sample, self.parts, _REDUCTIONS[func])
+            return written_loss(self._sample, self._node, _REDUCTIONS[func], lambda: self.parts)
         return super()._answer(func, args, kwargs)
+
+    def _copied(self, func: Called) -> LossHandle:
+        """The loss detached, or again: what is made to be shown later is read then."""
+
+        def copied() -> LossHandle:
+            parts = [RecordBlock(part.rows, func(part.values)) for part in self.parts]
+            return LossHandle.of(self._sample, parts, lambda: func(self._make()))
+
+        if self._compute is None:
+            return copied()
+        return LossHandle.written(self._sample, self._node, func(self._form), copied)
+
+    def go_back(self, *args: Any, **kwargs: Any) -> None:
+        """Send 1 to each record's own loss, which a conditional loop has computed."""
+        with full_precision():
+            self.parts[0].values.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def plain(value: PyTree) -> Any:
     """The same with plain tensors in the place of handles."""
     return mapped(value, lambda tensor: tensor.plain() if isinstance(tensor, Handle) else tensor)
+
+
+def written_loss(sample: Sample, node: Node, reduction: str, losses: Callable[[], list[RecordBlock]]) -> LossHandle:
+    """The loss of a sample that is written down; ``losses`` computes the records' own, for a conditional loop."""
+    if reduction != "none":
+        sample.loop.mean = reduction == "mean"
+    form = torch.zeros(1 if reduction == "none" else (), requires_grad=True)
+    return LossHandle.written(sample, node, form, lambda: reduced(sample, losses(), reduction))
 
 
 def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHandle:
@@ -318,7 +421,7 @@ def reduced(sample: Sample, parts: list[RecordBlock], reduction: str) -> LossHan
         return LossHandle.of(sample, parts, lambda: whole)
     sample.loop.mean = reduction == "mean"
     losses = torch.cat([part.values for part in parts])
-    value: Tensor = applied(_Reduced, losses, sample, reduction == "mean")
+    value: Tensor = applied(_Reduced, losses, reduction == "mean")
     return LossHandle.of(sample, [RecordBlock(np.arange(0), value)], lambda: value)
 
 
@@ -326,28 +429,18 @@ class _Reduced(Function):
     """The mean or sum of losses as it is shown; each record's own gets the gradient that arrives, undivided."""
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, sample: Sample, mean: bool) -> Tensor:
-        ctx.count, ctx.sample = len(losses), sample
+    def forward(ctx: Any, losses: Tensor, mean: bool) -> Tensor:
+        ctx.count = len(losses)
         return losses.mean() if mean else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        if float(grad) != 1.0:  # a factor of the loop's own, which may be made of records
-            ctx.sample.loop.rest_on_code()
-        return grad.expand(ctx.count), None, None
+        return grads[0].expand(ctx.count), None
 
 
-def noted(values: Tensor, call: Call, own: Pass) -> Tensor:
+def noted(values: Tensor, call: Call) -> Tensor:
     """The values of an output of a pass; if a gradient comes back to them, the call knows."""
-    if not values.requires_grad:
-        return values
-    # A loop with a condition may ask for gradients of inputs, or of gradients: its graph is left whole.
-    if own.runner is not None and call.sample.loop.condition is None:
-        anchor = torch.zeros((), requires_grad=True)
-        apart: Tensor = applied(_NotedApart, anchor, values.detach(), [values], call, own)
-        return apart
-    made: Tensor = applied(_Noted, values, call)
+    made: Tensor = applied(_Noted, values, call) if values.requires_grad else values
     return made
 
 
@@ -367,38 +460,12 @@ class _Noted(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call.reached = True
+        ctx.call.has_gradient()
         if not torch.is_autocast_enabled(ctx.values.device.type):
             return grads[0], None
         with full_precision():
             torch.autograd.backward(ctx.values, grads[0], retain_graph=True)
         return None, None
-
-
-class _NotedApart(Function):
-    """The same for a pass in which code of the program's own runs on the way back.
-
-    It goes back apart from all others, with the state that its pass found, and leaves nothing. If that raises an
-    exception, the pass counts as zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, values: Tensor, behind: list[Tensor], call: Call, own: Pass) -> Tensor:
-        ctx.call, ctx.behind, ctx.own = call, behind, own
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ctx.call.reached = True
-        runner = ctx.own.runner
-
-        def back(values: list[Tensor]) -> None:
-            copy_context().run(partial(torch.autograd.backward, values, [grads[0]], retain_graph=True))
-
-        with full_precision(), torch.enable_grad(), runner.release(ctx.call.sample.row_keys):
-            if not runner.goes_back(ctx.behind, back):
-                ctx.own.sites = []
-        return None, None, None, None, None
 
 
 class _Undone(Function):
@@ -425,4 +492,6 @@ _CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.int,
     Tensor.long, Tensor.bool, Tensor.type, Tensor.contiguous, Tensor.clone, Tensor.detach,
 }  # fmt: skip
+_COPIES = {Tensor.detach, Tensor.clone}
+_SCALINGS = {_own.__truediv__, _own.div, _own.__mul__, _own.__rmul__, _own.mul, torch.div, torch.mul}
 _REDUCTIONS = {Tensor.mean: "mean", torch.mean: "mean", Tensor.sum: "sum", torch.sum: "sum"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.state import DEFAULT
+from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
+from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.kept import Run, is_kept, open_run
-from quietgrad.core.session.opening import Keeping, reopened
+from quietgrad.core.session.opening import Keeping, followed, reopened
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.session import PendingRelease
 from quietgrad.core.session.statement import Privacy
@@ -27,9 +30,20 @@ from quietgrad.methods.callbacks import Callback, Progress, begin, together
 from quietgrad.methods.custom_loop import LoopSampling
 from quietgrad.methods.minimizing import counting, result_of
 from quietgrad.methods.result import over
-from quietgrad.tables.privacy_units import Combine, with_privacy_unit
+from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
 from quietgrad.torch.loops.base import Loop, LoopTerms, finite_clip
-from quietgrad.torch.loops.distributed import is_distributed, unwrapped
+from quietgrad.torch.loops.distributed import (
+    SharedCurator,
+    SharedSession,
+    all_or_none,
+    broadcast_from_leader,
+    broadcast_loop_key,
+    is_distributed,
+    is_leader,
+    unwrapped,
+)
+from quietgrad.torch.loops.shards import ShardedCurator
+from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.loops.wrappers import check_optimizer
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
@@ -43,8 +57,10 @@ def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run 
     """The loop that was interrupted and is kept in ``folder``; ``None`` if a new one begins."""
     if folder is None:
         return None
-    if is_distributed():
-        raise ValueError("folder: a loop of several processes is not kept. Leave folder out, or use one process.")
+    if terms.adds_no_noise:
+        raise ValueError(
+            "folder: a loop without noise (noise_multiplier=0) is for debugging and is not kept; leave it out."
+        )
     if not terms.has_end:
         raise ValueError("folder: a loop that is kept needs its length beforehand; give epochs or steps.")
     if over(folder) is not None:
@@ -57,6 +73,34 @@ def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run 
     if terms.seed is not None:
         raise ValueError("seed: the loop that is kept in this folder is private; leave seed out.")
     return open_run(folder, kind=LOOP, ledger=terms.ledger, every=every)
+
+
+class _Standing(NamedTuple):
+    """What the other processes must know of a run that the leader goes on with."""
+
+    plan: Plan
+    used: dict[str, int]
+    state: Any
+    n_is_declared: bool
+
+
+def _found(folder: str | Path | None, terms: LoopTerms, every: float) -> Run | None:
+    """The kept run, if it goes on here: of several processes the leader alone opens it, or all raise."""
+    if not is_distributed() or folder is None:
+        return _kept_run(folder, terms, every)
+    why = "the leading process cannot go on with the loop in this folder"
+    return all_or_none(lambda: _kept_run(folder, terms, every) if is_leader() else None, why)
+
+
+def _leaders_run(kept: Run | None) -> _Standing | None:
+    """What the leader's kept run is, on all processes; ``None`` if a new one begins."""
+
+    def standing() -> _Standing | None:
+        if kept is None or not kept.resumed:
+            return None
+        return _Standing(kept.plan, dict(kept._used), kept.state, bool(kept.header.settings["n_is_declared"]))
+
+    return broadcast_from_leader(standing)
 
 
 def _agree(kept: Run, settings: Mapping[str, Any], terms: LoopTerms, clip: float) -> None:
@@ -112,22 +156,27 @@ class PrivateLoop(Loop):
         model: any torch module; what it does with a record is that record's own, because it is called for one.
         loss: loss(output, target) for records (x, target), ``loss(model, *record)`` or ``loss(model, **record)``:
             written as for a batch, called with batches of one; returns one number.
-        data: a map-style data set, a ``TensorDataset``, or tensors.
+        data: a map-style data set, a ``TensorDataset``, or tensors. An ``IterableDataset`` of public length (its
+            own or ``n_public``) is read once into memory.
         optimizer: steps the model's parameters in :meth:`step`; not needed for :meth:`backward`.
         batch_size: the expected size of a sample; of people with ``person``.
         max_grad_norm: C, the L2 bound on what one record, or person, adds.
+        clipping: as in :class:`quietgrad.DPSGD`: ``"flat"``, ``"automatic"``, ``"per-layer"``, or a rule.
         budget: the guarantee; the noise follows from it and from ``epochs`` or ``steps``.
         noise_multiplier: fixes the noise instead of ``budget``; ``delta`` and ``relation`` say what :attr:`privacy`
             is about.
         epochs, steps: how long the loop is. With a noise multiplier and no ledger neither need be given.
         sampling: ``"poisson"``; ``"random-allocation"``: every record is in one secret sample of each epoch, drawn
-            independently; ``"turns"``: likewise, accounted without amplification.
+            independently; ``"turns"``: likewise, accounted without amplification; ``"single-pass"``: every record
+            once in the whole loop, at the cost of one release.
         person, combine, records_per_person, views, collate_fn, pad: as in :func:`quietgrad.torch.fit`.
         n_public, ledger, account, cap, seed: as in :func:`quietgrad.minimize`.
         folder: keep the loop here. The same call goes on with it after an interruption, from the parameters and the
             state of ``optimizer`` that were saved last; :attr:`handed_out` says how many samples it has had. In the
-            end the result is saved here. For one process.
+            end the result is saved here. Of several processes the leading one (rank 0) keeps it.
         checkpoint_seconds: between saves to ``folder``, which are made between two samples.
+        sharded: on several processes, each holds its own records in ``data``, and no record lies on two. How many
+            each holds is public, and they are paid for once, as one data set. Without it all hold the same.
         callbacks: called with a :class:`~quietgrad.methods.callbacks.Progress` after each :meth:`step`; a stop by
             one of them costs the whole plan.
         micro_batch, memory_budget: records per pass, and bytes of per-record gradients kept at a time.
@@ -151,6 +200,7 @@ class PrivateLoop(Loop):
         *,
         batch_size: int,
         max_grad_norm: float,
+        clipping: ClippingName | Clipping = "flat",
         optimizer: Optimizer | None = None,
         budget: Budget | None = None,
         noise_multiplier: float | None = None,
@@ -163,6 +213,7 @@ class PrivateLoop(Loop):
         combine: Combine = "mean",
         records_per_person: int | None = None,
         views: int = 1,
+        sharded: bool = False,
         collate_fn: Collate | None = None,
         pad: int | Multiple | Padding | None = None,
         n_public: int | None = None,
@@ -182,20 +233,28 @@ class PrivateLoop(Loop):
             views=views,
         )  # fmt: skip
         engine = objective.engine
+        engine.parameter_groups(read_clipping(clipping))
         if optimizer is not None:
             check_optimizer(optimizer, module.parameters())
+        if sharded and person is not None:
+            raise ValueError(
+                "sharded, person: a person's records may lie on several processes, and nothing could bound them "
+                "together. Bring each person's records to one process as one record, or leave sharded out."
+            )
         terms = LoopTerms(
             batch_size=batch_size, epsilon=None if budget is None else budget.epsilon,
             delta=delta if budget is None else budget.delta, noise_multiplier=noise_multiplier,
             relation=relation if budget is None else budget.relation, epochs=epochs, steps=steps,
             sampling=sampling, n_public=n_public, ledger=ledger, account=account,
-            cap=cap, seed=seed,
-            unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
+            cap=cap, seed=seed, clipping=read_clipping(clipping), curator=ShardedCurator if sharded else
+            SharedCurator, unit=PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON,
         )  # fmt: skip
-        asked = with_privacy_unit(objective, data, person, combine, records_per_person)
+        asked = with_privacy_unit(
+            objective, read_stream(data, n_public), person, PersonRule(combine, records_per_person)
+        )
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None or not is_leader() else Path(folder)
         self._trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
         said = {
             "parameters": {name: list(param.shape) for name, param in self._trained.items()},
@@ -203,7 +262,8 @@ class PrivateLoop(Loop):
             "people": counting(asked[0]),
             "n_is_declared": terms.n_is_declared,
         }
-        kept = _kept_run(folder, terms, checkpoint_seconds)
+        kept = _found(folder, terms, checkpoint_seconds)
+        standing = _leaders_run(kept) if folder is not None and is_distributed() else None
 
         def tell_first(*_: object) -> None:
             # Before anything is reserved, a count of the records included; the length of epochs follows from that.
@@ -214,17 +274,27 @@ class PrivateLoop(Loop):
                 tell_first()
                 _agree(kept, said, terms, clip)
                 said = {**kept.header.settings}
-                active = reopened(kept, *asked, terms.releases(kept.plan.n_public, clip))
+                releases = terms.releases(kept.plan.n_public, clip)
+                kind = terms.curator if is_distributed() else CentralCurator
+                active = reopened(kept, *asked, releases, key=broadcast_loop_key(), curator=kind)
+            elif standing is not None:
+                releases = terms.releases(standing.plan.n_public, clip)
+                active = followed(
+                    standing.plan, standing.used, *asked, releases, key=broadcast_loop_key(), curator=terms.curator
+                )
+                said["n_is_declared"] = standing.n_is_declared
             else:
                 keeping = None
-                if folder is not None:
+                if folder is not None and is_leader():
                     now = _state(self._trained, optimizer)
                     keeping = Keeping(folder, LOOP, lambda *_: now, said, checkpoint_seconds)
                 active = terms.open(*asked, clip, first=tell_first, keeping=keeping)
                 kept = active.kept
             super().__init__(active, terms, engine, clip, n_is_declared=bool(said["n_is_declared"]))
-            if kept is not None and kept.resumed:
-                state = kept.state
+            if folder is not None and isinstance(active.session, SharedSession):
+                active.session.leader_draws = True
+            if standing is not None or (kept is not None and kept.resumed):
+                state = kept.state if kept is not None else standing.state if standing is not None else {}
                 with torch.no_grad():
                     for name, param in self._trained.items():
                         param.copy_(state["params"][name])
@@ -322,7 +392,7 @@ class PrivateLoop(Loop):
                 "this batch was stepped on already: each sample serves one step. Take the next one of the loop."
             )
         drawn, batch._drawn = batch._drawn, None
-        return self.release(drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip))
+        return self.release(drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip, self.clipping))
 
     def step(self, batch: PrivateBatch) -> None:
         """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""

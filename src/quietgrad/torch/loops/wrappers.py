@@ -7,20 +7,30 @@ steps use released gradients. The loader hands out secret samples, as handles.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer, SparseAdam
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+)
 
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.distributed import process_count
+from quietgrad.torch.loops.handle_loop import HandleLoop, pieces_of
 from quietgrad.torch.loops.private_batch import plain
-from quietgrad.torch.loops.recorded_loop import CustomLoop, pieces_of
+from quietgrad.torch.loops.streams import read_stream
 from quietgrad.torch.networks.trees import ModuleState, mapped
 
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
@@ -36,9 +46,9 @@ class PrivateModule(nn.Module):
     """
 
     _module: nn.Module
-    _loop: CustomLoop
+    _loop: HandleLoop
 
-    def __init__(self, module: nn.Module, loop: CustomLoop) -> None:
+    def __init__(self, module: nn.Module, loop: HandleLoop) -> None:
         super().__init__()
         object.__setattr__(self, "_module", module)
         object.__setattr__(self, "_loop", loop)
@@ -72,6 +82,10 @@ class PrivateModule(nn.Module):
             if name in _OWN:
                 raise
             return getattr(self._module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        own: Any = self._module
+        return own[key]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
@@ -122,21 +136,27 @@ def _refuse_backward(_: Tensor) -> None:
 class PrivateOptimizer(Optimizer):
     """What a private loop adds to an optimizer: it stays of its own class, and schedulers work on it."""
 
-    _loop: CustomLoop
+    _loop: HandleLoop
     _opt_called: bool
 
-    def step(self, closure: object = None, **options: Any) -> Any:
-        """Release the noisy clipped sum of the sample, make it the gradient, and step."""
-        if closure is not None or options:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Release the noisy clipped sum of the sample, make it the gradient, and step.
+
+        A ``closure`` is called once, beforehand, and what it returns is returned.
+        """
+        if options:
             raise TypeError(
-                "optimizer.step(closure): a step may use its sample once; call step() without a closure."
+                f"optimizer.step({next(iter(options))}=...): a private step takes a closure and no options."
             )
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
         loop, self._opt_called = self._loop, True
         check_optimizer(self, loop.parameters().values())  # parameters may have joined since
-        if not loop.write_gradients():  # a piece of the sample: the step comes with the last one
-            return None
-        result = super().step()
-        loop.has_stepped()
+        if loop.write_gradients():  # of a piece of the sample not: the step comes with the last one
+            super().step()
+            loop.has_stepped()
         return result
 
     # Learning-rate schedulers wrap a step to see that it was called, and warn of one that they did not wrap; one
@@ -163,13 +183,45 @@ class PrivateOptimizer(Optimizer):
         """The public size of a sample, which sums are divided by."""
         return self._loop.expected_batch
 
+    @property
+    def original_optimizer(self) -> Optimizer:
+        """Opacus' name for the optimizer that was given: it is this one."""
+        return self
+
+    def attach_step_hook(self, *_: object) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError(
+            "attach_step_hook: cost is counted by the loop itself. For anything else use "
+            "optimizer.register_step_post_hook(fn), which torch has for every optimizer."
+        )
+
+    def signal_skip_step(self, *_: object, **__: object) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError(
+            "signal_skip_step: use BatchMemoryManager, which cuts a sample into pieces and steps once."
+        )
+
+    def clip_and_accumulate(self) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError("clip_and_accumulate: call optimizer.step(), which clips, adds noise and steps.")
+
+    add_noise = scale_grad = pre_step = clip_and_accumulate
+
+    @property
+    def grad_samples(self) -> NoReturn:
+        """Not here: raises, with what to use."""
+        raise ValueError(
+            "grad_samples: gradients of single records are never kept. qt.clipped_gradient_sum gives clipped sums "
+            "and norms, without noise."
+        )
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "a private optimizer cannot be copied or pickled: two would share one loop. Save its state_dict()."
         )
 
 
-def made_private(optimizer: Optimizer, loop: CustomLoop) -> Optimizer:
+def made_private(optimizer: Optimizer, loop: HandleLoop) -> Optimizer:
     """The optimizer, the same object, from now on of ``loop``."""
     known = type(optimizer)
     if not isinstance(optimizer, PrivateOptimizer):
@@ -191,6 +243,11 @@ def check_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Non
         )
     if isinstance(optimizer, SparseAdam):
         raise ValueError("SparseAdam takes sparse gradients only, and a noisy one is dense: use Adam instead.")
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS evaluates its closure many times in a step, and each would be a release: use SGD, Adam or "
+            "another optimizer that needs one gradient in a step."
+        )
     own = {id(param) for param in params}
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names", range(len(group["params"])))
@@ -210,7 +267,7 @@ class PrivateLoader:
     sample is handed out once: a new iterator goes on where the last one stopped, and ends it.
     """
 
-    def __init__(self, loader: DataLoader[object], loop: CustomLoop) -> None:
+    def __init__(self, loader: DataLoader[object], loop: HandleLoop) -> None:
         self.loop = loop
         self.original = loader
         self.dataset: Any = loader.dataset
@@ -286,27 +343,65 @@ class BatchMemoryManager:
             self._loader.loop.partial = False
 
 
-def checked_loader(loader: DataLoader[object] | PrivateLoader) -> DataLoader[object]:
-    """The loader, or the one that an earlier loop's was made of, if all it wants is to go through its data set."""
+class LoaderContents(NamedTuple):
+    """What a loader asks for: its records, and how many of them are in a sample on average."""
+
+    loader: DataLoader[object]
+    data: Any
+    batch_size: int
+    drop_last: bool
+
+
+def read_loader(loader: DataLoader[object] | PrivateLoader, n_public: int | None) -> LoaderContents:
+    """What the loader asks for, if all it wants is to go through its data set, or through a part of it.
+
+    A loader that an earlier loop's was made of is the same again. On several processes a ``DistributedSampler``
+    deals the records out by rank, so a sample is as large as the batches of all ranks.
+    """
     loader = loader.original if isinstance(loader, PrivateLoader) else loader
-    dataset, sampler = loader.dataset, loader.sampler
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        if loader.batch_size is None:
+            raise DataError(
+                "the stream makes its own batches: give the loader a batch_size, and let it yield records."
+            )
+        return LoaderContents(loader, read_stream(dataset, n_public), loader.batch_size, bool(loader.drop_last))
+    if not isinstance(dataset, Sized):
         raise DataError(
             f"a data set of type {type(dataset).__name__} has no length, so no sample of known probability can be "
             "drawn from it. Use a map-style data set."
         )
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+    batches: Any = loader.batch_sampler
+    ranks = 1
+    if type(batches).__name__ == "BatchSamplerShard":  # accelerate's, on several processes
+        ranks = 1 if batches.split_batches else process_count()
+        batches = batches.batch_sampler
+    if type(batches) is not BatchSampler:
         raise DataError(
             f"batches of {type(loader.batch_sampler).__name__} have no law that can be accounted for. Give the "
             "loader a batch_size instead."
         )
+    sampler: Any = batches.sampler
+    size, drop_last = ranks * int(batches.batch_size), bool(batches.drop_last)
+    if type(sampler) is SubsetRandomSampler:
+        chosen = [int(place) for place in sampler.indices]
+        if len(set(chosen)) < len(chosen):
+            raise DataError("SubsetRandomSampler: an index is given twice, so its record would count twice.")
+        return LoaderContents(loader, Subset(dataset, chosen), size, drop_last)
+    if type(sampler) is DistributedSampler:
+        if sampler.num_replicas != process_count():
+            raise DataError(
+                f"DistributedSampler: deals records out to {sampler.num_replicas} processes, and there are "
+                f"{process_count()}. Initialise torch.distributed first, or give shuffle=True instead."
+            )
+        return LoaderContents(loader, dataset, size * process_count(), drop_last)
     plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-    )
+        (type(sampler) is RandomSampler or type(sampler).__name__ == "SeedableRandomSampler")
+        and not sampler.replacement and sampler.num_samples == len(dataset)
+    )  # fmt: skip
     if not plain:
         raise DataError(
             f"{type(sampler).__name__}: samples drawn by it cannot be accounted for, and it is not replaced behind "
             "your back. Give the loader shuffle=True or nothing; its batches become secret samples."
         )
-    known: DataLoader[object] = loader
-    return known
+    return LoaderContents(loader, dataset, size, drop_last)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import array
+import io
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from types import CellType, FunctionType
 from typing import Any, Protocol
@@ -29,16 +30,16 @@ class Container(Protocol):
 class Entries:
     """A dictionary of any class, in its order; also the attributes of an object."""
 
-    __slots__ = ("_base", "_held", "_keys", "_values")
+    __slots__ = ("_base", "_keys", "_values", "held")
 
     def __init__(self, held: dict[Any, Any]) -> None:
         # The class's own methods may be the program's; those of the base are not.
         self._base: Any = OrderedDict if isinstance(held, OrderedDict) else dict
-        self._held = held
+        self.held = held
         self._keys, self._values = tuple(self._base.keys(held)), tuple(self._base.values(held))
 
     def same(self) -> bool:
-        held = self._held
+        held = self.held
         if len(held) != len(self._keys):
             return False
         return all(map(is_, self._base.values(held), self._values)) and all(
@@ -46,9 +47,35 @@ class Entries:
         )
 
     def restore(self) -> None:
-        self._base.clear(self._held)
+        self._base.clear(self.held)
         for key, value in zip(self._keys, self._values, strict=True):
-            self._base.__setitem__(self._held, key, value)
+            self._base.__setitem__(self.held, key, value)
+
+
+class Dictionaries:
+    """Many plain dictionaries, as the attributes of modules are: asked all at once."""
+
+    __slots__ = ("_each", "_held", "_keys", "_sizes", "_values")
+
+    def __init__(self, each: list[Entries]) -> None:
+        self._each = each
+        self._held = [entries.held for entries in each]
+        self._sizes = [len(held) for held in self._held]
+        self._keys = tuple(chain.from_iterable(self._held))
+        self._values = tuple(chain.from_iterable(map(dict.values, self._held)))
+
+    def same(self) -> bool:
+        held = self._held
+        return (
+            list(map(len, held)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, held)), self._values))
+            and all(map(is_, chain.from_iterable(held), self._keys))
+        )
+
+    def restore(self) -> None:
+        for entries in self._each:
+            if not entries.same():
+                entries.restore()
 
 
 class Empty:
@@ -152,6 +179,12 @@ class SavedArray:
 
     def __init__(self, held: Any) -> None:
         self._held, self._saved, self._writeable = held, held.copy(), held.flags.writeable
+
+    def same(self) -> bool:
+        """Whether it is what it was, bit by bit; of objects, the same ones."""
+        held, saved = self._held, self._saved
+        kind = held.flags.writeable is self._writeable and held.shape == saved.shape
+        return kind and bool(held.tobytes() == saved.tobytes())
 
     def restore(self) -> None:
         held = self._held
@@ -279,14 +312,39 @@ class Bytes:
         self._held[:] = self._saved
 
 
+class FileInMemory:
+    """A file in memory, of text or bytes: its contents and its position."""
+
+    __slots__ = ("_held", "_saved")
+
+    def __init__(self, held: Any) -> None:
+        self._held, self._saved = held, _written(held)
+
+    def same(self) -> bool:
+        return _written(self._held) == self._saved
+
+    def restore(self) -> None:
+        if self._saved is None:
+            self._held.close()
+            return
+        text, place = self._saved
+        base: Any = io.StringIO if isinstance(self._held, io.StringIO) else io.BytesIO
+        base.__init__(self._held, text)  # opens one again that was closed
+        self._held.seek(place)
+
+
+def _written(held: Any) -> tuple[Any, int] | None:
+    return None if held.closed else (held.getvalue(), held.tell())
+
+
 class OwnGenerator:
     """A generator of random numbers that the program has: the release seeds it, and it is put back afterwards."""
 
     def __init__(self, held: Any) -> None:
-        self._held = held
+        self.held = held
 
     def state(self) -> Any:
-        held = self._held
+        held = self.held
         if isinstance(held, random.Random):
             return held.getstate()
         if isinstance(held, np.random.BitGenerator):
@@ -294,7 +352,7 @@ class OwnGenerator:
         return held.get_state()
 
     def put(self, state: Any) -> None:
-        held = self._held
+        held = self.held
         if isinstance(held, random.Random):
             held.setstate(state)
         elif isinstance(held, np.random.BitGenerator):
@@ -303,7 +361,7 @@ class OwnGenerator:
             held.set_state(state)
 
     def seed(self, word: int) -> None:
-        held = self._held
+        held = self.held
         if isinstance(held, random.Random):
             held.seed(word)
         elif isinstance(held, np.random.BitGenerator):

@@ -13,6 +13,7 @@ backward pass per point do so for all records of a pass, and kernels make norms 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -22,11 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.core.errors import DataError
+from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.gradients import (
+    GRADIENT,
     Collector,
     Gradients,
     OtherPath,
+    ParameterGroups,
     Piece,
     ProgramProfile,
     Weights,
@@ -34,7 +38,7 @@ from quietgrad.torch.networks.gradients import (
     recorded,
     vectors_by_autograd,
 )
-from quietgrad.torch.networks.one_record import Pass, RecordProgram, full_precision, in_passes
+from quietgrad.torch.networks.one_record import BeginAgain, Pass, RecordProgram, full_precision, in_passes
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import RecordGroup
 from quietgrad.torch.networks.trees import PyTree, mapped
@@ -55,15 +59,23 @@ MATTERS = 4096  # numbers that may be written out for each record without a word
 _LEAST = 16e6
 
 
-def clip_weights(norms: Tensor, clip: float, precision: torch.dtype) -> Tensor:
-    """min(1, C/‖v_i‖) with C lowered by the rounding of the precision the vectors are in.
+def clip_weights(
+    norms: Tensor, clip: float, precision: torch.dtype, clipping: Clipping = FLAT, shares: Tensor | None = None
+) -> Tensor:
+    """min(1, C/‖v_i‖) with C lowered by the rounding of the precision the vectors are in; or what a rule gives.
+
+    ``shares`` are the parts of C that groups of parameters have, along the last axis of the norms.
 
     >>> clip_weights(torch.tensor([0.5, 2.0], dtype=torch.float64), 1.0, torch.float64)
     tensor([1.0000, 0.5000], dtype=torch.float64)
     """
     if not clip > 0:
         raise ValueError(f"clip={clip}: must be > 0.")
-    return (clip / (1 + _SLACK[precision]) / norms).clamp(max=1.0)
+    tight = clip / (1 + _SLACK[precision])
+    if clipping == FLAT:
+        return (tight / norms).clamp(max=1.0)
+    factors: Tensor = scale_factors(clipping, norms, tight if shares is None else tight * shares.to(norms))
+    return factors
 
 
 class PerExampleEngine:
@@ -77,6 +89,7 @@ class PerExampleEngine:
         raises: whether an exception on one record ends the run, which tells that the record is there.
 
     θ holds the trainable parameters in the order of `named_parameters`; frozen ones stay in the module.
+    The first engine of a process sets ``ONEDNN_PRIMITIVE_CACHE_CAPACITY`` to 4096, unless it is set.
     Modules in half precision are computed with in float32, norms in float64. A record whose norm is not finite
     counts as zero, and so does one on which model or loss raise an exception. Each record draws its own random
     numbers (dropout), the same at both points of a difference.
@@ -99,6 +112,10 @@ class PerExampleEngine:
     ) -> None:  # fmt: skip
         refuse_unusable_modules(module)
         refuse_mixing_layers(module)
+        # Samples differ in size, and oneDNN prepares every convolution anew for every size; of the 1024 that it
+        # keeps, a deep network's are gone before a size comes again. This is a setting of the whole process, which
+        # oneDNN reads at its first convolution; what the user has set stays.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
         self.module = module
         self.loss = loss
         self.memory_budget = memory_budget
@@ -119,6 +136,7 @@ class PerExampleEngine:
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = next(iter(trainable.values())).device
         self.programs: dict[tuple[bool, ...], ProgramProfile] = {}
+        self._grouped: dict[Clipping, ParameterGroups] = {}
         self.space = Workspace(self.memory_budget, torch.empty(0, dtype=self.dtype, device=self.device))
 
     # --- parameters ------------------------------------------------------------------------------------------
@@ -170,7 +188,8 @@ class PerExampleEngine:
         records are in several passes, they are added up before they are clipped: no unit is clipped twice.
         """
         mix = GradientTerms(not rule.beta or rule.gamma > 0.0, rule.beta > 0.0, rule.beta)
-        weights = _weights(rule, mix, self.dtype)
+        grouped = self.parameter_groups(rule.clipping)
+        weights = _weights(rule, mix, self.dtype, grouped)
         points = [points[1], points[0]] if mix.change else points[:1]  # the previous one first
         count = sum(len(group.rows) for group in groups)
         keys = keys or RecordSeeds.of(None, np.arange(count))
@@ -179,7 +198,7 @@ class PerExampleEngine:
         spread: dict[int, Tensor] = {}
         for rows, whole, parts in self._each_pass(points, groups, keys, mix, units):
             if units is None or whole:
-                norms.append(add_clipped(parts, weights, out))
+                norms.append(add_clipped(parts, weights, out, grouped))
                 who.append(rows if units is None else units.whole_in(rows))
                 continue
             (part,) = parts
@@ -189,14 +208,21 @@ class PerExampleEngine:
         for unit, total in spread.items():
             assert units is not None
             factors = torch.from_numpy(units.factors[[unit]])
-            pieces: list[Piece] = [(slice(0, self.dim), Stored(total[:, None]))]
+            slots = [slice(0, self.dim)] if grouped is None else list(self.slices.values())
+            pieces: list[Piece] = [(slot, Stored(total[:, None, slot])) for slot in slots]
             alone = Gradients(pieces, 1, mix.families, factors=factors)
-            norms.append(alone.norms())
+            norms.append(add_clipped([alone], weights, out, grouped))
             who.append(np.array([unit]))
-            if bool(norms[-1].isfinite().all()):
-                alone.add_weighted(weights(norms[-1]), out)
         found_norms = torch.cat([each.to(out.device) for each in norms if len(each)] or norms)
         return found_norms[torch.from_numpy(np.argsort(np.concatenate(who)))]
+
+    def parameter_groups(self, clipping: Clipping) -> ParameterGroups | None:
+        """The groups of a rule that scales parameters apart; raises if one is in none."""
+        if not clipping.grouped:
+            return None
+        if clipping not in self._grouped:
+            self._grouped[clipping] = ParameterGroups(clipping, self.slices)
+        return self._grouped[clipping]
 
     def _each_pass(
         self, points: Sequence[Tensor], groups: Sequence[RecordGroup], keys: RecordSeeds, mix: GradientTerms,
@@ -244,10 +270,13 @@ class PerExampleEngine:
                 if done.outputs.requires_grad and not program.goes_back(done.outputs):
                     break
                 collector.end(done.sites)
+                del done  # with its graph: what the program hung on it ends before the next pass
             else:
                 return collector.gradients()
         except OtherPath:
             pass
+        except BeginAgain:
+            return rows
         # Each by plain autograd: a few at a time, so that what is written out fits.
         most = max(1, int(max(self.memory_budget, _LEAST) // (mix.families * self.dim * 8)))
         return rows[:most] if len(rows) > most else self._one_by_one(program, points, record, keys, mix, units)
@@ -298,11 +327,11 @@ class PerExampleEngine:
 
     @torch.no_grad()
     def add_recorded(
-        self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, clip: float, out: Tensor
+        self, passes: Sequence[Pass], count: int, units: UnitAssignment | None, rule: ClippingRule, out: Tensor
     ) -> None:
         """out += the clipped gradients of ``count`` records after the way back; several calls add up."""
-        parts = recorded(passes, count, self.space, units)
-        add_clipped(parts, lambda norms: clip_weights(norms, clip, self.dtype), out)
+        parts, groups = recorded(passes, count, self.space, units), self.parameter_groups(rule.clipping)
+        add_clipped(parts, _weights(rule, GRADIENT, self.dtype, groups), out, groups)
 
     # --- programs --------------------------------------------------------------------------------------------
 
@@ -378,18 +407,21 @@ def _is_half(value: Tensor) -> bool:
     return value.dtype in (torch.bfloat16, torch.float16)
 
 
-def _weights(rule: ClippingRule, mix: GradientTerms, precision: torch.dtype) -> Weights:
+def _weights(
+    rule: ClippingRule, mix: GradientTerms, precision: torch.dtype, groups: ParameterGroups | None
+) -> Weights:
     """What a rule of the library gives each family of vectors by their norms."""
+    shares = None if groups is None else torch.tensor(groups.shares, dtype=torch.float64)
+
+    def clipped(norms: Tensor, clip: float) -> Tensor:
+        return clip_weights(norms, clip, precision, rule.clipping, shares)
 
     def weights(norms: Tensor) -> Tensor:
         if mix.families == 2:
             gradient, change = norms.unbind(1)
-            parts = (
-                rule.gamma * clip_weights(gradient, rule.second_clip, precision),
-                rule.alpha * clip_weights(change, rule.clip, precision),
-            )
+            parts = rule.gamma * clipped(gradient, rule.second_clip), rule.alpha * clipped(change, rule.clip)
             return torch.stack(parts, 1)
-        total = rule.alpha * clip_weights(norms, rule.clip, precision)
-        return total + rule.gamma * clip_weights(norms, rule.second_clip, precision) if rule.gamma else total
+        total = rule.alpha * clipped(norms, rule.clip)
+        return total + rule.gamma * clipped(norms, rule.second_clip) if rule.gamma else total
 
     return weights

@@ -8,6 +8,7 @@ can be run at once, how much is written out for each, and whether the kernels ag
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from quietgrad.core.errors import QuietgradError
+from quietgrad.core.session.clipping import Clipping, group_bounds
 from quietgrad.torch.networks.kernels import TiedGradients
-from quietgrad.torch.networks.one_record import Pass, Program, RecordProgram, full_precision, go_back
+from quietgrad.torch.networks.one_record import BeginAgain, Pass, Program, RecordProgram, full_precision
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
 from quietgrad.torch.networks.taps import TapSite, Vectors
 from quietgrad.torch.networks.trees import PyTree, mapped
@@ -44,6 +46,22 @@ class OtherPath(Exception):
     """The program did other things at the two points of a difference."""
 
 
+class ParameterGroups:
+    """The groups of parameters that a clipping rule scales apart, by their places in the flat vector."""
+
+    def __init__(self, clipping: Clipping, slices: Mapping[str, slice]) -> None:
+        self.numbers, weights = clipping.groups(list(slices))
+        self.shares = group_bounds(weights, 1.0)  # their squares add up to 1
+        self._starts = [slot.start for slot in slices.values()]
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def of(self, where: slice) -> int:
+        """The group of a piece, which lies within one parameter."""
+        return self.numbers[bisect_right(self._starts, where.start) - 1]
+
+
 @dataclass(eq=False)
 class Gradients:
     """Vectors of ``count`` records or units, for one family or two.
@@ -58,13 +76,23 @@ class Gradients:
     factors: Tensor | None = None
 
     @full_precision()
-    def norms(self) -> Tensor:
-        """(records, families), in float64; a negative square, an accident of rounding, counts as not finite."""
-        squares = torch.zeros((self.count, self.families), dtype=torch.float64)
-        for _, piece in self.pieces:
-            squares = squares.to(found := piece.squared_norms()) + found
-        norms = squares.sqrt()
-        return norms if self.factors is None else norms * self.factors.to(norms.device)[:, None]
+    def norms(self, groups: ParameterGroups | None = None) -> Tensor:
+        """(records, families), in float64; a negative square, an accident of rounding, counts as not finite.
+
+        Of groups of parameters (records, families, groups).
+        """
+        squares = [torch.zeros((self.count, self.families), dtype=torch.float64)] * (
+            1 if groups is None else len(groups)
+        )
+        for where, piece in self.pieces:
+            number = 0 if groups is None else groups.of(where)
+            squares[number] = squares[number].to(found := piece.squared_norms()) + found
+        norms = squares[0].sqrt()
+        if groups is not None:
+            norms = torch.stack([each.to(norms.device) for each in squares], 2).sqrt()
+        if self.factors is None:
+            return norms
+        return norms * self.factors.to(norms.device).view(-1, *[1] * (norms.dim() - 1))
 
     def some(self, rows: Tensor) -> Gradients:
         """Those of some records or units, given as a mask."""
@@ -75,15 +103,15 @@ class Gradients:
         return Gradients(pieces, int(where.sum()), self.families, units, factors)
 
     @full_precision()
-    def add_weighted(self, weights: Tensor, out: Tensor) -> None:
-        """out += Σ_i w_i v_i, in float64; weights (records, families). Uses the vectors up."""
+    def add_weighted(self, weights: Tensor, out: Tensor, groups: ParameterGroups | None = None) -> None:
+        """out += Σ_i w_i v_i, in float64; weights like the norms. Uses the vectors up."""
         weights = weights.double()
         if self.factors is not None:
-            weights = weights * self.factors.to(weights.device)[:, None]
+            weights = weights * self.factors.to(weights.device).view(-1, *[1] * (weights.dim() - 1))
         total = out if out.dtype == torch.float64 else torch.zeros_like(out, dtype=torch.float64)
         while self.pieces:
             where, piece = self.pieces.pop()
-            piece.add_weighted(weights, total[where])
+            piece.add_weighted(weights if groups is None else weights[..., groups.of(where)], total[where])
         if total is not out:
             out += total.to(out.dtype)
 
@@ -95,22 +123,26 @@ class Gradients:
             replace(self, pieces=[*self.pieces]).add_weighted(weights, total[family])
 
 
-# The weights of the families of each record, or unit, from the norms of its vectors: (records, families).
+# The weights of the families of each record, or unit, from the norms of its vectors, of one shape with them.
 Weights = Callable[[Tensor], Tensor]
 
 
-def add_clipped(parts: Sequence[Gradients], weights: Weights, out: Tensor) -> Tensor:
+def add_clipped(
+    parts: Sequence[Gradients], weights: Weights, out: Tensor, groups: ParameterGroups | None = None
+) -> Tensor:
     """out += the weighted vectors of each record, or unit; returns their norms.
 
     One whose norm is not finite counts as zero. 0 · inf is not 0, so the sum is taken over the others alone.
     """
-    measured = [part.norms() for part in parts]
+    measured = [part.norms(groups) for part in parts]
     for part, norms in zip(parts, measured, strict=True):
-        finite = norms.isfinite().all(1)
+        finite = norms.isfinite().flatten(1).all(1)
         if bool(finite.all()):
-            part.add_weighted(weights(norms), out)
+            part.add_weighted(weights(norms), out, groups)
         elif bool(finite.any()):
-            part.some(finite).add_weighted(weights(norms[finite]), out)
+            part.some(finite).add_weighted(weights(norms[finite]), out, groups)
+    if groups is not None:
+        measured = [norms.square().sum(2).sqrt() for norms in measured]
     if parts[0].units is None:
         return measured[0]
     order = np.argsort(np.concatenate([part.units for part in parts if part.units is not None]))
@@ -380,7 +412,10 @@ class ProgramProfile:
             return True
         self.sites = [(site.operation, site.names, site.copied, site.kernel is not None) for site in done.sites]
         self.copied = sum(site.copied for site in done.sites)
-        go_back(done.outputs)
+        try:
+            runner.goes_back(done.outputs)
+        except BeginAgain:
+            return self._agree(program, params, record, keys)
         first = next(iter(params.values()))
         wide = any(p.dtype == torch.float64 for p in params.values())
         like = torch.empty(0, dtype=torch.float64 if wide else torch.float32, device=first.device)
@@ -406,14 +441,27 @@ def vectors_by_autograd(
     dim = max(slot.stop for slot in runner.slices.values())
     vectors = torch.zeros((count, dim), dtype=dtype, device=first.device)
     for row in range(count):
-        own = runner.by_itself(program, params, record, keys, row)
-        if own.failed or not runner.goes_back(own.outputs):
-            vectors[row] = torch.nan  # counts as zero
-            continue
-        for site in own.sites:
-            for slot, values in site.content(dtype) or ():
-                vectors[row, slot] = values[0]
+        while not _vector_by_autograd(runner, program, params, record, keys, row, vectors[row]):
+            pass
     return vectors
+
+
+def _vector_by_autograd(
+    runner: RecordProgram, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds,
+    row: int, out: Tensor,
+) -> bool:  # fmt: skip
+    """Write one record's gradient, not a number if the record counts as zero; false if it must be run again."""
+    own = runner.by_itself(program, params, record, keys, row)
+    try:
+        if own.failed or not runner.goes_back(own.outputs):
+            out.fill_(torch.nan)
+            return True
+    except BeginAgain:
+        return False
+    for site in own.sites:
+        for slot, values in site.content(out.dtype) or ():
+            out[slot] = values[0]
+    return True
 
 
 def synthetic_like(record: PyTree, numbers: str) -> Any:

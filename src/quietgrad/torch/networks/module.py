@@ -5,7 +5,7 @@ The parameters are one flat vector θ; fᵢ(θ) is the loss of example i. Clippe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
 
@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from quietgrad.core.session.queries import BaseObjective, ClippingRule, Indices, NoRegularizer, Regularizer
 from quietgrad.core.session.queries import Batch as ReleaseBatch
 from quietgrad.tables.privacy_units import GroupIndex
+from quietgrad.tables.queries.local_update import LocalTraining
 from quietgrad.torch.networks.engine import PerExampleEngine
+from quietgrad.torch.networks.local_steps import local_updates
 from quietgrad.torch.networks.randomness import RecordSeeds, preserved
-from quietgrad.torch.networks.records import Collate, Examples, Multiple, Padding, as_padding, examples_of
+from quietgrad.torch.networks.records import (
+    Collate,
+    Examples,
+    Multiple,
+    Padding,
+    RecordGroup,
+    as_padding,
+    examples_of,
+)
 from quietgrad.torch.networks.trees import ModuleState, mapped, name_of
 from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
 from quietgrad.torch.networks.vectors import UnitAssignment
@@ -69,11 +79,18 @@ class ModuleObjective(BaseObjective):
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.collate_fn = collate_fn
         self.views = views
+        self.trains_in_batches: bool | None = None
+        """Whether module and loss were seen to take batches of several records; ``None`` before they were tried."""
 
     @property
     def module(self) -> nn.Module:
         """The module; its parameters stand still while θ moves, until :meth:`write_back`."""
         return self.engine.module
+
+    @property
+    def parameter_names(self) -> Sequence[str]:
+        """The names of the trained parameters."""
+        return self.engine.names
 
     def __repr__(self) -> str:
         # A hint for messages and for comparing processes. What a loss or a forward does is not in its name:
@@ -113,7 +130,7 @@ class ModuleObjective(BaseObjective):
         """
         rows = batch_rows(batch)
         units = None if self.views == 1 else UnitAssignment.numbered(np.arange(len(rows)), mean=True)
-        self._add(batch, rows, units, points, rule, out)
+        self.add_rows(batch, rows, units, points, rule, out)
 
     def add_people(
         self, batch: ReleaseBatch, groups: GroupIndex, points: Sequence[Tensor], rule: ClippingRule, out: Tensor
@@ -122,13 +139,19 @@ class ModuleObjective(BaseObjective):
         rows, starts = groups.flat()
         owners = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
         units = UnitAssignment.numbered(owners, mean=groups.mean) if len(rows) else None
-        self._add(batch, rows, units, points, rule, out)
+        self.add_rows(batch, rows, units, points, rule, out)
 
-    def _add(
+    def add_rows(
         self, batch: ReleaseBatch, rows: Indices, units: UnitAssignment | None, points: Sequence[Tensor],
-        rule: ClippingRule, out: Tensor,
+        rule: ClippingRule, out: Tensor, *, engine: PerExampleEngine | None = None,
+        read: Callable[[RecordSeeds], Sequence[RecordGroup]] | None = None,
     ) -> None:  # fmt: skip
-        """Units are taken some at a time, each with all its records; a record is to its views what a unit is."""
+        """out += the sum over these records, or over the units that they are of.
+
+        Units are taken some at a time, each with all its records; a record is to its views what a unit is.
+        ``engine`` may run another program on the same module, and ``read`` say what it is called with.
+        """
+        engine, read = engine or self.engine, read or batch.records.read
         if rule.bound == 0.0 or not len(rows):
             return
         seeds, total = RecordSeeds.of(batch.key, rows), CompensatedSum(out)
@@ -140,8 +163,17 @@ class ModuleObjective(BaseObjective):
             mine, whose = (some, None) if units is None else units.some(some)
             part = seeds.rows(mine)
             with total.term() as term:
-                self.engine.add(points, batch.records.read(part), rule, term, part, whose)
+                engine.add(points, read(part), rule, term, part, whose)
         total.finish()
+
+    def local_updates(
+        self, batch: ReleaseBatch, clients: GroupIndex, params: Tensor, training: LocalTraining
+    ) -> Iterator[Tensor]:
+        """θ_local − θ of clients that train on their own records, some at a time; one row each.
+
+        Local training is ordinary SGD: module and loss are called with batches of one client's records.
+        """
+        return local_updates(self, batch, clients, params, training)
 
     def row_losses(self, batch: ReleaseBatch, params: Tensor) -> npt.NDArray[np.float64]:
         """fᵢ(θ) of each record of the batch, in its order."""
@@ -183,6 +215,39 @@ class ModuleObjective(BaseObjective):
         seeds = RecordSeeds.of(batch.key, batch_rows(batch))
         for some in seeds.passes(self.micro_batch) if len(seeds.indices) else ():
             yield some, seeds.rows(some)
+
+
+def objective(
+    module: nn.Module,
+    loss: LossFunction,
+    *,
+    pad: int | Multiple | Padding | None = None,
+    regularizer: Regularizer | None = None,
+    collate_fn: Collate | None = None,
+    micro_batch: int | None = None,
+    memory_budget: float = 256e6,
+    views: int = 1,
+) -> ModuleObjective:
+    """Return a torch module and its loss as an objective for ``minimize``, ``simulate`` and federations.
+
+    Args:
+        module: called with one record at a time; its trainable parameters are trained.
+        loss: ``loss(output, target)`` or ``loss(model, *record)``, of one record.
+        pad, regularizer, collate_fn, micro_batch, memory_budget, views: as in :func:`quietgrad.torch.fit`.
+
+    >>> from quietgrad import Budget, DPSGD
+    >>> from quietgrad.federation import Party, simulate
+    >>> X, y = torch.randn(60, 3), torch.randint(0, 2, (60,))
+    >>> parties = [Party((X[::2], y[::2]), n_public=30), Party((X[1::2], y[1::2]), n_public=30)]
+    >>> trained = simulate(DPSGD(steps=3, batch_size=10), objective(nn.Linear(3, 2), nn.CrossEntropyLoss()),
+    ...                    parties, budget=Budget(1.0, 1e-5), trust="secure", secure="masks")
+    >>> trained.params.shape, trained.privacy.is_private
+    (torch.Size([8]), True)
+    """
+    return ModuleObjective(
+        module, loss, pad=pad, regularizer=regularizer, collate_fn=collate_fn, micro_batch=micro_batch,
+        memory_budget=memory_budget, views=views,
+    )  # fmt: skip
 
 
 def batch_rows(batch: ReleaseBatch) -> Indices:

@@ -29,7 +29,7 @@ from torch.func import vmap
 
 import quietgrad.torch.networks.operations  # noqa: F401  # fills the table of operations
 from quietgrad.core.errors import DataError, QuietgradError
-from quietgrad.torch.networks.program_state import ProgramState, lazily_copied
+from quietgrad.torch.networks.program_state import ProgramState, copied_lazily
 from quietgrad.torch.networks.randomness import (
     OwnGenerators,
     PerRecordRNG,
@@ -74,6 +74,10 @@ class Pass:
     alone: bool = False
     failed: bool = False  # the program raised an exception on this record, which counts as zero
     runner: RecordProgram | None = None  # if code of the program's runs on the way back: who goes back for it
+
+
+class BeginAgain(Exception):
+    """Something was found out on the way back: the pass must be run again."""
 
 
 def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[Rows, Made]]:
@@ -123,6 +127,8 @@ class RecordProgram:
         elif self.state.names_internals:
             self.alone = "its code names internals of torch, below vmap, where all records lie together"
         self.synthetic = False  # whether records are synthetic, so that errors may be shown as they are
+        self._copies_lazily = True
+        self._lent: list[tuple[Tensor, int]] = []  # copies of a pass, with the bytes they had
         self.own_functions = False  # whether it has autograd functions of its own
         self.raises = False  # whether an exception on one record ends the run: for debugging on public data
 
@@ -156,7 +162,10 @@ class RecordProgram:
         while self.alone is None:
             known = self.draws, self.factories
             try:
-                return self._vmapped(program, params, record, keys, rows, arrived)
+                made = self._vmapped(program, params, record, keys, rows, arrived)
+                if self._must_begin_again():
+                    continue
+                return made
             except EachItsOwn:
                 return None  # these records, and maybe no others
             except DivergentRecords as apart:
@@ -169,7 +178,7 @@ class RecordProgram:
             except BaseException as error:
                 if is_out_of_memory(error) or (self.synthetic and isinstance(error, QuietgradError)):
                     raise
-                if (self.draws, self.factories) != known:
+                if self._must_begin_again(error) or (self.draws, self.factories) != known:
                     continue
                 if not self.factories:
                     self.factories = True  # most often a record was written into a tensor that was made for none
@@ -181,6 +190,28 @@ class RecordProgram:
                 text = str(error).split("\n")[0]
                 self.alone = f"vmap cannot run it ({type(error).__name__}: {text[:120]})"
         return None
+
+    def _must_begin_again(self, error: BaseException | None = None) -> bool:
+        """Whether more is known of the program now than when its pass began.
+
+        Also of one that has ended well: it may have caught what stopped it.
+        """
+        lent, self._lent = self._lent, []
+        resized = self.state.is_resized() or any(len(each.untyped_storage()) != size for each, size in lent)
+        if resized or (error is not None and "COW.cpp" in str(error)):
+            # Memory that is to be copied at the first write cannot be resized, so it is copied beforehand.
+            self._copies_lazily = False
+            if self.state.copy_at_once():
+                return True
+        return self.state.widened(refuse=self.synthetic)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A copy for one pass, made at the first write if the program resizes none."""
+        if not self._copies_lazily:
+            return tensor.detach().clone()
+        copy = copied_lazily(tensor)
+        self._lent.append((copy, len(copy.untyped_storage())))
+        return copy
 
     def _vmapped(
         self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds, rows: Rows,
@@ -194,7 +225,7 @@ class RecordProgram:
             where = torch.from_numpy(rows).to(device)
             tensors = [tensor[where.to(tensor.device)] for tensor in tensors]
         # Whatever the program writes into a parameter is gone with these.
-        params = {name: lazily_copied(param).requires_grad_() for name, param in params.items()}
+        params = {name: self._copied(param).requires_grad_() for name, param in params.items()}
         taps = Taps(params, self.slices, len(rows), self.factories)
         taps.draws = PerRecordRNG(mine.draws, True, device)
         kept: list[Any] = [None]
@@ -237,29 +268,52 @@ class RecordProgram:
             own[name] = leaf
             sites.append(site)
         part = mapped(record, lambda tensor: tensor[row])
-        draws = PerRecordRNG(mine.draws, False, device) if self.draws else None
+        before = self.draws
+        outputs = self._alone(program, own, part, mine, device)
+        failed = isinstance(outputs, BaseException)
+        if self._must_begin_again(outputs if failed else None) or self.draws != before:
+            return self.by_itself(program, params, record, keys, row)
+        if failed:
+            if self.synthetic or self.raises:
+                raise self._refusal(outputs) from (outputs if self.synthetic else None)
+            # Counted as zero: an exception that ended the run would tell that the record is there.
+            return Pass(np.array([row]), None, [], alone=True, failed=True)
+        return Pass(np.array([row]), outputs, sites, alone=True, runner=self)
+
+    def _alone(
+        self, program: Program, params: Mapping[str, Tensor], record: PyTree, keys: RecordSeeds,
+        device: torch.device,
+    ) -> Any:  # fmt: skip
+        """The program's outputs for one record, (1, …), or the exception that it raised."""
+        draws = PerRecordRNG(keys.draws, False, device) if self.draws else None
         before = torch.default_generator.get_state()
-        with self._context(own, mine, draws), OwnGenerators(), torch.enable_grad():
+        with self._context(params, keys, draws), OwnGenerators(), torch.enable_grad():
             try:
-                outputs = copy_context().run(program, part)
+                outputs = copy_context().run(program, record)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # SystemExit, too: a record that ends the run tells that it is there
                 if is_out_of_memory(error):
                     raise
-                if self.synthetic or self.raises:
-                    raise self._refusal(error) from (error if self.synthetic else None)
-                # Counted as zero: an exception that ended the run would tell that the record is there.
-                return Pass(np.array([row]), None, [], alone=True, failed=True)
+                return error
             outputs = mapped(outputs, lambda tensor: tensor[None])
-            drew = not torch.equal(before, torch.default_generator.get_state())
-        if drew and not self.draws:
-            self.draws = True
-            return self.by_itself(program, params, record, keys, row)
-        return Pass(np.array([row]), outputs, sites, alone=True, runner=self)
+            self.draws |= not torch.equal(before, torch.default_generator.get_state())
+        return outputs
+
+    @contextmanager
+    def apart(self, params: Mapping[str, Tensor], keys: RecordSeeds, *, together: bool = False) -> Iterator[None]:
+        """The module with these parameters, as every pass finds it: for programs of whole clients.
+
+        If clients run ``together``, by vmap, code of the user's that would see several of them ends the pass.
+        """
+        with self._context(params, keys, None), _nothing_below() if together else nullcontext():
+            yield
 
     def goes_back(self, outputs: PyTree, back: Callable[[PyTree], None] = go_back) -> bool:
-        """Go back from outputs; false if that raises an exception, as one record's may."""
+        """Go back from outputs; false if that raises an exception, as one record's may.
+
+        Raises :class:`BeginAgain` if the pass must be run again, from its beginning.
+        """
         try:
             back(outputs)
         except KeyboardInterrupt:
@@ -267,9 +321,13 @@ class RecordProgram:
         except BaseException as error:
             if is_out_of_memory(error):
                 raise
+            if self._must_begin_again(error):
+                raise BeginAgain from None
             if self.synthetic or self.raises:
                 raise self._refusal(error) from (error if self.synthetic else None)
             return False
+        if self._must_begin_again():
+            raise BeginAgain
         return True
 
     def _refusal(self, error: BaseException) -> QuietgradError:
@@ -295,7 +353,7 @@ class RecordProgram:
             np.random.seed([word % 2**32, word >> 32])  # noqa: NPY002
             stack.enter_context(self.state.release(word))
             self.state.begin_pass()
-            stack.enter_context(self.places.holding(params, _copied))
+            stack.enter_context(self.places.holding(params, self._stand_in_for))
             stack.enter_context(full_precision())
             stack.enter_context(_torch_as_needed(self))
             stack.enter_context(warnings.catch_warnings())
@@ -303,6 +361,10 @@ class RecordProgram:
             warnings.filterwarnings("ignore", "Using padding='same'")
             stack.enter_context(draws if draws is not None else nullcontext())
             yield
+
+    def _stand_in_for(self, buffer: Tensor) -> Tensor:
+        """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
+        return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else self._copied(buffer)
 
 
 def _vector(slot: slice, site: TapSite, grad: Tensor) -> Vectors:
@@ -313,11 +375,6 @@ def _tell(site: TapSite, leaf: Tensor) -> None:
     assert leaf.grad is not None
     site.receive(leaf.grad.to_dense().reshape(1, -1))  # dense, whatever nn.Embedding(sparse=True) makes of it
     leaf.grad = None
-
-
-def _copied(buffer: Tensor) -> Tensor:
-    """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
-    return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else lazily_copied(buffer)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

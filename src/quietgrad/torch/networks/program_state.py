@@ -16,6 +16,7 @@ program is planned, by its type. Which objects are reached is decided by code an
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quietgrad.torch.networks.containers import SavedArray
+from quietgrad.core.errors import DataError
+from quietgrad.torch.networks.constructors import Method, Sentry
+from quietgrad.torch.networks.containers import Container, Dictionaries, Entries, SavedArray
 from quietgrad.torch.networks.reachable import Found, reach
 
 _address: Any = getattr(torch._C, "_data_address")  # noqa: B009  # reads it; data_ptr() would count as a write
@@ -60,24 +63,38 @@ class ProgramState:
 
     def __init__(self, *roots: object) -> None:
         self._roots = roots
+        self._called: set[Method] = set()  # constructors that a pass was stopped at, watched since
+        self._forbidden: set[Method] = set()  # those that reach what cannot be put back
         self._depth = 0
         self._word = 0
+        self._copies_lazily = True
+        self._sentry = Sentry()
         self._watch()
 
     def _watch(self) -> None:
         """Find what is reachable now. Raises ValueError for what cannot be put back."""
         # Hooks that torch calls for all modules are the user's code too, and run in every pass.
         self._modes = _modes()
-        found: Found = reach((*self._roots, *_GLOBAL_HOOKS, *self._modes))
-        self._containers = found.containers
-        self._memories = _memories(found.tensors)
-        self._tensors = [_TensorFace(tensor) for tensor in found.tensors]
+        found = self._reach(self._called)
+        if self._depth:
+            found.sentry.relieve(self._sentry)
+        plain = [each for each in found.containers if type(each) is Entries and type(each.held) is dict]
+        others = [each for each in found.containers if type(each) is not Entries or type(each.held) is not dict]
+        self._containers: list[Container] = [Dictionaries(plain), *others]
+        self._memories = _memories(found.tensors, lazy=self._copies_lazily)
+        memories = {memory.address: memory for memory in self._memories}
+        self._tensors = [_TensorFace(t, memories.get(t.untyped_storage()._cdata)) for t in found.tensors]
         self._arrays = found.arrays
         self._generators = found.generators
         self._caches = found.caches
         self._copied = found.copied
+        self._sentry = found.sentry
+        self._destructors = found.destructors
         self.names_internals = found.names_internals
         self._saved_arrays: list[SavedArray] = []
+
+    def _reach(self, called: set[Method]) -> Found:
+        return reach((*self._roots, *_GLOBAL_HOOKS, *_modes()), called)
 
     @contextmanager
     def release(self, word: int) -> Iterator[None]:
@@ -94,23 +111,30 @@ class ProgramState:
         if not unchanged or _modes() != self._modes or not all(face.same() for face in self._tensors):
             self._watch()
         self._word = word
-        for memory in self._memories:
-            memory.save()
-        self._saved_arrays = [SavedArray(array) for array in self._arrays]
-        states = [own.state() for own in self._generators]
+        self._save()
+        states = {id(own.held): (own, own.state()) for own in self._generators}
         self._depth = 1
-        self._clean = True
         try:
-            self._stand_in()
-            yield
+            with self._sentry.on_duty(), _no_garbage_left(self._destructors):
+                try:
+                    self._stand_in()
+                    yield
+                finally:
+                    self._put_back()
         finally:
             self._depth = 0
-            self._put_back()
-            for own, state in zip(self._generators, states, strict=True):
-                own.put(state)
+            for own in self._generators:  # those that a stopped constructor reaches are as their makers left them
+                if id(own.held) in states:
+                    own.put(states[id(own.held)][1])
             for memory in self._memories:
                 memory.forget()
             self._saved_arrays = []
+
+    def _save(self) -> None:
+        for memory in self._memories:
+            memory.save()
+        self._saved_arrays = [SavedArray(array) for array in self._arrays]
+        self._clean = True
 
     def begin_pass(self) -> None:
         """Put everything back: the next records meet what the first ones met."""
@@ -120,19 +144,77 @@ class ProgramState:
         self._put_back()
         self._stand_in()
 
+    def widened(self, *, refuse: bool = False) -> bool:
+        """Watch what stopped constructors reach, and put all else back: whether the pass must be run again.
+
+        A constructor that reaches what cannot be put back is stopped whenever it is called: a record whose program
+        calls it counts as zero. With ``refuse`` it raises ValueError instead.
+        """
+        stopped = self._sentry.stopped - self._forbidden
+        self._sentry.stopped.clear()
+        for method in stopped:
+            try:
+                self._reach({*self._called, method})
+            except ValueError:
+                if refuse:
+                    raise
+                self._forbidden.add(method)
+            else:
+                self._called.add(method)
+        return self._watch_again() if stopped & self._called else False
+
+    def is_resized(self) -> bool:
+        """Whether a pass has resized memory that is copied at the first write."""
+        return any(memory.is_resized() for memory in self._memories)
+
+    def copy_at_once(self) -> bool:
+        """Copy memory when it is saved, and not at the first write: whether that is new."""
+        changed, self._copies_lazily = self._copies_lazily, False
+        return changed and self._watch_again()
+
+    def _watch_again(self) -> bool:
+        if self._depth:
+            self._put_back()
+        self._watch()
+        if self._depth:
+            self._save()
+            self._stand_in()
+        return True
+
     def _put_back(self) -> None:
+        """Put everything back, and again as long as destructors of what was dropped change something."""
+        changed = False
+        for _ in range(_MOST_ROUNDS):
+            changed = self._restore()
+            if not self._destructors or (gc.collect() == 0 and not changed):
+                return
+        if changed:  # as a program that does not end, which no record can be asked to answer for
+            raise DataError(
+                "objects of the model or the loss make new ones whenever they are destroyed (__del__, a "
+                "finalizer), without an end. Let destructors make no objects that have one."
+            )
+
+    def _restore(self) -> bool:
+        """Put everything back; whether there may have been something to put back."""
+        careful, changed = self._destructors, False
+        for clear in self._caches:
+            clear()
         for container in self._containers:
             if not container.same():
                 container.restore()
+                changed = True
+        # Memory first: a tensor whose storage was made smaller would lie outside of it.
+        for memory in self._memories:
+            changed |= memory.restore()
         for face in self._tensors:
             if not face.same():
                 face.restore()
+                changed = True
         for saved in self._saved_arrays:
-            saved.restore()
-        for memory in self._memories:
-            memory.restore()
-        for clear in self._caches:
-            clear()
+            if not careful or not saved.same():
+                saved.restore()
+                changed = True
+        return changed
 
     def _stand_in(self) -> None:
         for clear in self._caches:
@@ -143,15 +225,42 @@ class ProgramState:
             put_copy()
 
 
+_MOST_ROUNDS = 100
+
+
+@contextmanager
+def _no_garbage_left(destructors: bool) -> Iterator[None]:
+    """Collect garbage only where state is put back afterwards: a destructor could run in another record's pass.
+
+    What was there before is set aside, so that each collection looks at a pass's own objects.
+    """
+    if not destructors:
+        yield
+        return
+    automatic, frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.disable()
+    if not frozen:
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if not frozen:
+            gc.unfreeze()
+        if automatic:
+            gc.enable()
+
+
 class _TensorFace:
     """What a tensor is of its memory, and what else hangs on it; its numbers are those of a :class:`_Memory`."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._alias = tensor, tensor.detach()
+    def __init__(self, tensor: Tensor, memory: _Memory | None) -> None:
+        self._tensor, self._alias, self._memory = tensor, tensor.detach(), memory
         self._grad, self._requires_grad = tensor.grad if tensor.is_leaf else None, tensor.requires_grad
 
     def same(self) -> bool:
         tensor = self._tensor
+        if self._memory is not None:
+            self._memory.lend(self._alias)
         if tensor.is_leaf and (tensor.grad is not self._grad or tensor.requires_grad is not self._requires_grad):
             return False
         return tensor.dtype is self._alias.dtype and tensor.is_set_to(self._alias)
@@ -174,41 +283,62 @@ class _Memory:
     Memory that torch does not own (of an array, shared between processes, mapped from a file) is copied.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, *, own: bool) -> None:
-        device = storage.device
-        self._whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        self._own = own
+    def __init__(self, storage: torch.UntypedStorage, *, lazy: bool) -> None:
+        self._storage, self._size, self.address = storage, len(storage), storage._cdata
+        self._whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._lazy = lazy
         self._saved: Tensor | None = None
         self._first: Tensor | None = None
 
     def save(self) -> None:
         self._saved = None
-        if self._own:
+        if self._lazy:
             try:
                 self._saved = torch._lazy_clone(self._whole)
             except RuntimeError:
-                self._own = False
+                self._lazy = False
         if self._saved is None:
             self._saved = self._whole.clone()
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
+        """Put the contents back: whether they were others."""
         saved = self._saved
         assert saved is not None
-        if self._own and _address(self._whole) == _address(saved):
-            return
+        resized = len(self._storage) != self._size
+        if resized and self._lazy:
+            # torch cannot write into it any more: its tensors get other memory.
+            self._whole, self._lazy = saved.clone(), False
+            self._storage = self._whole.untyped_storage()
+            return True
+        if resized:
+            self._storage.resize_(self._size)
+        if self._lazy:
+            if _address(self._whole) == _address(saved):
+                return resized
+        elif torch.equal(self._whole, saved):
+            return resized
         with torch.no_grad():
             self._whole.copy_(saved)
-        if self._own:
+        if self._lazy:
             # The write moved the tensor. What the user took of it before (``numpy()``) still points to the old
             # memory, which therefore stays; from here on the memory is copied, and moves no more.
-            self._first, self._own = saved, False
+            self._first, self._lazy = saved, False
             self._saved = self._whole.clone()
+        return True
+
+    def lend(self, alias: Tensor) -> None:
+        """Give a tensor that lies in other memory than before its place in this one."""
+        if self._storage._cdata != self.address:
+            alias.set_(self._storage, alias.storage_offset(), alias.shape, alias.stride())
+
+    def is_resized(self) -> bool:
+        return self._lazy and len(self._storage) != self._size
 
     def forget(self) -> None:
         self._saved = None
 
 
-def lazily_copied(tensor: Tensor) -> Tensor:
+def copied_lazily(tensor: Tensor) -> Tensor:
     """A copy that takes memory and time when one of the two is written to."""
     try:
         return torch._lazy_clone(tensor.detach())
@@ -216,6 +346,10 @@ def lazily_copied(tensor: Tensor) -> Tensor:
         return tensor.detach().clone()
 
 
-def _memories(tensors: list[Tensor]) -> list[_Memory]:
+def _memories(tensors: list[Tensor], *, lazy: bool) -> list[_Memory]:
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return [_Memory(storage, own=storage.device.type != "meta") for storage in storages.values() if len(storage)]
+    return [
+        _Memory(storage, lazy=lazy and len(storage) > 0)
+        for storage in storages.values()
+        if storage.device.type != "meta"  # which has no contents
+    ]

@@ -8,26 +8,22 @@ taken as they are: their objects' attributes are followed, their globals and cla
 
 from __future__ import annotations
 
-import abc
 import array
 import contextvars
 import copy
 import dis
 import functools
-import io
-import logging
-import operator
-import queue
+import gc
+import inspect
 import random
 import sys
-import sysconfig
 import threading
 import types
 import warnings
 import weakref
-from _ctypes import CFuncPtr
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.torch.networks.constructors import CONSTRUCTORS, Method, Sentry, unguarded
 from quietgrad.torch.networks.containers import (
     MISSING,
     Bytes,
@@ -43,6 +40,7 @@ from quietgrad.torch.networks.containers import (
     Container,
     Empty,
     Entries,
+    FileInMemory,
     FunctionParts,
     Items,
     Members,
@@ -53,24 +51,21 @@ from quietgrad.torch.networks.containers import (
     contents,
     member,
 )
+from quietgrad.torch.networks.object_kinds import (
+    CSV_WRITER,
+    IN_MEMORY,
+    has_own_dispatch,
+    is_foreign,
+    is_installed,
+    is_installed_file,
+    is_of_a_package,
+    is_without_state,
+    slots_of,
+)
 
 Put = Callable[[Any], None] | None  # puts another object in the place where one was found
 
-_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_VALUES: tuple[type, ...] = (
-    int, float, complex, str, bytes, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice,
-    types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,
-    types.MemberDescriptorType, types.ClassMethodDescriptorType, types.FrameType, types.TracebackType, np.generic,
-    np.dtype, np.ufunc, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
-    operator.itemgetter, operator.attrgetter, operator.methodcaller, type(vars(abc.ABC)["_abc_impl"]),
-)  # fmt: skip
-# What these hold is outside of the program, as files are: it is the machine's, and a proof says so.
-_OUTSIDE: tuple[type, ...] = (
-    logging.Logger, logging.Handler, threading.Thread, threading.Event, threading.Condition, threading.Semaphore,
-    type(threading.Lock()), type(threading.RLock()), queue.SimpleQueue, CFuncPtr,
-)  # fmt: skip
-_IN_MEMORY = (io.StringIO, io.BytesIO)
 _ENGINES = ("torch._", "torch.fx", "torch.jit", "torch.library", "torch.cuda", "torch.distributed", "torch.export")
 _DYNAMIC = frozenset({
     "getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter", "__setattr__", "__getattribute__",
@@ -79,10 +74,10 @@ _INTERNALS = frozenset({
     "_functorch", "functorch", "get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "DisableTorchFunction",
     "_push_on_torch_dispatch_stack",
 })  # fmt: skip  # of torch, where the records of a pass lie together
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _EVERY_GLOBAL = frozenset({"globals", "eval", "exec"})
-_NOT_CALLED = frozenset(
-    {"__init__", "__new__", "__init_subclass__", "__del__", "__repr__", "__doc__", "__module__"}
-)
+# Code that runs when an object is no more, which may be in another record's pass.
+_AT_THE_END = frozenset({"__del__", "weakref", "_weakref"})
 
 
 @dataclass
@@ -96,29 +91,8 @@ class Found:
     caches: list[Callable[[], None]] = field(default_factory=list)
     copied: list[Callable[[], None]] = field(default_factory=list)  # each puts a fresh copy into the program's hand
     names_internals: bool = False  # whether the code names what is below torch's vmap
-
-
-@functools.cache
-def has_own_dispatch(cls: Any) -> bool:
-    """Whether a class of tensors does its operations itself, below all that torch does before."""
-    dispatch: object = cls.__torch_dispatch__
-    return dispatch is not torch._C._disabled_torch_dispatch_impl
-
-
-@functools.cache
-def _is_installed_file(path: str) -> bool:
-    return path.startswith((*_INSTALLED, "<frozen"))
-
-
-def _is_installed(module: str | None) -> bool:
-    """Whether a Python module is an installed package's, by its file; ``quietgrad`` counts as one."""
-    root = (module or "").partition(".")[0]
-    if root in ("torch", "numpy", "quietgrad"):
-        return True
-    path = getattr(sys.modules.get(module or ""), "__file__", None)
-    if path is not None:  # a user's file may have the name of one of Python's
-        return _is_installed_file(path)
-    return root in sys.stdlib_module_names and root != "__main__"
+    destructors: bool = False  # whether code of the program's may run when an object is no more
+    sentry: Sentry = field(default_factory=Sentry)  # stops constructors that were not followed
 
 
 @dataclass(frozen=True)
@@ -126,6 +100,7 @@ class _CodeNames:
     globals: frozenset[str]
     attributes: frozenset[str]  # and texts, which may name one
     imports: frozenset[str]
+    generators: bool  # whether it is, or makes, a generator, whose ``finally`` runs when it is dropped
 
 
 @functools.cache
@@ -136,21 +111,29 @@ def _names_in(code: types.CodeType) -> _CodeNames:
         if step.opname.endswith(("_GLOBAL", "_NAME")) and isinstance(step.argval, str):
             (imports if step.opname == "IMPORT_NAME" else named).add(step.argval)
     attributes = set(code.co_names)
+    # An expression in parentheses has no ``finally``.
+    suspends = bool(code.co_flags & _SUSPENDS) and code.co_name != "<genexpr>"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = _names_in(constant)
             named |= inner.globals
             attributes |= inner.attributes
             imports |= inner.imports
+            suspends |= inner.generators
         else:
             parts = constant if isinstance(constant, tuple) else (constant,)
             attributes.update(part for part in parts if isinstance(part, str))
-    return _CodeNames(frozenset(named), frozenset(attributes), frozenset(imports))
+    return _CodeNames(frozenset(named), frozenset(attributes), frozenset(imports), suspends)
 
 
-def reach(roots: Iterable[object]) -> Found:
-    """Everything that the roots can reach. Raises ValueError for an object that cannot be put back."""
+def reach(roots: Iterable[object], called: Iterable[Method] = ()) -> Found:
+    """Everything that the roots and the constructors ``called`` can reach.
+
+    Raises ValueError for an object that cannot be put back.
+    """
     walk = _Walk()
+    for method in called:
+        walk.follow_constructor(method)
     for root in roots:
         if root is not None:
             walk.add(root, None, type(root).__name__)
@@ -171,22 +154,24 @@ class _Walk:
         self._files: list[dict[str, Any]] = []  # globals of the user's Python modules, reached as objects
         self._bodies: set[type] = set()  # classes whose definitions are watched
         self._called: set[type] = set()  # classes that the program may call
+        self._places: dict[int, list[Callable[[Any], None]]] = {}  # where each copied object is held
         self._empty = Empty()
         self.found.containers.append(self._empty)
 
     def add(self, value: Any, put: Put, where: str) -> None:
-        if not _is_without_state(value):
+        if not is_without_state(value):
             self._near.append((value, put, where))
 
     def add_if_mentioned(self, name: str, value: Any, put: Put, where: str) -> None:
         if self._every_name or name in self._mentioned:
             self.add(value, put, where)
-        elif not _is_without_state(value):
+        elif not is_without_state(value):
             self._waiting.setdefault(name, []).append((value, put, where))
 
     def mention(self, names: Iterable[str]) -> None:
         fresh = set(names) - self._mentioned
         self.found.names_internals |= not fresh.isdisjoint(_INTERNALS)
+        self.found.destructors |= not fresh.isdisjoint(_AT_THE_END)
         self._mentioned |= fresh
         if fresh & _DYNAMIC and not self._every_name:
             self._every_name = True
@@ -198,7 +183,7 @@ class _Walk:
         while self._near:
             value, put, where = self._near.pop()
             # A copy is put into every place; all else is followed once.
-            if id(value) in self._seen and not _is_foreign(value):
+            if id(value) in self._seen and not is_foreign(value):
                 continue
             self._seen[id(value)] = value
             self._follow(value, put, where)
@@ -212,10 +197,14 @@ class _Walk:
 
     def _follow(self, value: Any, put: Put, where: str) -> None:
         cls = type(value)
-        if isinstance(value, type):
+        self.found.destructors |= getattr(value, "__module__", None) in _AT_THE_END
+        if cls in weakref.ProxyTypes:  # asked before all else: it says that it is of its object's class
+            with suppress(ReferenceError):
+                self.add(value.__setattr__.__self__, None, where)
+        elif isinstance(value, type):
             self._class(value, called=True)
         elif isinstance(value, types.ModuleType):
-            if not _is_installed(value.__name__):
+            if not is_installed(value.__name__):
                 self._files.append(vars(value))
                 for name, item in vars(value).items():
                     self.add_if_mentioned(name, item, None, name)
@@ -232,7 +221,7 @@ class _Walk:
             self._module(value)
         elif isinstance(value, types.MethodType | types.BuiltinMethodType | types.MethodWrapperType):
             self.found.names_internals |= str(getattr(value, "__module__", "")).startswith("torch._C._functorch")
-            self.add(value.__self__, None, where)
+            self.add(value.__self__, None if put is None else _method_put(put, value.__name__), where)
             self.add(getattr(value, "__func__", None), None, where)
         elif cls.__module__.partition(".")[0] == "quietgrad":
             self._named_attributes(value)
@@ -278,7 +267,7 @@ class _Walk:
                 self.add(part, None, where)
             self.add(value.keywords, None, where)
         elif isinstance(value, functools._lru_cache_wrapper):
-            if not _is_installed(value.__module__):
+            if not is_installed(value.__module__):
                 found.caches.append(value.cache_clear)
                 self.add(value.__wrapped__, None, where)
         elif isinstance(value, staticmethod | classmethod):
@@ -297,6 +286,12 @@ class _Walk:
                 self.add(item, None, where)
         elif isinstance(value, memoryview):
             self.add(value.obj, None, where)
+        elif isinstance(value, CSV_WRITER):
+            for part in gc.get_referents(value):
+                self.add(part, None, where)
+            return True
+        elif isinstance(value, IN_MEMORY):
+            found.containers.append(FileInMemory(value))
         else:
             return False
         if hasattr(value, "__dict__") or type(value).__module__ != "builtins":
@@ -308,13 +303,14 @@ class _Walk:
             self.add(cell, None, value.__name__)
         self.add(value.__defaults__, None, value.__name__)
         self.add(value.__kwdefaults__, None, value.__name__)
-        if _is_installed_file(value.__code__.co_filename) or _is_installed(value.__globals__.get("__name__")):
+        if is_installed_file(value.__code__.co_filename) or is_installed(value.__globals__.get("__name__")):
             if value.__dict__:
                 self.add(value.__dict__, None, value.__name__)
             return
         self.add(value.__dict__, None, value.__name__)
         self.found.containers.append(FunctionParts(value))
         names = _names_in(value.__code__)
+        self.found.destructors |= names.generators
         space = value.__globals__
         self.mention(names.attributes)
         wanted = set(space) if names.globals & _EVERY_GLOBAL else set(names.globals)
@@ -324,28 +320,42 @@ class _Walk:
         known |= wanted
         for module in names.imports:
             self.found.names_internals |= not _INTERNALS.isdisjoint(module.split("."))
+            self.found.destructors |= module in _AT_THE_END
             self.add(sys.modules.get(module), None, module)
 
     def _class(self, cls: type, *, called: bool) -> None:
-        """Classes of the user's: what they define, and by name their functions and values."""
+        """Classes of the user's: what they define, and by name their functions and values.
+
+        Constructors of a class that the program names are followed (``called``). Those of one that it can only get
+        at through an object are left to the sentry.
+        """
         for each in cls.__mro__:
-            if _is_installed(each.__module__):
+            if is_installed(each.__module__):
                 continue
             if called and each not in self._called:
                 self._called.add(each)
-                for name in _NOT_CALLED & vars(each).keys():
-                    self.add(vars(each)[name], None, name)
+                for name in CONSTRUCTORS & vars(each).keys():
+                    self.follow_constructor((each, name))
             if each in self._bodies:
                 continue
             self._bodies.add(each)
+            self._class(type(each), called=False)  # whose __call__ makes objects
+            for name in CONSTRUCTORS & vars(each).keys():
+                if not self.found.sentry.guard(each, name):
+                    self.add(vars(each)[name], None, name)
             self.found.containers.append(ClassBody(each))
+            self.found.destructors |= "__del__" in vars(each)
             whole = issubclass(each, torch.autograd.Function)
             for name, value in vars(each).items():
-                special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED
+                special = name.startswith("__") and name.endswith("__") and name not in CONSTRUCTORS
                 if special or whole or (name == "forward" and issubclass(each, nn.Module)):
                     self.add(value, None, name)
-                else:
+                elif name not in CONSTRUCTORS:
                     self.add_if_mentioned(name, value, functools.partial(type.__setattr__, each, name), name)
+
+    def follow_constructor(self, method: Method) -> None:
+        self.found.sentry.allow(method)
+        self.add(unguarded(method), None, method[1])
 
     def _tensor(self, value: Tensor) -> None:
         if type(value).__module__.partition(".")[0] == "quietgrad":  # a private batch is nothing to look at
@@ -368,7 +378,7 @@ class _Walk:
 
     def _module(self, value: nn.Module) -> None:
         self._class(type(value), called=False)
-        own, every = vars(value), _is_installed(type(value).__module__)
+        own, every = vars(value), is_installed(type(value).__module__)
         self.found.containers.append(Entries(own))
         for name, item in own.items():
             put = functools.partial(own.__setitem__, name)
@@ -379,7 +389,7 @@ class _Walk:
                 for param in item.values():
                     if param is not None and not param.requires_grad:
                         self.add(param, None, name)
-            elif not every and (_is_foreign(item) or _is_of_a_package(item)):
+            elif not every and (is_foreign(item) or is_of_a_package(item)):
                 self.add_if_mentioned(name, item, put, name)
             else:
                 self.add(item, put, name)
@@ -388,23 +398,31 @@ class _Walk:
         cls = type(value)
         if cls.__module__.startswith(_ENGINES):
             return
-        if _is_foreign(value):
+        if is_foreign(value) or self._is_copied_whole(value, put):
             self._foreign(value, put, where)
             return
         self._attributes(value, where)
+
+    def _is_copied_whole(self, value: Any, put: Put) -> bool:
+        """Whether a package's object knows how to copy itself, and holds what nobody else can copy (polars)."""
+        cls: Any = type(value)
+        if put is None or not is_installed(cls.__module__) or not hasattr(cls, "__deepcopy__"):
+            return False
+        parts = [*getattr(value, "__dict__", {}).values(), *(member(value, each) for each in slots_of(cls))]
+        return any(is_foreign(part) and _copy_of(part) is None for part in parts)
 
     def _attributes(self, value: Any, where: str) -> None:
         """The attributes and slots of an object: all of a package's object, of the user's those the code names."""
         cls: Any = type(value)
         self._class(cls, called=False)
-        every = _is_installed(cls.__module__)
+        every = is_installed(cls.__module__)
         self.mention(getattr(cls, "_program_attributes", ()))
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self.found.containers.append(Entries(own))
             for name, item in own.items():
                 self._attribute(name, item, functools.partial(own.__setitem__, name), every)
-        slots = _slots(cls)
+        slots = slots_of(cls)
         if slots:
             self.found.containers.append(Slots(value, slots))
             for each in slots:
@@ -434,14 +452,9 @@ class _Walk:
     # --- what has no contents that Python shows -----------------------------------------------------------------
 
     def _foreign(self, value: Any, put: Put, where: str) -> None:
-        """Give the program a fresh copy in each pass, or refuse."""
+        """Give the program a fresh copy in each pass, the same one in every place, or refuse."""
         cls = type(value)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # itertools: copied until Python 3.14
-                trial = copy.deepcopy(value)
-        except Exception:
-            trial = None
+        trial = _copy_of(value)
         if trial is value:
             return
         if trial is None or put is None:
@@ -450,71 +463,28 @@ class _Walk:
                 "What a record leaves in it can be neither put back nor copied, so the next record would see it. "
                 "Keep it out of model and loss, or make it anew in each call. No privacy budget was spent."
             )
-
-        def put_copy() -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                put(copy.deepcopy(value))
-
-        self.found.copied.append(put_copy)
+        if id(value) not in self._places:
+            self._places[id(value)] = []
+            self.found.copied.append(functools.partial(_put_copy, value, self._places[id(value)]))
+        self._places[id(value)].append(put)
 
 
-_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that was made at run time
-_KNOWN: tuple[type, ...] = (
-    type, types.ModuleType, types.FunctionType, types.CellType, types.MethodType, types.BuiltinMethodType,
-    types.MethodWrapperType, Tensor, dict, list, deque, set, frozenset, tuple, bytearray, array.array, np.ndarray,
-    np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random, torch.Generator,
-    functools.partial, functools._lru_cache_wrapper, staticmethod, classmethod, property, weakref.ref,
-    contextvars.ContextVar, types.MappingProxyType, memoryview, types.SimpleNamespace, threading.local,
-    BaseException,
-)  # fmt: skip
+def _copy_of(value: object) -> Any:
+    """A copy of its own, the object itself if it is a value, or ``None``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # itertools: copied until Python 3.14
+            return copy.deepcopy(value)
+    except Exception:
+        return None
 
 
-def _is_without_state(value: object) -> bool:
-    cls = type(value)
-    if cls is object or isinstance(value, _OUTSIDE):
-        return True
-    if isinstance(value, io.IOBase):
-        return not isinstance(value, _IN_MEMORY)
-    return isinstance(value, _VALUES) and cls.__dictoffset__ == 0
+def _put_copy(value: object, places: Iterable[Callable[[Any], None]]) -> None:
+    fresh = _copy_of(value)
+    for put in places:
+        put(fresh)
 
 
-def _is_foreign(value: object) -> bool:
-    """Whether an object is, or is made on, one of an extension in C, whose contents are in no attribute."""
-    cls: Any = type(value)
-    return not _is_without_state(value) and not isinstance(value, _KNOWN) and _is_extension(cls)
-
-
-def _is_of_a_package(value: object) -> bool:
-    plain = _is_without_state(value) or isinstance(value, (*_KNOWN, nn.Module))
-    return not plain and _is_installed(type(value).__module__)
-
-
-@functools.cache
-def _is_extension(cls: Any) -> bool:
-    hashed: Any = cls.__hash__
-    if hashed is not None and hashed is not object.__hash__:
-        return False  # what is compared by value is a value
-    return any(
-        base is not object and base.__module__.partition(".")[0] not in ("torch", "numpy") and _is_in_c(base)
-        for base in cls.__mro__
-    )
-
-
-def _is_in_c(cls: type) -> bool:
-    """A class that Python's ``class`` made has a dictionary for each object, or says its slots."""
-    return not cls.__flags__ & _HEAP or (
-        cls.__dictoffset__ == 0 and not any("__slots__" in vars(base) for base in cls.__mro__)
-    )
-
-
-@functools.cache
-def _slots(cls: Any) -> tuple[Any, ...]:
-    """The slots that a class and those above it declare, and the factory of a dictionary's defaults."""
-    return tuple(
-        each
-        for base in cls.__mro__
-        if "__slots__" in vars(base) or base is defaultdict
-        for each in vars(base).values()
-        if isinstance(each, types.MemberDescriptorType)
-    )
+def _method_put(put: Callable[[Any], None], name: str) -> Callable[[Any], None]:
+    """Put the method of a copy where the method of an object was."""
+    return lambda fresh: put(getattr(fresh, name))

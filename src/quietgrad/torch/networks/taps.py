@@ -29,8 +29,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quietgrad.torch.networks.kernels import Kernel, embedding_kernel, kernel_vectors
+from quietgrad.torch.networks.object_kinds import has_own_dispatch
 from quietgrad.torch.networks.randomness import PerRecordRNG, refuse_own_generator
-from quietgrad.torch.networks.reachable import has_own_dispatch
 from quietgrad.torch.networks.trees import Args, Called, Kwargs, Options, PyTree, applied, name_of
 from quietgrad.torch.networks.vectors import LayerCall
 

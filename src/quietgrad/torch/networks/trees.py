@@ -89,6 +89,9 @@ class ModuleState:
         for layer in self.layers:
             held = {key: names.get(id(param)) for key, param in layer._parameters.items()}
             self.params += [(layer._parameters, key, name) for key, name in held.items() if name is not None]
+            # Parameters of the loss alone are constants of a program: no record's gradient is left in them.
+            own = [key for key, name in held.items() if name is None and layer._parameters[key] is not None]
+            self.buffers += [(layer._parameters, key) for key in own]
             self.buffers += [(layer._buffers, key) for key, value in layer._buffers.items() if value is not None]
 
     @contextmanager

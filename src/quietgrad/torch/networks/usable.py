@@ -65,6 +65,17 @@ class RecordLoss:
             )
         return value.reshape(())
 
+    def mean(self, batch: PyTree) -> Tensor:
+        """The mean loss of a batch of several records: one client's local objective."""
+        value = self._value(batch)
+        if not isinstance(value, Tensor) or value.dim() > 1:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise DataError(
+                f"the loss of a batch has shape {shape}: it must be one number, or one per record. Take the mean "
+                "over a record's own positions."
+            )
+        return value.mean()
+
     def _value(self, record: PyTree) -> Any:
         named = isinstance(record, dict | UserDict)
         if self._of_model:
