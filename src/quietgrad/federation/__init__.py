@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from quietgrad.core.exports import lazy_names
 
 if TYPE_CHECKING:
+    from quietgrad.federation.clients import Clients
     from quietgrad.federation.plan import FederatedPlan, Shape
     from quietgrad.federation.planning import Party, deal, federate
     from quietgrad.federation.secure.channel import TranscriptRecorder
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from quietgrad.federation.simulation import simulate
 
 __all__ = [
-    "simulate", "Party", "deal", "federate", "FederatedPlan", "Shape", "secure_sum", "SecureSession",
+    "simulate", "Party", "Clients", "deal", "federate", "FederatedPlan", "Shape", "secure_sum", "SecureSession",
     "SecureSumConfig", "ThreatModel", "threat_model", "sensitivity_growth", "Identity", "Roster",
     "ProtocolError", "DropoutError", "MaskingParty", "MaskingServer", "SharingParty", "SumServer", "NoiseServer",
     "TranscriptRecorder",
@@ -33,6 +34,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "federation.simulation": "simulate",
+        "federation.clients": "Clients",
         "federation.planning": "Party deal federate",
         "federation.plan": "FederatedPlan Shape",
         "federation.secure.local_session": "secure_sum SecureSession",

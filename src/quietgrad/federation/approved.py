@@ -6,11 +6,9 @@ options. It holds the plan's text, so editing the plan file afterwards changes n
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,16 +29,21 @@ from quietgrad.core.settings import Within, check_types, fields_of
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
-from quietgrad.federation.party import PartyCurator, SumMember
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.network import NetworkSource
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.pins import readable_digest
 from quietgrad.federation.plan_file import PlanFile, address_of, parse_plan
-from quietgrad.federation.provisioning import COORDINATOR, Credentials, check_none_revoked, revoked
+from quietgrad.federation.provisioning import Credentials
+from quietgrad.federation.record_format import PartyRecords
+from quietgrad.federation.revocation import COORDINATOR, check_none_revoked, revoked
 from quietgrad.federation.rounds import largest_reply
+from quietgrad.federation.run_status import RunStatus
 from quietgrad.federation.secure.identity import ProtocolError, Roster
 from quietgrad.federation.simulation import train
 from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
-from quietgrad.methods.callbacks import Callback, Progress
+from quietgrad.methods.callbacks import Callback
 from quietgrad.methods.result import Result, load
 from quietgrad.tables.person_ids import factorize_ids
 from quietgrad.tables.privacy_units import RecordsWithIds
@@ -49,69 +52,10 @@ if TYPE_CHECKING:
     from quietgrad.data import Dataset
 
 
-PROGRESS = "progress.json"
-"""What `federate status` reads."""
-_EVERY = 0.2  # seconds between two lines: faster rounds share one
-
-
-class RunStatus:
-    """Tells of one member's rounds, a line each, and keeps the last line in its folder."""
-
-    def __init__(self, folder: Path, name: str, file: PlanFile, tell: Tell) -> None:
-        self._folder, self._tell, self._next = folder, tell, 0.0
-        spent = "NOT PRIVATE"
-        if file.budget is not None:
-            spent = f"ε = {file.budget.epsilon:g} (δ = {file.budget.delta:g}) is charged, all of the plan"
-        self._facts: dict[str, Any] = {
-            "member": name, "federation": file.name, "plan": file.digest, "of": file.plan.schedule.releases,
-            "spent": spent, "rounds": 0, "lost": 0,
-        }  # fmt: skip
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # of a run that goes on
-            before = read_json(folder / PROGRESS)
-            if before.get("plan") == file.digest and before.get("member") == name:
-                self._facts |= {key: int(before[key]) for key in ("rounds", "lost") if key in before}
-
-    def callback(self, progress: Progress) -> None:
-        if progress.step:
-            lost = max(0, progress.releases - progress.planned)  # spare rounds pay for those that were lost
-            self.answered(progress.releases - lost, lost)
-
-    def answered(self, rounds: int, lost: int = 0) -> None:
-        """Tell how many rounds are complete, or answered by this party."""
-        if (rounds, lost) == (self._facts["rounds"], self._facts["lost"]):
-            return
-        self._facts |= {"rounds": rounds, "lost": lost}
-        if rounds >= self._facts["of"] or time.monotonic() >= self._next:
-            self._next = time.monotonic() + _EVERY
-            self._tell(line(self._facts))
-            self.write("running")
-
-    def write(self, words: str) -> None:
-        """Keep where the run is; nothing depends on it, so a full disk ends no run here."""
-        facts = {**self._facts, "words": words, "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._folder / PROGRESS, (json.dumps(facts) + "\n").encode())
-
-
-def line(facts: Mapping[str, object]) -> str:
-    lost = f" ({facts['lost']} lost)" if facts["lost"] else ""
-    return f"round {facts['rounds']} of {facts['of']}{lost}; {facts['spent']}"
-
-
-def read_status(folder: Path) -> dict[str, Any]:
-    try:
-        facts = dict(read_json(folder / PROGRESS))
-        return {**facts, "line": line(facts)}
-    except FileNotFoundError:
-        raise DataError(f"{folder}: no run was begun here.") from None
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{folder / PROGRESS}: cannot be read; it is made anew with the next round.") from None
-
-
 FILE = "quietgrad.json"
 _DELIVERED = "delivered.json"
 _FORMAT = 1
+_OF_NETWORKS = {"module_text", "start"}  # fields that approvals of tables need not have
 _COMPLETE = "the run is complete"
 
 
@@ -119,7 +63,8 @@ _COMPLETE = "the run is complete"
 class Approved:
     """One member's approval of one plan: the plan's text and digest, and this member's own files and limits.
 
-    ``address`` is where the coordinator is called, or listens, if not at the plan's address.
+    ``address`` is where the coordinator is called, or listens, if not at the plan's address. Of a network,
+    ``module_text`` is the code that was approved, and ``start`` the file of its start weights.
     """
 
     plan: str
@@ -131,6 +76,8 @@ class Approved:
     account: str = "default"
     cap_epsilon: float | None = None
     address: str | None = None
+    module_text: str | None = None
+    start: str | None = None
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +88,8 @@ class Approved:
     def read(cls, path: str | Path) -> Approved:
         try:
             content = check_types(read_json(path), "the approval", {"format": int, **fields_of(cls)})
-            if content.pop("format", None) != _FORMAT or content.keys() != fields_of(cls).keys():
+            known = fields_of(cls).keys()
+            if content.pop("format", None) != _FORMAT or not known - _OF_NETWORKS <= content.keys() <= known:
                 raise ValueError("its fields are those of another version.")
             found = cls(**content)
             found.check_own()
@@ -155,22 +103,43 @@ class Approved:
 
     @cached_property
     def file(self) -> PlanFile:
-        file = parse_plan(self.plan, "the approved plan")
+        file = parse_plan(self.plan, "the approved plan", self._beside)
         if file.digest != self.digest:
             names, holds = readable_digest(self.digest), readable_digest(file.digest)
             raise BudgetError(f"the approval names plan {names} and holds {holds}; approve again.")
+        if not isinstance(file.objective, NetworkSource) and (self.module_text, self.start) != (None, None):
+            raise DataError("the approval holds code or weights, and its plan has no network; approve again.")
         if self.address is None:
             return file
         host, port = address_of(self.address)
         return replace(file, host=host, port=port)
+
+    def _beside(self, name: str, most: int) -> bytes:
+        """What the plan names: the text that was approved, and weights whose digest the plan's digest holds."""
+        if name.endswith(".py"):
+            if self.module_text is None:
+                raise DataError("the approval holds no code of the plan's network; approve again.")
+            return self.module_text.encode()
+        if self.start is None:
+            raise DataError("the approval names no start weights of the plan's network; approve again.")
+        return read_bytes(self.start, most=most)
+
+    @cached_property
+    def objective(self) -> Any:
+        """What is trained. For a network this runs the code that was approved, and no other code can be run."""
+        network = self.file.network
+        return self.file.objective if network is None else network.build()
 
     @cached_property
     def credentials(self) -> Credentials:
         found = Credentials.read(self.keys)
         if found.name not in self.file.members:
             raise DataError(f"{self.keys}: {found.name!r} is not a member of this plan.")
+        found.check_dates()
         if found.name != COORDINATOR:  # which leaves a revoked party out and may do without it
             check_none_revoked(self.keys, self.file.members)
+            if why := revoked(self.keys).get(found.name):
+                raise DataError(f"{self.keys}: the coordinator has revoked this member ({why}).")
         return found
 
     @cached_property
@@ -207,7 +176,7 @@ class Approved:
             address_of(self.address)
         if self.cap_epsilon is not None:
             Within(0.0, sys.float_info.max, closed=False).check("cap_epsilon", self.cap_epsilon)
-        paths = {"keys": self.keys, "out": self.out, "data": self.data, "ledger": self.ledger}
+        paths = {"keys": self.keys, "out": self.out, "data": self.data, "ledger": self.ledger, "start": self.start}
         for name, path in paths.items():
             if path is not None and (not path or "\0" in path):
                 raise ValueError(f"{name}={path!r}: is not a path.")
@@ -230,11 +199,14 @@ class Approved:
         """
         file, name = self.file, self.credentials.name
         if name in file.plan.servers and self.roster is not None:
-            return SumMember(file.plan, self.credentials.identity, self.roster)
+            keys = self.credentials
+            return SumMember(file.plan, keys.identity, self.roster, revocations=keys.revocations)
         if name not in file.parties or self.data is None:
             raise DataError(f"{self.keys}: {name!r} is no party with records; give --data.")
         table = records(file, self.data)
         tell(described(file, name, self.data, table))
+        if isinstance(table, PartyRecords):
+            return self.party(table.held)
         return self.party(
             (table.X, table.y) if table.person is None else RecordsWithIds((table.X, table.y), table.person)
         )
@@ -253,8 +225,8 @@ class Approved:
         if cap is None and self.books is not None and Ledger(self.books).cap(self.account) is None:
             cap = file.budget
         member = PartyCurator(
-            keys.name, file.objective, data, file.plan, ledger=self.books, account=self.account, cap=cap,
-            identity=keys.identity, roster=self.roster, folder=self.folder,
+            keys.name, self.objective, data, file.plan, ledger=self.books, account=self.account, cap=cap,
+            identity=keys.identity, roster=self.roster, folder=self.folder, revocations=keys.revocations,
         )  # fmt: skip
         try:
             member.approval.check_cap()  # now, and not when the others have paid already
@@ -265,12 +237,13 @@ class Approved:
 
     def site(self, member: PartyCurator | SumMember, tell: Tell) -> Responder:
         """Wrap the member for a transport: it answers, and takes what is handed out at the end."""
-        status = RunStatus(self.folder, member.name, self.file, tell)
+        role = "party" if isinstance(member, PartyCurator) else "server of secure sums"
+        status = RunStatus(self.folder, self.credentials, self.file, tell, role)
+        status.write("waiting for the coordinator")
 
         def handle(message: Bytes) -> Bytes:
             reply = member.handle(message)
-            if isinstance(member, PartyCurator):
-                status.answered(sum(member.answered().values()))
+            status.answered(sum(member.answered().values()) if isinstance(member, PartyCurator) else member.rounds)
             return reply
 
         def finish(words: str, model: Bytes) -> None:
@@ -304,7 +277,7 @@ class Approved:
             transport, agreement=self.digest, timeout=file.timeout, grace=file.grace, patience=patience,
             most=largest_reply(file.plan), revoked=lambda: revoked(folder), tell=tell,
         )  # fmt: skip
-        status = RunStatus(self.folder, COORDINATOR, file, tell)
+        status = RunStatus(self.folder, self.credentials, file, tell, COORDINATOR, lambda: exchange.away)
         before = self.finished()
         try:
             result = before or self.train(exchange, tell, status.callback, wait)
@@ -329,8 +302,9 @@ class Approved:
         """Train through ``exchange``, or continue the interrupted run in the folder, and save the model there."""
         file = self.file
         curator = FederatedCurator(
-            file.objective, exchange, ledger=self.books, account=self.account, cap=self.cap,
+            self.objective, exchange, ledger=self.books, account=self.account, cap=self.cap,
             identity=self.credentials.identity, roster=self.roster, folder=self.folder, tell=tell,
+            revocations=self.credentials.revocations,
         )  # fmt: skip
 
         def named(result: Result) -> Result:
@@ -338,10 +312,19 @@ class Approved:
             return replace(result, details={**result.details, **facts}, data={"name": file.name, "notes": []})
 
         result = train(
-            file.algorithm, curator, file.plan, file.objective.initial(file.plan.shape), account=self.account,
+            file.algorithm, curator, file.plan, self.objective.initial(file.plan.shape), account=self.account,
             callback=callback, keep=lambda result: named(result).save(self.folder), wait=wait,
         )  # fmt: skip
         return named(result)
+
+    def save_network(self) -> None:
+        """Write the network's code and start weights beside the model, if the plan has a network."""
+        if (network := self.file.network) is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.folder / network.file, network.text.encode())
+        if network.start is not None and network.start_file is not None:
+            write_atomically(self.folder / network.start_file, network.start)
 
     def finished(self) -> Result | None:
         """The result of this plan that the folder holds, if any: a restarted coordinator only hands it out."""
@@ -364,7 +347,8 @@ class Approved:
             message = decode(data, most=largest_reply(file.plan))
             statement = parse_json(message.blob("result"))
             params = message.arrays["params"]
-            if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,):
+            kind = np.float64 if file.network is None else np.float32
+            if not isinstance(statement, Mapping) or params.shape != (file.plan.shape.dim,) or params.dtype != kind:
                 raise WireError("not the model of this plan")
             if not np.isfinite(params).all():
                 raise WireError("numbers are not finite")
@@ -389,7 +373,8 @@ class Approved:
 
 def final_message(result: Result) -> bytearray:
     text = np.frombuffer(json.dumps(result.to_json()).encode(), np.uint8)
-    return encode(Message("model", {}, {"params": np.asarray(result.params, np.float64), "result": text}))
+    params = result.params if isinstance(result.params, np.ndarray) else result.params.detach().cpu().numpy()
+    return encode(Message("model", {}, {"params": params, "result": text}))
 
 
 def _unlike_the_plan(statement: Mapping[str, Any], file: PlanFile, answered: Mapping[str, int]) -> str | None:
@@ -426,14 +411,18 @@ def model_digest(folder: Path) -> str:
     return hashlib.sha256(read_bytes(folder / "model.safetensors")).hexdigest()
 
 
-def records(file: PlanFile, path: str | Path) -> Dataset:
+def records(file: PlanFile, path: str | Path) -> Dataset | PartyRecords:
+    """Read a party's file by the plan's format."""
     data = file.table.load(path)
-    data.refuse_uncounted(file.budget)
+    if not isinstance(data, PartyRecords):
+        data.refuse_uncounted(file.budget)
     return data
 
 
-def described(file: PlanFile, name: str, path: str | Path, data: Dataset) -> str:
-    """Describe a party's table, for that party alone: the numbers are exact."""
+def described(file: PlanFile, name: str, path: str | Path, data: Dataset | PartyRecords) -> str:
+    """Describe a party's records, for that party alone: the numbers are exact."""
+    if isinstance(data, PartyRecords):
+        return data.in_words(path, file.sizes[file.parties.index(name)])
     people = "" if data.person is None else f"{factorize_ids(data.person)[1]} people, "
     found = f"{people}{len(data.y)} records (the plan says {file.sizes[file.parties.index(name)]})"
     columns = f"; columns in this order: {', '.join(data.feature_names)}" if data.feature_names else ""

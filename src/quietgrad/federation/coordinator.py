@@ -33,11 +33,13 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.log import LockedAppendFile
 from quietgrad.core.noise.rng import SecureStream, fresh_key, run_key, seed_key
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.sampling.samplers import drawn as drawn_by
 from quietgrad.core.session.base import SessionCost
 from quietgrad.core.session.queries import Objective, Query, Regularizer
-from quietgrad.core.vectors import Vector, zeros_like
+from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation.exchange import Exchange, Tell
 from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.revocation import Revocations
 from quietgrad.federation.rounds import (
     FailedRoundError,
     PlainRounds,
@@ -175,7 +177,9 @@ class FederatedSession:
         self._key = curator._key if self.seeded else run_key(curator._key, store.run)
         self._rounds: PlainRounds | SecureRounds = PlainRounds(plan, curator.exchange)
         if plan.secure is not None:
-            self._rounds = SecureRounds(plan, curator.exchange, curator._identity, curator._roster)
+            self._rounds = SecureRounds(
+                plan, curator.exchange, curator._identity, curator._roster, curator.revocations
+            )
         self._zero = zeros_like(curator.objective.initial(plan.shape))
         self._sources = {
             slot.name: slot.mechanism.source(self._key, slot.name, plan.limit(slot.name))
@@ -212,7 +216,7 @@ class FederatedSession:
         word = SecureStream(self.store.public_key, f"public/{label}").uint64(0, 1)[0]
         return float(word >> np.uint64(11)) * 2.0**-53
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         if self.closed:
             raise BudgetError("this session is closed; open a new one for a new plan.")
         total = self._replayed(slot) if self._replay else self._ask(slot, query)
@@ -259,7 +263,9 @@ class FederatedSession:
         blamed: dict[str, str] = {}  # without whom the round is asked again
         while True:
             # The question that an interrupted run left open is asked again as it was: the answers are the same.
-            again = self.store.unfinished == slot and self._plan.secure is None
+            # Where the coordinator draws, it would draw others.
+            draws = self._plan.schedule[slot].sampling.coordinator_draws is not None
+            again = self.store.unfinished == slot and self._plan.secure is None and not draws
             t, draw = self._round + 1 - again, self._draws[slot] - again
             if not again and self._draws[slot] - self._made[slot] > self._plan.spare:
                 last = self.faults[-1] if self.faults else (self.store.last_round, {"coordinator": "interrupted"})
@@ -268,8 +274,8 @@ class FederatedSession:
             faults = dict(blamed)
             words = {"run": self.store.run, "round": t, "slot": slot, "draw": draw, "dim": dim, "query": fields}
             ask = RoundRequest(
-                self._present(faults), slot, words, arrays, float(query.bound), multiplier, faults,
-                partial(self._begin, slot, t),
+                self._drawn(t, self._present(faults)), slot, words, arrays, float(query.bound), multiplier, faults,
+                partial(self._begin, slot, t), drawn=self._units_drawn(slot, t),
             )  # fmt: skip
             try:
                 total = self._rounds.collect(ask)
@@ -287,7 +293,30 @@ class FederatedSession:
             self._answered.update(name for name in ask.invited if name not in faults)
             if self._plan.trust == "curator" and multiplier > 0.0:
                 self._sources[slot].add(total, draw, multiplier, ask.bound * self._plan.reach)
+            if self._plan.parties_per_round is not None:
+                total *= self._plan.upscaling
             return self._keep(slot, total, t)
+
+    def _drawn(self, t: int, here: tuple[str, ...]) -> tuple[str, ...]:
+        """The parties that round t asks: all who are here, or as many as the plan says, by public randomness."""
+        most = self._plan.parties_per_round
+        if most is None:
+            return here
+        self._rounds.reset()  # those of this round introduce themselves to each other
+        order = np.argsort(SecureStream(self.store.public_key, "public/parties").uint64(t, len(here)))
+        return tuple(here[k] for k in sorted(order[:most]))
+
+    def _units_drawn(self, slot: str, t: int) -> frozenset[str] | None:
+        """The parties drawn for round ``t``, each by a secret coin of its own; ``None`` if they are not drawn here.
+
+        A party that was drawn as often as it takes part is drawn in vain: it hands in zeros.
+        """
+        sampling = self._plan.schedule[slot].sampling
+        if sampling.coordinator_draws is None:
+            return None
+        stream = SecureStream(self._key, f"draw/{slot}")
+        coins = stream.at(t, np.arange(len(self._plan.names)))
+        return frozenset(np.array(self._plan.names)[drawn_by(coins, sampling.probability)].tolist())
 
     def _present(self, faults: dict[str, str]) -> tuple[str, ...]:
         """Those who are there and not in ``faults``, once they are a quorum and the servers are there too."""
@@ -377,6 +406,7 @@ class FederatedCurator:
         identity, roster: who is who, for ``secure="masks"``.
         folder: keep every aggregate here before it is used, so that a killed run can be resumed.
         seed: fixed randomness, for tests: the run is then **not private**.
+        revocations: the members that are no longer trusted, whose list is handed out to all.
         tell: is called at once, with a sentence, for every round that fails.
     """
 
@@ -392,9 +422,11 @@ class FederatedCurator:
         roster: Roster | None = None,
         folder: str | Path | None = None,
         seed: int | None = None,
+        revocations: Revocations | None = None,
         tell: Tell = lambda words: None,
     ) -> None:
         self.objective = objective
+        self.revocations = Revocations() if revocations is None else revocations
         self.exchange = over if isinstance(over, Exchange) else Exchange(over, tell=tell)
         self._account = account if isinstance(account, Account) else Account(account, ledger, cap)
         self.tell = tell
@@ -413,25 +445,30 @@ class FederatedCurator:
         absent = {*plan.names, *plan.servers} - set(self.exchange.transport.parties())
         if absent:
             raise ProtocolError(", ".join(sorted(absent)), "cannot be reached by this transport")
+        late = plan.answer_after
+        if late is not None and plan.trust != "curator" and self.exchange.timeout <= late:
+            raise ValueError(
+                f"timeout={self.exchange.timeout:g}: parties answer {late:g} s after they are asked; wait longer "
+                "for them, or give the method a smaller answer_seconds. Nothing was asked."
+            )
         path = None if self.folder is None else self.folder / AGGREGATES
         public = self._key if self.seeded else os.urandom(32)
-        event = plan.event if plan.is_private else None
         store = AggregateStore(path, digest=plan.digest, run=os.urandom(16).hex(), public_key=public)
         self.exchange.most = largest_reply(plan)
         charge = None
         try:
             if store.resumed:
-                charge = self._account.reopen(event, plan.budget, run=store.run, unit=plan.unit)
+                charge = self._account.reopen(plan.cost, run=store.run)
             if charge is not None:
                 self._account.resume(store.run)
-            elif event is not None and plan.budget is not None:
-                self._account.check(event, plan.budget, plan.unit)  # before a party has paid
+            elif plan.cost is not None:
+                self._account.check(plan.cost)  # before a party has paid
             if not store.ended:
                 self._gather(plan, store, wait)
             if charge is None:
                 note = f"{plan.algorithm}, {len(plan.names)} parties, trust {plan.trust}"
                 note += "" if plan.records_public is None else f"; {plan.counts}"
-                charge = self._account.reserve(event, plan.budget, run=store.run, note=note, unit=plan.unit)
+                charge = self._account.reserve(plan.cost, run=store.run, note=note)
         except BaseException as error:
             if isinstance(error, Exception) and not store.resumed:
                 # The run could not be opened: those who paid get it back, for they were asked nothing.
@@ -446,7 +483,8 @@ class FederatedCurator:
     def _gather(self, plan: FederatedPlan, store: AggregateStore, wait: float | None) -> None:
         """Open the run at the parties; a member that restarts later gets the same message."""
         faults: dict[str, str] = {}
-        message = encode(Message("open", {"run": store.run, "plan": plan.digest}))
+        handed_out = self.revocations.handed_out()
+        message = encode(Message("open", {"run": store.run, "plan": plan.digest, **handed_out}))
 
         def admit(name: str, reply: Message) -> str | None:
             return _not_ready(plan, reply) or self.admitted(name, reply)

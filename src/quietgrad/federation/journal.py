@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from quietgrad.core.accounting.events import Event
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, DataError, LedgerError
 from quietgrad.core.files import parse_json, read_bytes, write_atomically
 from quietgrad.core.ledger.account import EPOCH, Account, Charge
@@ -53,6 +53,7 @@ class Journal:
         self.last_round = -1
         self._places = ""  # a MAC of the records in their order
         self._draws: dict[str, int] = {}
+        self._drawn: dict[str, int] = {}
         self._file = None if folder is None else self._opened(folder / f"{name}.journal")
 
     def draws(self, slot: str) -> int:
@@ -75,9 +76,15 @@ class Journal:
         self._file.reopen(openings)
         return agreed
 
-    def record(self, t: int, slot: str, draw: int) -> None:
-        self._write({"round": t, "slot": slot, "draw": draw})
+    def record(self, t: int, slot: str, draw: int, *, drawn: bool = False) -> None:
+        """Keep that a round was answered, and whether the coordinator had drawn this party for it."""
+        self._write({"round": t, "slot": slot, "draw": draw, **({"drawn": True} if drawn else {})})
         self.last_round, self._draws[slot] = t, draw + 1
+        self._drawn[slot] = self._drawn.get(slot, 0) + drawn
+
+    def times_drawn(self, slot: str) -> int:
+        """In how many rounds of a slot this party took part because the coordinator had drawn it."""
+        return self._drawn.get(slot, 0)
 
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
         """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
@@ -178,7 +185,9 @@ class Journal:
                 elif "places" in line:
                     self._places = str(line["places"])
                 else:
-                    self.last_round, self._draws[str(line["slot"])] = int(line["round"]), int(line["draw"]) + 1
+                    slot = str(line["slot"])
+                    self.last_round, self._draws[slot] = int(line["round"]), int(line["draw"]) + 1
+                    self._drawn[slot] = self._drawn.get(slot, 0) + bool(line.get("drawn"))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise LedgerError(f"{path}: {_DAMAGED}") from None
         if other:
@@ -189,35 +198,49 @@ class LastReply:
     """The last sum that was given, so that the same question gets the same answer again.
 
     Lost connections and restarts then cost no release. It is written before the answer leaves, and not
-    synchronised: after a power cut it may be missing, and a round with it. Plain sums only: a secure sum has keys,
+    synchronised: after a power cut it may be torn, and its round is lost. Plain sums only: a secure sum has keys,
     which are kept nowhere.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._kept = b""
+    def __init__(self, path: Path | None, name: str) -> None:
+        self._path, self._who = path, f"answers for {name}"
+        self._file: LockedAppendFile | None = None  # made with the first reply of this process
+        self._record = b""
         if path is not None and os.path.lexists(path):
-            self._kept = read_bytes(path, follow=False)
+            self._record = read_bytes(path, follow=False)
 
     def to(self, question: bytes, last_round: int) -> Message | None:
         """The reply to a question that was the last to be answered."""
         try:
-            known, t, length = _REPLY.unpack_from(self._kept)
-            same = t == last_round and known == question
-            return decode(self._kept[_REPLY.size : _REPLY.size + length]) if same else None
-        except (struct.error, WireError):  # none, or cut short by a crash of the machine
+            asked, t, length = _REPLY.unpack_from(self._record)
+            same = t == last_round and asked == question
+            return decode(self._record[_REPLY.size : _REPLY.size + length]) if same else None
+        except (struct.error, WireError):  # none, or torn by a crash
             return None
 
     def keep(self, question: bytes, t: int, reply: Message) -> None:
+        """Replace what is kept. The reply before is of a round that the coordinator has left behind."""
         content = bytes(encode(reply))
-        self._kept = _REPLY.pack(question, t, len(content)) + content
+        self._record = _REPLY.pack(question, t, len(content)) + content
         if self._path is not None:
-            write_atomically(self._path, self._kept, private=True, sync=False)
+            if self._file is None:
+                self._path.unlink(missing_ok=True)  # a file of an earlier process, or a link: never written through
+                self._file = LockedAppendFile(self._path, self._who)
+            self._file.cut(0, durable=False)
+            self._file.append(self._record, durable=False)
 
     def forget(self) -> None:
-        self._kept = b""
+        """Remove what is kept: the run is over."""
+        self._record = b""
+        self.close()
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Let go of the file, for another process of this party."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def forget(folder: Path, name: str) -> None:
@@ -280,17 +303,20 @@ class Approval:
         return bool(self._charges) and not self.journal.ended
 
     @property
-    def _event(self) -> Event | None:
-        return None if self._plan.budget is None else self._plan.party_event(self._place, None)
+    def _cost(self) -> Cost | None:
+        """What the party's own ledger is charged: the plan as the party's records see it."""
+        plan = self._plan
+        event = None if plan.budget is None else plan.party_event(self._place, None)
+        return None if plan.budget is None or event is None else Cost.of(event, plan.budget, plan.unit)
 
     def check_cap(self) -> None:
         """Raise ``BudgetError`` if a new run would exceed the account's cap; writes nothing.
 
         A run that was interrupted and may be continued is paid for already.
         """
-        event, budget = self._event, self._plan.budget
-        if event is not None and budget is not None and self.journal.run is None:
-            self._account.check(event, budget, self._plan.unit)
+        cost = self._cost
+        if cost is not None and self.journal.run is None:
+            self._account.check(cost)
 
     def use(self, run: str) -> bool:
         """Pay for ``run``, or find that it was paid; ``False`` if it is over, ``BudgetError`` if it is another."""
@@ -332,7 +358,7 @@ class Approval:
         # The entry has a name of our own, so that no coordinator can point to what paid for something else.
         entry, agreed = self.journal.entry, True
         try:
-            if self.journal.resumed and self._event is not None:
+            if self.journal.resumed and self._cost is not None:
                 agreed = self.journal.reopen(self._account.openings(entry))
                 self._account.resume(entry)
             charges = [self._reopened(entry) or self._reserve(entry)]
@@ -350,11 +376,9 @@ class Approval:
             self.journal.end()
 
     def _reserve(self, run: str) -> Charge:
-        plan, note = self._plan, f"{self._plan.algorithm}, party {self._plan.names[self._place]}"
+        note = f"{self._plan.algorithm}, party {self._plan.names[self._place]}"
         contents = None if self._account.ledger is None else self._contents()
-        return self._account.reserve(
-            self._event, plan.budget, run=run, note=note, contents=contents, unit=plan.unit
-        )
+        return self._account.reserve(self._cost, run=run, note=note, contents=contents)
 
     def _reopened(self, run: str) -> Charge | None:
-        return self._account.reopen(self._event, self._plan.budget, run=run, unit=self._plan.unit)
+        return self._account.reopen(self._cost, run=run)

@@ -1,27 +1,23 @@
-"""Members who answer messages: a party with its records, and a server of secure sums.
+"""A party: the end of a federation that holds records.
 
-Everything that a coordinator says arrives at :meth:`Member.handle` as bytes. A party pins the plan it approved and
-answers nothing else: it draws its own secret sample at the plan's public rate, clips and sums. The sum leaves as
-the plan's trust says: to a trusted curator, with the party's own noise, or inside a secure sum. A role in secure
-sums is made anew, with new keys, for every length of vector and every epoch that the coordinator begins; its
-configuration comes from the plan that this side approved, never from the message.
+A party pins the plan it approved and answers nothing else: it draws its own secret sample at the plan's public
+rate, clips and sums. The sum leaves as the plan's trust says: to a trusted curator, with the party's own noise, or
+inside a secure sum.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.accounting.budget import Budget, Relation
-from quietgrad.core.errors import BudgetError, DataError, QuietgradError
-from quietgrad.core.files import is_path_name, os_error_text
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.files import is_path_name
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.noise.mechanisms import NoiseSource
@@ -30,241 +26,17 @@ from quietgrad.core.sampling.samplers import SlotSampler, hashed_slots
 from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
 from quietgrad.core.session.summing import batch_sum
-from quietgrad.core.vectors import Vector, zeros_like
+from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation import wire
 from quietgrad.federation.journal import Approval, Journal, LastReply
+from quietgrad.federation.members import Handling, MaskingMember, Member, SharingMember, UnknownRunError, round_of
 from quietgrad.federation.plan import FederatedPlan, Shape
-from quietgrad.federation.secure.channel import Endpoint, NoiseShare
-from quietgrad.federation.secure.graph import GRAPHS_PER_RELEASE
+from quietgrad.federation.public_time import Pace, PublicTime
+from quietgrad.federation.revocation import Revocations
 from quietgrad.federation.secure.identity import Identity, ProtocolError, Roster
-from quietgrad.federation.secure.masking import MaskingParty
-from quietgrad.federation.secure.servers import Computation, NoiseServer, SharingParty, SumServer
-from quietgrad.federation.wire import Array, Bytes, Message, WireError, refusal
+from quietgrad.federation.wire import Message
 from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
 from quietgrad.tables.queries.local_fit import LocalFit, local_fit
-
-
-class UnknownRunError(ProtocolError):
-    """This side does not know the run: it restarted, and gets the run again."""
-
-
-Answer = Callable[[Message], Message]
-
-
-class Member:
-    """A member that answers messages: a table of the kinds that it understands, and one way to refuse.
-
-    A message may be anything. Kinds that the plan's mode does not have are not in the table.
-    """
-
-    name: str
-    _most: int
-    _kinds: Mapping[str, Answer]
-
-    def handle(self, data: Bytes) -> bytearray:
-        """Answer one message; never raises, and what it says of a failure depends on no record."""
-        try:
-            message = wire.decode(data, most=self._most)
-            answer = self._kinds.get(message.kind)
-            if answer is None:
-                raise ProtocolError("coordinator", f"says {message.kind[:40]!r}; {self.name} does not know it")
-            return wire.encode(answer(message))
-        except ProtocolError as error:
-            return refusal("stranger" if isinstance(error, UnknownRunError) else "protocol", str(error))
-        except (BudgetError, DataError) as error:
-            return refusal("plan", f"{self.name}: {error}")
-        except (QuietgradError, WireError) as error:
-            return refusal("protocol", f"{self.name}: {error}")
-        except OSError as error:  # a full disk has a name, and that carries no record
-            return refusal("failed", f"{self.name}: could not keep its journal ({os_error_text(error)})")
-        except Exception:  # its text, or even its type, could carry a record's value
-            return refusal("failed", f"{self.name}: could not answer")
-
-    def close(self) -> None:
-        """Let go of what is open."""
-
-
-Role = TypeVar("Role", bound=Endpoint)
-
-
-class _Roles(Generic[Role]):
-    """A member's roles of one kind in secure sums, by length of vector, and the messages that set them up."""
-
-    _kind: type[Role]
-
-    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
-        if roster.names[: len(plan.names)] != plan.names:
-            raise ValueError("roster: must begin with the plan's parties, in their order.")
-        self.name, self._plan, self._seed = identity.name, plan, seed
-        self._identity, self._roster = identity, roster
-        self._roles: dict[int, Role] = {}
-        self._shares: dict[int, NoiseShare] = {}
-        self._key: bytes | None = None
-        self._drawn: dict[str, int] = {}
-        self._most_drawn = GRAPHS_PER_RELEASE * sum(plan.limit(slot.name) for slot in plan.schedule.slots)
-        self.kinds: dict[str, Answer] = {"hello": self._set_up, "meet": self._meet}
-        """What is understood of secure sums, beside the question itself."""
-
-    def begin(self, key: bytes) -> None:
-        """A run begins or continues, with this secret for noise that outlives a set-up."""
-        self._key, self._shares = key, {}
-
-    def _share(self, dim: int) -> NoiseShare | None:
-        """Noise that is correlated over rounds goes on whatever keys the rounds have; other noise does not."""
-        terms = self._plan.terms(dim)
-        if terms.correlated is None or self._kind is SharingParty:
-            return None
-        if dim not in self._shares:
-            self._shares[dim] = NoiseShare(terms, self._roster.index(self.name), self._seed, self._key)
-        return self._shares[dim]
-
-    def _role(self, message: Message) -> Role:
-        dim = message.fields.get("dim")
-        if type(dim) is not int or dim not in self._roles:
-            raise ProtocolError(self.name, "has no keys for this epoch: it restarted, or missed the beginning")
-        return self._roles[dim]
-
-    def _step(self, reply: str, step: Callable[[Role, int, Message], Mapping[str, Array]]) -> Answer:
-
-        def answer(message: Message) -> Message:
-            role, t = self._role(message), round_of(message)
-            return Message(reply, {"round": t}, step(role, t, message))
-
-        return answer
-
-    def _meet(self, message: Message) -> Message:
-        self._role(message).meet([message.blob(name) for name in sorted(message.arrays)])
-        return Message("ok")
-
-    def _set_up(self, message: Message) -> Message:
-        """Answer ``hello`` with a signed key for a new epoch."""
-        dim = message.fields.get("dim")
-        if type(dim) is not int or dim not in self._plan.dims.values():
-            raise ProtocolError("coordinator", f"asks for sums of length {dim!r}, which the plan does not have")
-        run = str(message.fields.get("run"))
-        if run not in self._drawn:
-            self._shares = {}
-        self._drawn = {run: self._drawn.get(run, 0) + 1}
-        if self._drawn[run] > self._most_drawn:
-            # Each set-up draws neighbours anew; unbounded set-ups would find some that do not protect us.
-            raise ProtocolError("coordinator", f"asks for new keys more than {self._most_drawn} times in one run")
-        epoch = message.fields.get("epoch")
-        if not isinstance(epoch, str) or not re.fullmatch("[0-9a-f]{32}", epoch):
-            raise ProtocolError("coordinator", "names no epoch")
-        role = self._kind(
-            self._identity, self._roster, self._plan.terms(dim), bytes.fromhex(epoch), seed=self._seed,
-            noise=self._share(dim),
-        )  # fmt: skip
-        if isinstance(role, MaskingParty):  # new keys must not hide that two lists of survivors were signed
-            seen = [old.witness for old in self._roles.values() if isinstance(old, MaskingParty) and old.witness]
-            role.witness = max(seen, key=lambda witness: witness.round, default=None)
-        self._roles[dim] = role
-        return Message("hello", {}, wire.blobs({"frame": role.hello}))
-
-
-class SharingMember(_Roles[SharingParty]):
-    """A party that gives shares of its sums to servers."""
-
-    _kind = SharingParty
-
-    def ready(self, message: Message) -> None:
-        """Refuse before any record is touched if this side cannot take part in the round."""
-        self._role(message)
-
-    def submit(self, message: Message, vector: Array) -> Message:
-        return self._step("shares", lambda role, t, _: wire.blobs(role.share(t, vector)))(message)
-
-
-class MaskingMember(_Roles[MaskingParty]):
-    """A party that masks its sums."""
-
-    _kind = MaskingParty
-
-    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
-        super().__init__(plan, identity, roster, seed=seed)
-        self.kinds |= {
-            "prepare": self._step("frame", lambda role, t, _: _frame(role.prepare(t))),
-            "deliver": self._step("delivered", self._deliver),
-            "reveal": self._step("frame", lambda role, t, m: _frame(role.reveal(t, m.blob("frame")))),
-        }
-
-    @staticmethod
-    def _deliver(role: MaskingParty, t: int, message: Message) -> dict[str, Array]:
-        role.deliver(t, message.blob("frame"))
-        return {}
-
-    def ready(self, message: Message) -> None:
-        """Refuse before any record is touched if this side cannot take part in the round."""
-        self._role(message).check_delivered(round_of(message))
-
-    def submit(self, message: Message, vector: Array) -> Message:
-        return self._step("masked", lambda role, t, _: _frame(role.submit(t, vector)))(message)
-
-
-class SumMember(_Roles[SumServer], Member):
-    """A server of ``"servers"`` or ``"mpc"``: adds shares and noise, and never sees a vector.
-
-    It keeps nothing of a run: it is there, and gets keys when it is needed.
-    """
-
-    def __init__(self, plan: FederatedPlan, identity: Identity, roster: Roster, *, seed: int | None = None) -> None:
-        super().__init__(plan, identity, roster, seed=seed)
-        self._kind = NoiseServer if plan.secure == "mpc" else SumServer
-        self._noise: dict[int, Computation[None]] = {}
-        self._most = wire.limit(max([1, *plan.dims.values()]), 2 * len(plan.names) + 64)
-        self._kinds = self.kinds | {
-            "open": lambda message: Message("ready", {"round": -1}),
-            "receive": self._receive,
-            "partial": self._step("partial", lambda role, t, m: _frame(role.partial(t, _frames(m)))),
-            "finish": self._step("total", lambda role, t, m: {"total": role.finish(t, _frames(m))}),
-            "noise": self._step("noise", self._sample),
-        }
-
-    def _meet(self, message: Message) -> Message:
-        """Take hellos one by one and say whose were refused: a malformed one is its sender's absence."""
-        role, refused = self._role(message), {}
-        for place in sorted(message.arrays):
-            try:
-                role.meet([message.blob(place)])
-            except ProtocolError as wrong:
-                refused[place] = wrong.reason
-        return Message("ok", {"left_out": refused})
-
-    def _receive(self, message: Message) -> Message:
-        role, t = self._role(message), round_of(message)
-        frames = wire.blobs(role.receive(t, _frames(message)))
-        return Message("present", {"round": t, "left_out": role.left_out}, frames)
-
-    def _sample(self, role: SumServer, t: int, message: Message) -> dict[str, Array]:
-        """One step of sampling the noise together: a frame of the next server in, a frame for the previous out."""
-        dim = role.terms.dimension
-        try:
-            if "frame" in message.arrays and dim in self._noise:
-                return _frame(self._noise[dim].send(message.blob("frame")))
-            if "frame" in message.arrays or not isinstance(role, NoiseServer):
-                raise ProtocolError("coordinator", "sends a frame for noise that was not begun")
-            self._noise[dim] = role.prepare(t)
-            return _frame(next(self._noise[dim]))
-        except StopIteration:
-            return {}
-
-
-def _frame(frame: bytes | None) -> dict[str, Array]:
-    return {} if frame is None else wire.blobs({"frame": frame})
-
-
-def round_of(message: Message) -> int:
-    t = message.fields.get("round")
-    if type(t) is not int or not 0 <= t < 1 << 62:
-        raise ProtocolError("coordinator", "names no round")
-    return t
-
-
-def _frames(message: Message) -> dict[int, bytes]:
-    if not all(name.isascii() and name.isdigit() and len(name) < 6 for name in message.arrays):
-        raise WireError("frames have roster numbers for names")
-    return {int(name): message.blob(name) for name in message.arrays}
-
 
 Draw = Callable[[int], npt.NDArray[np.int64] | None]
 """Record positions of draw i of a slot; ``None`` means all records."""
@@ -323,6 +95,8 @@ class PartyCurator(Member):
             has approved another run and is charged for the whole plan again. One process at a time.
         seed: fixed randomness, for tests: the run is then **not private**.
         ids: whole numbers that name the records, by which parties of one seed sample.
+        revocations: the members that this party does not trust; the coordinator's list is added to them.
+        pace: when answers leave, where this party draws in secret.
     """
 
     def __init__(
@@ -340,9 +114,12 @@ class PartyCurator(Member):
         folder: str | Path | None = None,
         ids: npt.ArrayLike | None = None,
         seed: int | None = None,
+        revocations: Revocations | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.name, self.objective, self.plan = name, plan.asks(objective), plan
-        if isinstance(data, RecordsWithIds) != isinstance(self.objective, UserLevelObjective):
+        self._pace: Pace = PublicTime() if pace is None else pace
+        if isinstance(data, RecordsWithIds) != (plan.unit is PrivacyUnit.PERSON):
             what = "leave out" if isinstance(data, RecordsWithIds) else "say"
             raise DataError(f"{name}: the plan counts a {plan.unit} as one; {what} whose each record is.")
         self.records = self.objective.prepare(data)
@@ -356,14 +133,14 @@ class PartyCurator(Member):
             people = Terms.of(plan.budget, account=account, ledger=ledger, cap=cap, seed=seed).account
         self.private_notes: list[str] = []
         """Sums that could not be made, with the reason, which may hold a record's value: for this party alone."""
-        self._seed = seed
+        self._seed, self._revocations = seed, Revocations() if revocations is None else revocations
         self._ids = None if ids is None else np.asarray(ids)
         self._member: MaskingMember | SharingMember | None = None
         if plan.secure is not None:
             if identity is None or roster is None:
                 raise ValueError(f"{name}: secure sums need this party's identity and the roster.")
             kind = MaskingMember if plan.secure == "masks" else SharingMember
-            self._member = kind(plan, identity, roster, seed=seed)
+            self._member = kind(plan, identity, roster, seed=seed, revocations=revocations)
         self._zero = zeros_like(self.objective.initial(self.records))
         self._inner: dict[str, SecureStream] = {}
         templates = [each for some in plan.templates.values() for each in some]
@@ -375,7 +152,7 @@ class PartyCurator(Member):
         self._kinds |= {"open": self._open, "close": self._close}
         self._sources: dict[str, NoiseSource] = {}
         self._journal = Journal(None if folder is None else Path(folder), name, plan.digest)
-        self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply")
+        self._last = LastReply(None if folder is None else Path(folder) / f"{name}.reply", name)
         self.approval = Approval(plan, self._place, people, self._journal, self.records.fingerprint_parts)
         try:
             self._keep_places()
@@ -416,7 +193,7 @@ class PartyCurator(Member):
             raise UnknownRunError(self.name, "does not know this run")
         return run
 
-    def _in_run(self, answer: Answer, message: Message) -> Message:
+    def _in_run(self, answer: Handling, message: Message) -> Message:
         """Answer a message of the run that is open here, and of no other."""
         self._known_run(message)
         if self._journal.ended:
@@ -438,6 +215,7 @@ class PartyCurator(Member):
             raise ProtocolError("coordinator", "gives no name to the run")
         if message.fields.get("plan") != self.plan.digest:
             raise BudgetError("the coordinator's plan is not the one that was approved here; nothing was given.")
+        self._revocations.take(message.fields)
         if not self.approval.use(run):
             return Message("closed", {"run": run})
         if not self._samplers:
@@ -483,24 +261,59 @@ class PartyCurator(Member):
             if query.n != n or query.sensitivity < proved * (1.0 - 1e-12):
                 raise BudgetError(f"a fit of sensitivity {query.sensitivity:g} is asked; it is {proved:g}.")
         multiplier = self.plan.multiplier(slot)
+        drawn = self._is_drawn(message, slot)
         if self._member is not None:
             self._member.ready(message)
         try:
-            reply = self._answer(message, slot, draw, query, multiplier)
+            total = self._answer_sum(slot, draw, query) if drawn is None or drawn else self._zeros(query)
+            reply = self._answer(message, slot, total, query, multiplier)
             if self._member is None:
                 self._last.keep(question, t, reply)
         finally:
-            self._journal.record(t, slot, draw)  # before anything leaves, and whatever happened
+            self._journal.record(t, slot, draw, drawn=bool(drawn))  # before anything leaves, and whatever happened
         return reply
 
-    def _answer(self, message: Message, slot: str, draw: int, query: Query, multiplier: float) -> Message:
-        total = self._sum(slot, draw, query)
+    def _is_drawn(self, message: Message, slot: str) -> bool | None:
+        """Whether the coordinator drew this party; ``None`` where it draws none.
+
+        It lets that happen so many times only. Beyond these it hands in zeros, not a refusal: a refusal would show
+        in released sums that it was drawn.
+        """
+        most, drawn = self.plan.schedule[slot].sampling.coordinator_draws, message.fields.get("drawn")
+        if (most is None) != (drawn is None) or not isinstance(drawn, bool | None):
+            raise ProtocolError(
+                "coordinator", "says whether a party is drawn where the plan does not, or does not say"
+            )
+        return None if most is None else bool(drawn) and self._journal.times_drawn(slot) < most
+
+    def _answer_sum(self, slot: str, draw: int, query: Query) -> Floats:
+        """This party's sum; if it draws in secret, by a coin that is drawn last, handed over at a public time."""
+        seconds = self.plan.schedule[slot].sampling.answer_after
+        if seconds is None or self.plan.trust == "curator":
+            return self._sum(slot, draw, query, self._samplers[slot](draw) if self._samples(slot) else None)
+
+        def coin() -> bool:
+            # Presence is settled by now: the others of the round are known, and this party answers in any case.
+            indices = self._samplers[slot](draw)
+            return indices is None or len(indices) > 0
+
+        return self._pace.answer(lambda: self._sum(slot, draw, query, None), coin, self._zeros(query), seconds)
+
+    def _samples(self, slot: str) -> bool:
+        """Whether this side's sampler says which records take part; not where the coordinator drew the party."""
+        return self.plan.schedule[slot].sampling.coordinator_draws is None
+
+    def _zeros(self, query: Query) -> Floats:
+        return np.zeros(query.dim(self.records))
+
+    def _answer(self, message: Message, slot: str, total: Floats, query: Query, multiplier: float) -> Message:
         if self._member is not None:
             bound = query.bound * self.plan.reach
-            return self._member.submit(message, total / self.plan.scale(multiplier, bound, len(total)))
+            total /= self.plan.scale(multiplier, bound, len(total))  # in place: long vectors have no room for more
+            return self._member.submit(message, total)
         bound = query.bound * self.plan.factors[self._place]
         if self.plan.own_noise and multiplier > 0.0 and bound > 0.0:
-            self._sources[slot].add(total, draw, multiplier, bound)
+            self._sources[slot].add(total, message.fields["draw"], multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": message.fields["round"]}, {"total": total})
 
     def _check_turn(self, message: Message) -> tuple[str, int, int]:
@@ -518,9 +331,8 @@ class PartyCurator(Member):
             raise BudgetError(f"slot {slot!r}: draw {draw} is a repetition or beyond the planned {limit}.")
         return slot, draw, t
 
-    def _sum(self, slot: str, draw: int, query: Query) -> Floats:
-        out: Vector = np.zeros(query.dim(self.records))
-        indices = self._samplers[slot](draw)
+    def _sum(self, slot: str, draw: int, query: Query, indices: npt.NDArray[np.int64] | None) -> Floats:
+        out: OwnVector = np.zeros(query.dim(self.records))
         if indices is None or len(indices):
             inner = self._inner.get(slot)
             batch = Batch(self.records, indices, None if inner is None else inner.bytes(draw, 32))
@@ -549,4 +361,5 @@ class PartyCurator(Member):
         self._journal.discard()
 
     def close(self) -> None:
+        self._last.close()
         self._journal.close()

@@ -28,9 +28,11 @@ from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.core.sampling import Sampling
 from quietgrad.core.session.queries import Objective, Records
-from quietgrad.federation.secure.terms import Mode, SecureSumConfig
+from quietgrad.federation.secure.ring import dithered_clip
+from quietgrad.federation.secure.terms import Mode, SecureSumConfig, coarse_reach
 from quietgrad.federation.wire import Template
-from quietgrad.tables.privacy_units import Combine, UserLevelObjective, check_combination
+from quietgrad.tables.parties import PartyLevelObjective
+from quietgrad.tables.privacy_units import Combine, PersonRule, UserLevelObjective
 
 Trust = Literal["curator", "secure", "local"]
 
@@ -62,6 +64,9 @@ class FederatedPlan(Plan):
         parties_per_person: with people as the unit, how many parties one of them may be known to, at most; public,
             and the parties' word. What a person adds to a sum is then up to that many times what a party lets them
             add, and the noise is as much louder; a party's own noise (``"local"``) is paid for that often instead.
+        ring: bits of a word of a secure sum: 64, or 32 for long vectors (:mod:`quietgrad.federation.secure.ring`).
+        parties_per_round: how many parties a round asks, drawn in public; all of them unless given. It saves work
+            and buys no privacy: every party is charged for every round.
     """
 
     trust: Trust = "curator"
@@ -77,6 +82,8 @@ class FederatedPlan(Plan):
     templates: Mapping[str, tuple[Template, ...]] = field(default_factory=dict)
     dims: Mapping[str, int] = field(default_factory=dict)
     parties_per_person: int = 1
+    ring: int = 64
+    parties_per_round: int | None = None
     combine: Combine = "mean"
     records_per_person: int | None = None
 
@@ -98,9 +105,12 @@ class FederatedPlan(Plan):
                 f"quorum={self.quorum}: {self.colluders} may work with the coordinator (colluders), so masks "
                 f"would hide no party; give a quorum of {self.colluders + 1} or more."
             )
+        self._check_rounds()
         for slot in self.schedule.slots:
             if reason := slot.sampling.only_central or slot.mechanism.only_central:
                 raise ValueError(reason)
+        if self.unit is PrivacyUnit.PARTY:
+            self._check_parties()
         if self.spare < 0:
             raise ValueError(f"spare={self.spare}: must be ≥ 0, the rounds reserved for retries.")
         if not all(0.0 <= factor < math.inf for factor in self.factors) or not any(self.factors):
@@ -117,14 +127,48 @@ class FederatedPlan(Plan):
                 need = f"masks need {least} of {m} parties to open a sum"
                 raise ValueError(f"quorum={self.quorum}: {need}; give so many, or use secure='servers'.")
 
+    def _check_rounds(self) -> None:
+        asked = self.parties_per_round
+        if asked is None:
+            return
+        if isinstance(asked, bool) or not isinstance(asked, int) or not self.quorum <= asked <= len(self.names):
+            raise ValueError(f"parties_per_round={asked!r}: must be from the quorum to the number of parties.")
+        if self.uses_records_in_turn or (self.secure is not None and self.correlated is not None):
+            raise ValueError(
+                "parties_per_round: not where records or noise go by turns, which count on every party in every "
+                "round; use Poisson samples and independent noise, or ask all parties."
+            )
+
+    def _check_parties(self) -> None:
+        """Raise unless each party is one unit, and none's coin is worth anything that others can see."""
+        if set(self.sizes) != {1} or set(self.factors) != {1.0}:
+            raise ValueError("parties are the privacy unit: each counts once; leave out weights.")
+        if self.parties_per_round is not None:
+            raise ValueError(
+                "parties_per_round: is for records; where parties are the unit, the method samples them."
+            )
+        replaced = self.budget is not None and self.budget.relation is Relation.REPLACE_ONE
+        for sampling in (slot.sampling for slot in self.schedule.slots):
+            if sampling.coordinator_draws is not None and self.trust == "curator" and replaced:
+                # That a cap costs nothing is proved for a party that holds nothing in the other world.
+                raise ValueError(
+                    "sampling='coordinator' with a trusted curator: under add-remove; or use 'poisson'."
+                )
+            drawn = sampling.probability < 1.0 and not sampling.in_turns
+            if drawn and self.trust != "curator" and sampling.answer_after is None is sampling.coordinator_draws:
+                raise ValueError(
+                    f"trust={self.trust!r}: no trusted curator draws the parties. Use sampling='turns' (nothing is "
+                    "secret), 'self' (each party draws for itself) or 'coordinator' (with most_rounds)."
+                )
+
     def _check_people(self) -> None:
-        check_combination(self.combine, self.records_per_person)
+        rule = self.person_rule
         check_records_public(self.records_public, self.n_public, self.unit)
         times = self.parties_per_person
         if isinstance(times, bool) or not isinstance(times, int) or not 1 <= times <= max(1, len(self.names)):
             raise ValueError(f"parties_per_person={times!r}: must be from 1 to the number of parties.")
-        if self.unit is PrivacyUnit.RECORD:
-            if times != 1 or self.combine != "mean" or self.records_per_person is not None:
+        if self.unit is not PrivacyUnit.PERSON:
+            if times != 1 or not rule.is_mean_of_all:
                 raise ValueError("parties_per_person, combine, records_per_person: give every party person=.")
             return
         if times == 1 or self.budget is None:
@@ -139,6 +183,11 @@ class FederatedPlan(Plan):
             raise ValueError("parties_per_person > 1: sampled under add-remove only; or use the full batch.")
 
     @property
+    def person_rule(self) -> PersonRule:
+        """How a person's records count at each party."""
+        return PersonRule(self.combine, self.records_per_person)
+
+    @property
     def own_noise(self) -> bool:
         return self.trust == "local"
 
@@ -150,7 +199,9 @@ class FederatedPlan(Plan):
     def asks(self, loss: Objective) -> Objective:
         if self.unit is PrivacyUnit.RECORD:
             return loss
-        return UserLevelObjective(loss, self.combine, self.records_per_person)
+        if self.unit is PrivacyUnit.PARTY:
+            return PartyLevelObjective(loss)
+        return UserLevelObjective(loss, self.person_rule)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -182,9 +233,13 @@ class FederatedPlan(Plan):
         if not self.is_private:
             bound = 2.0 * max(1.0, *self.factors) * sum(self.sizes)
             return SecureSumConfig(self.secure, len(self.names), dimension, bound, 0.0, **settings)
+        bound = _REACH
+        if self.ring == 32 and self.secure == "masks":
+            bound = coarse_reach(len(self.names), settings["honest"])
         return SecureSumConfig(
-            self.secure, len(self.names), dimension, _REACH, 1.0, correlated=self.correlated, **settings
-        )
+            self.secure, len(self.names), dimension, bound, 1.0, correlated=self.correlated, ring=self.ring,
+            **settings,
+        )  # fmt: skip
 
     @cached_property
     def correlated(self) -> BufferedToeplitzNoise | None:
@@ -194,7 +249,9 @@ class FederatedPlan(Plan):
     def scale(self, multiplier: float, bound: float, dimension: int) -> float:
         """What a party divides its sum by before a secure sum: σ in the query's own units, rounding paid.
 
-        σ = z·(C + √d·step) with step = σ/units, hence σ = zC/(1 − z√d/units). Without noise it is C.
+        σ = z·(C + k√d·step) with step = σ/units and k parties that may know one person, each of which rounds its
+        sum; hence σ = zC/(1 − zk√d/units). Without noise it is C. On a 32-bit ring sums are rounded with a dither,
+        which adds far less (:func:`dithered_clip`): k parties' parts of C/k each, by the triangle inequality.
         """
         if not 0.0 < bound < math.inf:
             raise ValueError(f"clip {bound}: a secure sum needs a finite bound on every record.")
@@ -202,7 +259,11 @@ class FederatedPlan(Plan):
             return bound
         if self.correlated is not None:
             multiplier *= self.correlated.factor
-        share = multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
+        times = self.parties_per_person
+        if self.ring == 32:
+            clip = times * dithered_clip(times * multiplier, dimension)
+            return bound * self.terms(dimension).noise_units / clip
+        share = times * multiplier * math.sqrt(dimension) / self.terms(dimension).noise_units
         if share >= 0.5:
             raise ValueError(f"noise multiplier {multiplier:g} in {dimension} dimensions: the grid is too coarse.")
         return multiplier * bound / (1.0 - share)
@@ -210,9 +271,17 @@ class FederatedPlan(Plan):
     @property
     def variance_factor(self) -> float:
         """Variance of the noise in a sum ÷ that of a trusted curator."""
+        own = self.own_noise or self.secure == "masks"
+        factor = sum(f * f for f in self.factors) / max(self.factors) ** 2 if self.own_noise else 1.0
         if self.secure is not None:
-            return self.terms(1).variance_factor if self.is_private else 0.0
-        return sum(f * f for f in self.factors) / max(self.factors) ** 2 if self.own_noise else 1.0
+            factor = self.terms(1).variance_factor if self.is_private else 0.0
+        # Sums of k of m parties are multiplied by m/k, and parties that are not asked add none of their noise.
+        return factor * self.upscaling ** (1 if own else 2)
+
+    @property
+    def upscaling(self) -> float:
+        """What the sum of the parties of one round is multiplied by, so that it stands for all: m/k."""
+        return 1.0 if self.parties_per_round is None else len(self.names) / self.parties_per_round
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
         """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
@@ -222,11 +291,19 @@ class FederatedPlan(Plan):
         same = all(part == parts[0] for part in parts)
         return parts[0] if same and not self.own_noise else events.MaxOverParties(tuple(parts))
 
-    def party_event(self, party: int, counts: Mapping[str, int] | None) -> events.Event | None:
-        """What the records of one party gave away; ``None`` if they were never asked."""
+    def party_event(
+        self, party: int, counts: Mapping[str, int] | None, *, viewers: bool = False
+    ) -> events.Event | None:
+        """What the records of one party gave away; ``None`` if they were never asked.
+
+        A coordinator that draws the parties knows whom. Unless it is trusted, the event is the one against it, or
+        if ``viewers``, against those who see released models alone.
+        """
         slots = []  # the schedule with the party's own fixed batches and the spare rounds
         for slot in self.schedule.slots:
             sampling = slot.sampling.at_party(self.sizes, party)
+            if sampling is not None and self.trust != "curator" and not viewers:
+                sampling = sampling.against_coordinator()
             if sampling is not None:
                 law = None if slot.law is None else tuple((r + self.spare, p) for r, p in slot.law)
                 slots.append(replace(slot, sampling=sampling, count=slot.count + self.spare, law=law))
@@ -240,6 +317,18 @@ class FederatedPlan(Plan):
         if self.own_noise and self.parties_per_person > 1:  # so many parties' noisy sums are about one person
             return events.repeated(events.composed([run, *slack]), self.parties_per_person)
         return events.composed([run, *slack])
+
+    @property
+    def coordinator_draws(self) -> bool:
+        """Whether the coordinator, who is not trusted, draws the parties: then there are two statements."""
+        drawn = any(slot.sampling.coordinator_draws is not None for slot in self.schedule.slots)
+        return drawn and self.trust != "curator"
+
+    @cached_property
+    def answer_after(self) -> float | None:
+        """After how many seconds parties that draw in secret answer; ``None`` if none does."""
+        times = [slot.sampling.answer_after for slot in self.schedule.slots]
+        return max((seconds for seconds in times if seconds is not None), default=None)
 
     @cached_property
     def _kinds(self) -> list[tuple[Sampling | None, ...]]:
@@ -257,10 +346,12 @@ class FederatedPlan(Plan):
         """Total variation that the discrete noise of all secure sums of the run adds up to."""
         if self.secure is None or not self.is_private:
             return 0.0
-        return math.fsum(
-            self.limit(slot.name) * self.terms(self.dims.get(slot.name, self.shape.dim)).slack()
+        made = [
+            (self.limit(slot.name), self.terms(self.dims.get(slot.name, self.shape.dim)))
             for slot in self.schedule.slots
-        )
+        ]
+        distance = math.fsum(count * terms.distance() for count, terms in made)
+        return distance + math.sqrt(math.fsum(count * terms.divergence() for count, terms in made) / 2.0)
 
     def proves(self) -> None:
         """Raise unless the plan's own events prove its budget: what a party checks before it approves."""
@@ -310,7 +401,7 @@ class FederatedPlan(Plan):
 
 _OWN = (
     "trust", "names", "sizes", "factors", "secure", "quorum", "colluders", "servers", "spare", "shape",
-    "templates", "dims", "parties_per_person", "combine", "records_per_person",
+    "templates", "dims", "parties_per_person", "ring", "parties_per_round", "combine", "records_per_person",
 )  # fmt: skip
 _KEYS = {"names": "parties", "templates": "queries"}  # as they are called in JSON
 

@@ -24,9 +24,12 @@ from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.files import check_path_name
 from quietgrad.core.settings import check_types
+from quietgrad.federation.network import NETWORK, Beside, NetworkSource, nothing_beside
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
-from quietgrad.federation.table_format import SETTINGS, TableFormat
+from quietgrad.federation.record_format import SETTINGS, RecordFormat
+from quietgrad.federation.table_format import SETTINGS as TABLE_SETTINGS
+from quietgrad.federation.table_format import TableFormat
 from quietgrad.methods.registry import entry
 from quietgrad.tables.registry import loss_entry, make_objective
 
@@ -38,10 +41,17 @@ def needed(section: Mapping[str, object], key: str, where: str) -> Any:
 
 
 def objective_of(
-    settings: Mapping[str, object], data: Mapping[str, Any]
-) -> tuple[Any, TableFormat, dict[str, Any]]:
-    """The objective of ``[objective]``, the tables of ``[data]``, and the public facts that a saved model needs."""
+    settings: Mapping[str, object], data: Mapping[str, Any], beside: Beside
+) -> tuple[Any, TableFormat | RecordFormat, dict[str, Any]]:
+    """The objective of ``[objective]``, the records of ``[data]``, and the public facts that a saved model needs.
+
+    A network's objective is for planning only: see :mod:`quietgrad.federation.network`.
+    """
     name, settings = _named(settings, "[objective]")
+    if name == NETWORK:
+        network, records = NetworkSource.of(settings, beside), RecordFormat.of(data)
+        return network, records, {**records.facts, **network.facts}
+    check_types(data, "[data]", TABLE_SETTINGS)
     table = TableFormat.of(data, loss_entry(name)[0].task)
     names = table.class_names
     objective, facts = make_objective(name, settings, classes=None if names is None else len(names))
@@ -64,7 +74,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "federation": {
         "name": str, "trust": str, "secure": str, "weights": str, "quorum": int, "colluders": int, "servers": int,
         "spare": int, "private": bool, "parties_per_person": int, "records_public": int, "combine": str,
-        "records_per_person": int,
+        "records_per_person": int, "ring": int, "parties_per_round": int,
     },
     "coordinator": {"address": str, "timeout": float, "grace": float},
     "data": SETTINGS,
@@ -80,7 +90,8 @@ class PlanFile:
 
     All members pin ``digest``, of the file's content. ``settings`` are further arguments of
     :func:`~quietgrad.federation.planning.federate`, ``table`` is the format of the parties' files, and ``model``
-    what a saved model needs to score records.
+    what a saved model needs to score records. ``objective`` is what planning needs: that of a network cannot be
+    asked for sums, and :class:`~quietgrad.federation.approved.Approved` builds the one that can.
     """
 
     name: str
@@ -90,7 +101,7 @@ class PlanFile:
     budget: Budget | None
     parties: tuple[str, ...]
     sizes: tuple[int, ...]
-    table: TableFormat
+    table: TableFormat | RecordFormat
     settings: Mapping[str, Any]
     host: str
     port: int
@@ -105,11 +116,11 @@ class PlanFile:
     @cached_property
     def plan(self) -> FederatedPlan:
         """The calibrated plan; its noise multiplier is rounded up to four digits, so that all machines agree."""
-        dim = (self.features + self.objective.intercept) * self.objective.outputs
+        shape = self._shape
         try:
             plan = federate(
                 self.algorithm, self.objective, names=self.parties, sizes=self.sizes,
-                shape=Shape(dim, self.features), budget=self.budget, **self.settings,
+                shape=shape, budget=self.budget, **self.settings,
             )  # fmt: skip
         except QuietgradError:
             raise
@@ -119,6 +130,17 @@ class PlanFile:
             return plan
         return dataclasses.replace(plan, noise_multiplier=_rounded_up(plan.noise_multiplier))
 
+    @property
+    def _shape(self) -> Shape:
+        if (network := self.network) is not None:
+            return Shape(network.parameters)
+        return Shape((self.features + self.objective.intercept) * self.objective.outputs, self.features)
+
+    @property
+    def network(self) -> NetworkSource | None:
+        """The network's text and weights, if the plan names one."""
+        return self.objective if isinstance(self.objective, NetworkSource) else None
+
     @cached_property
     def members(self) -> tuple[str, ...]:
         """All who need keys: the parties, the servers if there are any, and the coordinator."""
@@ -126,7 +148,21 @@ class PlanFile:
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    return parse_plan(read_text(path), str(path))
+    """Read a plan file, and the files beside it that it names; none of their code is run."""
+    return parse_plan(read_text(path), str(path), beside(path))
+
+
+def beside(plan: str | Path) -> Beside:
+    """Reads files of the folder that ``plan`` is in."""
+
+    def read(name: str, most: int) -> bytes:
+        path = Path(plan).parent / name
+        try:
+            return files.read_bytes(path, most=most)
+        except OSError as error:
+            raise DataError(f"{path}: the plan names this file ({files.os_error_text(error)}).") from None
+
+    return read
 
 
 def read_text(path: str | Path) -> str:
@@ -138,8 +174,11 @@ def read_text(path: str | Path) -> str:
         raise DataError(f"{path}: not a text file.") from None
 
 
-def parse_plan(text: str, source: str = "plan") -> PlanFile:
-    """The federation that a TOML text describes; anything unknown in it is refused."""
+def parse_plan(text: str, source: str = "plan", files_beside: Beside = nothing_beside) -> PlanFile:
+    """The federation that a TOML text describes; anything unknown in it is refused.
+
+    ``files_beside`` reads the files that it names: a network's module and weights.
+    """
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -147,12 +186,14 @@ def parse_plan(text: str, source: str = "plan") -> PlanFile:
     except (ValueError, RecursionError):
         raise DataError(f"{source}: not a TOML file: nested too deep, or a number of too many digits.") from None
     try:
-        return _plan(content)
+        return _plan(content, files_beside)
+    except DataError:
+        raise
     except (ValueError, TypeError, OverflowError, AttributeError, RecursionError) as error:
         raise DataError(f"{source}: {error}") from error
 
 
-def _plan(content: dict[str, Any]) -> PlanFile:
+def _plan(content: dict[str, Any], files_beside: Beside) -> PlanFile:
     known = {*SECTIONS, "algorithm", "objective", "party"}
     if extra := sorted(content.keys() - known):
         raise ValueError(f"section {extra[0]!r} is not known; there may be {', '.join(sorted(known))}.")
@@ -173,7 +214,7 @@ def _plan(content: dict[str, Any]) -> PlanFile:
         federation["weights"] = weights
     if "person" in data:  # then the parties' records are numbers of people
         federation["unit"] = "person"
-    objective, table, model = objective_of(content.get("objective", {}), data)
+    objective, table, model = objective_of(content.get("objective", {}), data, files_beside)
     method, settings = _named(content.get("algorithm", {}), "[algorithm]")
     seconds = {name: float(where.get(name, default)) for name, default in (("timeout", 60), ("grace", 15))}
     for name, value in seconds.items():
@@ -186,11 +227,17 @@ def _plan(content: dict[str, Any]) -> PlanFile:
     host, port = address_of(where.get("address", "127.0.0.1:7443"))
     return PlanFile(
         name=check_path_name("[federation] name", federation.pop("name", "federation")),
-        digest=hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest(),
+        digest=_digest(content, objective),
         algorithm=entry(method).make(settings), objective=objective, budget=budget, table=table,
         parties=names, sizes=sizes, settings=federation, host=host, port=port, model=model,
         **seconds,
     )  # fmt: skip
+
+
+def _digest(content: Mapping[str, Any], objective: object) -> str:
+    """SHA-256 of the plan's content, and of the files that it names, by theirs."""
+    pinned = {**content, "files": objective.digests} if isinstance(objective, NetworkSource) else content
+    return hashlib.sha256(json.dumps(pinned, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _parties(entries: list[object]) -> tuple[tuple[str, ...], tuple[int, ...], list[float] | None]:

@@ -19,7 +19,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.accounting.budget import Budget, PrivacyUnit
+from quietgrad.core.accounting.accounting import prove
+from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.explain import explain as of_one_table
 from quietgrad.core.plans.schedule import calibrate_plan
@@ -28,7 +29,7 @@ from quietgrad.core.session.queries import Objective
 from quietgrad.core.vectors import Vector
 from quietgrad.data.dataset import split_dirichlet, split_even, split_uneven
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.secure.terms import Mode, threat_model
+from quietgrad.federation.secure.terms import Mode, coarse_reach, threat_model
 from quietgrad.federation.wire import Template, template
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.minimizing import check_people
@@ -77,7 +78,10 @@ class Party:
         """The declared number of records, or people, or the true one."""
         if self.n_public is not None:
             return self.n_public
-        rows = rows_in(self.X)
+        first = self.X
+        while self.y is None and isinstance(first, tuple):  # (X, y) of a network, or ((X1, X2), y)
+            first = first[0]
+        rows = rows_in(first)
         return rows if self.person is None else factorize_ids(self.person, rows)[1]
 
 
@@ -109,6 +113,8 @@ def deal(
     return [Party(X[part], labels[part], ids=part) for part in parts]
 
 
+LONG = 1 << 16
+"""Numbers in a vector from which on a 32-bit ring is worth its coarser grid."""
 Weights = str | Sequence[float]
 """``"size"`` (n_j/n), ``"equal"`` (1/m), or one number per party."""
 
@@ -152,6 +158,8 @@ def federate(
     combine: Combine = "mean",
     records_per_person: int | None = None,
     start: Vector | None = None,
+    ring: int | None = None,
+    parties_per_round: int | None = None,
 ) -> FederatedPlan:
     """Calibrate ``algorithm`` for many parties, without touching a record.
 
@@ -162,6 +170,8 @@ def federate(
         unit: ``"person"`` if sizes count people with several records each.
         records_public: how many records people have together at all parties, if that is public.
         start: where the run starts, if not where the objective says.
+        ring: bits of a word of masked sums, 32 or 64; chosen by the lengths of vectors and sums unless given.
+        parties_per_round: how many parties a round asks.
         weights, servers, the others: as in :func:`~quietgrad.federation.simulation.simulate` and
             :class:`~quietgrad.federation.plan.FederatedPlan`.
 
@@ -173,6 +183,11 @@ def federate(
     ({'gradient': 2}, 1.0, 2.0)
     """
     privacy_unit = PrivacyUnit.parse(unit)
+    if algorithm.by_party:
+        if privacy_unit is PrivacyUnit.PERSON:
+            raise ValueError(f"{algorithm.name}: its privacy unit is a party; leave out person=.")
+        # Who the parties are is public, and each is one unit, however many records it holds.
+        privacy_unit, sizes, records_public = PrivacyUnit.PARTY, [1] * len(names), None
     if privacy_unit is PrivacyUnit.PERSON and parties_per_person is None:
         raise ValueError("parties_per_person: say how many parties may know one person, 1 if none is known to two.")
     names, sizes = tuple(names), tuple(int(size) for size in sizes)
@@ -189,7 +204,11 @@ def federate(
             raise ValueError(f"servers={servers}: only secure='servers' and 'mpc' use servers.")
         count = servers
     if any(slot.mechanism.one_curator for slot in schedule.slots):
-        raise ValueError(f"{algorithm.name}: its noisy search needs one curator of all records; use minimize.")
+        search = getattr(algorithm, "search", None)
+        other = ", or search='hessians', which is made of sums" if search == "threshold" else ""
+        raise ValueError(
+            f"{algorithm.name}: its noisy search needs one curator of all records; use minimize{other}."
+        )
     if budget is not None:
         schedule = schedule.under(budget.relation)
         algorithm.check_budget(budget)
@@ -203,13 +222,13 @@ def federate(
         names=names,
         sizes=sizes,
         factors=factors(weights, sizes),
-        quorum=len(names) if quorum is None else quorum,
+        quorum=(parties_per_round or len(names)) if quorum is None else quorum,
         colluders=colluders if secure == "masks" else 1,
         servers=tuple(f"server-{k + 1}" for k in range(count)),
         unit=privacy_unit,
         parties_per_person=1 if parties_per_person is None else parties_per_person,
         trust=trust, secure=secure, spare=spare, shape=shape, records_public=records_public,
-        combine=combine, records_per_person=records_per_person,
+        combine=combine, records_per_person=records_per_person, parties_per_round=parties_per_round,
     )  # fmt: skip
     check_people(algorithm, plan.asks(objective))
     initial = objective.initial(shape) if start is None else start
@@ -217,9 +236,35 @@ def federate(
     plan = replace(plan, templates=templates, dims=dims)
     if budget is None:
         return plan
+    planned = _calibrated(replace(plan, ring=ring or 64), budget, noise_multiplier)
+    if ring is not None or not fits_32_bits(planned):
+        return planned
+    coarse = _calibrated(replace(plan, ring=32), budget, noise_multiplier)
+    return coarse if fits_32_bits(coarse) else planned
+
+
+def _calibrated(plan: FederatedPlan, budget: Budget, noise_multiplier: float | None) -> FederatedPlan:
     if noise_multiplier is None:
         return calibrate_plan(lambda z: replace(plan, noise_multiplier=z), budget)
     return replace(plan, noise_multiplier=noise_multiplier)
+
+
+def fits_32_bits(plan: FederatedPlan) -> bool:
+    """Whether masked sums are long enough to gain from a 32-bit ring, and no party's sum is too large for it.
+
+    A party's sum of b records is at most b/z in units of σ. Of a random b six standard deviations more are kept
+    free; what is larger still is shortened, which costs accuracy and no privacy.
+    """
+    if plan.secure != "masks" or plan.correlated is not None or max(plan.dims.values()) < LONG:
+        return False
+    reach = coarse_reach(len(plan.names), plan.quorum - plan.colluders)
+    for slot in plan.schedule.slots:
+        for j, size in enumerate(plan.sizes):
+            sampling = slot.sampling.at_party(plan.sizes, j)
+            records = 0.0 if sampling is None else sampling.expected_batch(size)
+            if records + 6.0 * math.sqrt(records) > reach * plan.multiplier(slot.name):
+                return False
+    return True
 
 
 def declared(
@@ -259,10 +304,18 @@ def explain(plan: FederatedPlan) -> str:
             "absences: every round keeps enough noise with any party missing; a missing share is never taken back, "
             "so the sums of later rounds have more noise"
         )
+    if plan.ring == 32:
+        lines.append("integers: words of 32 bits, σ = 2^20 grid units, sums rounded with a secret dither")
+    if plan.parties_per_round is not None:
+        lines.append(
+            f"rounds: each asks {plan.parties_per_round} of {len(plan.names)} parties, drawn in public. It saves "
+            "work and buys no privacy: every party is charged for every round"
+        )
     lines += [f"retries: {plan.spare} spare rounds of each kind are in the cost"] if plan.spare else []
     lines += [f"batches: {text}" for text in [local_batches(plan)] if text]
     if plan.unit is PrivacyUnit.PERSON:
         lines.append(f"people: {multiplicity(plan)}")
+    lines += [f"{words}" for words in party_statements(plan)]
     if max(plan.factors) != 1.0:
         lines.append(f"weights: one record counts up to {max(plan.factors):.4g}·C, and the noise is as much louder")
     who = {"curator": "the coordinator, who sees exact sums", "local": "no member", "secure": "no member alone"}
@@ -270,6 +323,37 @@ def explain(plan: FederatedPlan) -> str:
     return "\n".join(
         [*lines, f"trusted: {who[plan.trust]}{'' if plan.secure is None else f' ({plan.secure})'}{noise}"]
     )
+
+
+def party_statements(plan: FederatedPlan) -> tuple[str, ...]:
+    """What is to be said beside the ε of a plan whose unit is a party, and whom its parties are drawn by."""
+    if plan.unit is not PrivacyUnit.PARTY or plan.budget is None:
+        return ()
+    found = [
+        "who the parties are is public; a neighbour has the same parties, of which one holds nothing or other data"
+    ]
+    if plan.coordinator_draws:
+        most = max(slot.sampling.coordinator_draws or 0 for slot in plan.schedule.slots)
+        found.append(
+            "two statements: the stated ε holds against the coordinator, who draws the parties and knows whom, "
+            f"because each party takes part {most} times at most; against those who see released models alone "
+            f"{_viewers(plan, plan.budget)}"
+        )
+    if plan.answer_after is not None and plan.trust != "curator":
+        found.append(
+            "each party draws for itself after its presence is settled, trains whatever it draws, and answers "
+            f"{plan.answer_after:g} s after it is asked; what fails or is late is a masked zero"
+        )
+    return tuple(found)
+
+
+def _viewers(plan: FederatedPlan, budget: Budget) -> str:
+    """The smaller ε of a plan whose parties are drawn in secret from those who see models alone, in words."""
+    if budget.relation is Relation.REPLACE_ONE:  # a capped coin is proved to cost no more under add-remove only
+        return "no smaller one is proved under replace-one"
+    viewed = plan.party_event(0, None, viewers=True)
+    assert viewed is not None
+    return f"it is {prove(viewed, delta=budget.delta, relation=budget.relation).epsilon:.4g}"
 
 
 def multiplicity(plan: FederatedPlan) -> str:

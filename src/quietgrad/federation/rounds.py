@@ -1,16 +1,19 @@
 """One round of a federation from the coordinator's side: ask, gather, refuse what is wrong by name, add up.
 
 Sums are added up in the open (exact ones for a trusted curator, noisy ones under local trust) or securely: by
-masks, with the coordinator as the aggregator, or by shares to servers, whose frames the coordinator only relays. A
-round that fails raises :class:`FailedRoundError`. Nothing of it may be used, and asking again is a new release.
+masks, with the coordinator as the aggregator, or by shares to servers, whose frames the coordinator only relays.
+The choreography of both stands in :mod:`quietgrad.federation.secure.choreography`; here it is driven over a
+network. A round that fails raises :class:`FailedRoundError`. Nothing of it may be used, and asking again is a new
+release.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +21,10 @@ import numpy.typing as npt
 
 from quietgrad.federation.exchange import Enough, Exchange
 from quietgrad.federation.plan import FederatedPlan
+from quietgrad.federation.revocation import Revocations
+from quietgrad.federation.secure.choreography import QUESTION, MaskedSums, Reply, SharedSums, Step, drive
 from quietgrad.federation.secure.discrete_gaussian import check_length
 from quietgrad.federation.secure.identity import (
-    HELLO_BYTES,
     DropoutError,
     Identity,
     ProtocolError,
@@ -28,7 +32,6 @@ from quietgrad.federation.secure.identity import (
     SumOutOfBoundsError,
 )
 from quietgrad.federation.secure.masking import MaskingServer
-from quietgrad.federation.secure.servers import share_bytes
 from quietgrad.federation.wire import Array, Message, WireError, blobs, encode, limit
 
 Floats = npt.NDArray[np.float64]
@@ -65,6 +68,8 @@ class RoundRequest:
     faults: dict[str, str]
     begin: Callable[[], None]
     malformed: set[str] = field(default_factory=set)
+    drawn: frozenset[str] | None = None
+    """Whom the coordinator drew for the round; ``None`` where it draws none. The others hand in zeros."""
 
     @property
     def dim(self) -> int:
@@ -74,8 +79,12 @@ class RoundRequest:
     def here(self) -> dict[str, Any]:
         return {name: self.fields[name] for name in ("run", "round", "dim")}
 
-    def message(self) -> bytearray:
-        return encode(Message("ask", self.fields, self.arrays))
+    def questions(self, names: Iterable[str]) -> dict[str, bytearray]:
+        """The question to each of these parties: one message, unless the coordinator drew some of them."""
+        if self.drawn is None:
+            return dict.fromkeys(names, encode(Message("ask", self.fields, self.arrays)))
+        both = [encode(Message("ask", {**self.fields, "drawn": drawn}, self.arrays)) for drawn in (False, True)]
+        return {name: both[name in self.drawn] for name in names}
 
     def leave_out(self, malformed: Mapping[str, str]) -> None:
         """Count parties as absent because of what they sent, by name and reason."""
@@ -95,7 +104,7 @@ class PlainRounds:
     def collect(self, ask: RoundRequest) -> Floats:
         """Return the sum of the good answers of at least a quorum; the others are at fault."""
         ask.begin()
-        replies = self._exchange.call(dict.fromkeys(ask.invited, ask.message()), ask.faults, self._enough)
+        replies = self._exchange.call(ask.questions(ask.invited), ask.faults, self._enough)
         wrong = {name: why for name, reply in replies.items() if (why := self._fault(name, reply, ask)) is not None}
         ask.faults.update(wrong)
         if len(replies) - len(wrong) < self._plan.quorum:
@@ -129,14 +138,19 @@ class SecureRounds:
     """Secure sums: by masks with the coordinator as the aggregator, or by shares to servers."""
 
     def __init__(
-        self, plan: FederatedPlan, exchange: Exchange, identity: Identity | None, roster: Roster | None
+        self,
+        plan: FederatedPlan,
+        exchange: Exchange,
+        identity: Identity | None,
+        roster: Roster | None,
+        revocations: Revocations,
     ) -> None:
-        self._plan, self._exchange, self._enough = plan, exchange, quorate(plan)
+        self._plan, self._exchange, self._revocations = plan, exchange, revocations
         if not plan.servers and (identity is None or roster is None):
             raise ValueError("secure='masks': the coordinator needs its identity and the roster.")
         self._identity, self._roster = identity, roster
-        self._ready: dict[int, MaskingServer | None] = {}  # by length of vectors; servers hold their own state
-        self._numbers = {name: len(plan.names) + k for k, name in enumerate(plan.servers)}
+        self._ready: dict[int, MaskedSums | SharedSums] = {}  # by length of vectors
+        self._names = (*plan.names, *plan.servers)  # by roster number
 
     def reset(self) -> None:
         """Begin with new keys: a member restarted."""
@@ -147,16 +161,21 @@ class SecureRounds:
         try:
             if ask.dim not in self._ready:
                 self._ready[ask.dim] = self._set_up(ask)
-            server = self._ready[ask.dim]
-            total, present = self._shared(ask) if server is None else self._masked(server, ask)
+            protocol = self._ready[ask.dim]
+            total, present = drive(
+                protocol.sum(ask.fields["round"], self._numbers_of(ask), ask.leave_out), partial(self._send, ask)
+            )
+            if isinstance(protocol, MaskedSums):
+                ask.faults.update(protocol.server.proved)
             # In the query's own units, if the records of those in it can have such a sum.
             scale = self._plan.scale(ask.multiplier, ask.bound * self._plan.reach, ask.dim)
-            most = longest(self._plan, present, ask.bound) / scale
+            most = longest(self._plan, (self._names[i] for i in present), ask.bound) / scale
             check_length(total, self._plan.terms(ask.dim).possible_length(most))
             return total * scale
         except (ProtocolError, WireError) as fault:
             # A failed round leaves roles in different states: begin again with new keys.
-            server = self._ready.get(ask.dim)
+            begun = self._ready.get(ask.dim)
+            server = begun.server if isinstance(begun, MaskedSums) else None
             proved = {} if server is None else server.proved
             self._ready.clear()
             named: Mapping[str, str] = {}
@@ -185,141 +204,52 @@ class SecureRounds:
             return parties
         return [max(accused, key=lambda name: len(accused[name]))]
 
-    def _set_up(self, ask: RoundRequest) -> MaskingServer | None:
+    def _set_up(self, ask: RoundRequest) -> MaskedSums | SharedSums:
         """Introduce the members of a round to each other, with new keys."""
-        epoch, servers, faults = os.urandom(16), self._plan.servers, ask.faults
-        here = {**ask.here, "epoch": epoch.hex()}
-        enough = quorate(self._plan, *servers)
-        hello = dict.fromkeys((*ask.invited, *servers), encode(Message("hello", here)))
-        hellos = self._frames(self._exchange.call(hello, faults, enough), ask)
-        server = None
-        if self._identity is None or self._roster is None or servers:
-            short = [name for name, frame in hellos.items() if len(frame) != HELLO_BYTES]
-            ask.leave_out(dict.fromkeys(short, "hello has a wrong length"))
-            hellos = {name: frame for name, frame in hellos.items() if name not in short}
-            of_servers = [hellos[name] for name in servers if name in hellos]  # all that a party needs
-            meetings = {name: [*hellos.values()] if name in servers else of_servers for name in hellos}
+        epoch, terms = os.urandom(16), self._plan.terms(ask.dim)
+        protocol: MaskedSums | SharedSums = SharedSums(terms, self._names)
+        if not self._plan.servers:
+            assert self._identity is not None
+            assert self._roster is not None
+            protocol = MaskedSums(MaskingServer(self._identity, self._roster, terms, epoch), self._plan.quorum)
+        members = protocol.set_up([self._plan.numbers[name] for name in ask.invited], ask.leave_out)
+        # With new keys, all hear of those who were revoked meanwhile.
+        drive(members, partial(self._send, ask, epoch=epoch.hex(), **self._revocations.handed_out()))
+        return protocol
+
+    def _numbers_of(self, ask: RoundRequest) -> list[int]:
+        """The parties that can be asked: those invited that nothing went wrong with."""
+        return [self._plan.numbers[name] for name in ask.invited if name not in ask.faults]
+
+    def _send(self, ask: RoundRequest, step: Step, **more: Any) -> dict[int, Reply]:
+        """Carry one step of a choreography to its recipients and bring back who answered what."""
+        if len(step.to) < step.least:
+            raise FailedRoundError(ask.faults)  # before any recipient is asked
+        to = {self._names[i]: frames for i, frames in step.to.items()}
+        if step.kind == QUESTION:
+            ask.begin()
+            messages = ask.questions(to)
         else:
-            server = MaskingServer(self._identity, self._roster, self._plan.terms(ask.dim), epoch)
-            for name, frame in hellos.items():
-                try:
-                    server.meet([frame])
-                except ProtocolError as wrong:
-                    ask.leave_out({name: str(wrong).removeprefix(f"{name}: ")})
-            meetings = {server.roster.names[i]: frames for i, frames in server.introductions().items()}
-        made: dict[int, bytearray] = {}  # one message for those who get the same
-        for each in meetings.values():
-            if id(each) not in made:
-                made[id(each)] = encode(Message("meet", here, blobs({f"{k:04}": f for k, f in enumerate(each)})))
-        met = self._exchange.call({name: made[id(each)] for name, each in meetings.items()}, faults, enough)
-        said = dict(zip((f"{k:04}" for k in range(len(hellos))), hellos, strict=True))
-        for name in servers:
-            ask.leave_out(_left_out(met.get(name), name, said))
-        return server
-
-    def _masked(self, server: MaskingServer, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
-        names, t = server.roster.names, ask.fields["round"]
-
-        def call(messages: Mapping[str, bytearray]) -> dict[int, bytes]:
-            replies = self._frames(self._exchange.call(messages, ask.faults, self._enough), ask)
-            return {server.roster.index(name): frame for name, frame in replies.items()}
-
-        def each(kind: str, frames: Mapping[int, bytes]) -> dict[str, bytearray]:
-            return {names[i]: encode(Message(kind, ask.here, blobs({"frame": f}))) for i, f in frames.items()}
-
-        prepare = encode(Message("prepare", ask.here))
-        delivery = server.relay(t, call({name: prepare for name in ask.invited if name not in ask.faults}))
-        # Envelopes are opened before a question leaves: whoever sealed false ones costs the others no release.
-        ready = self._exchange.call(each("deliver", delivery), ask.faults, self._enough)
-        if len(ready) < self._plan.quorum:
+            made: dict[int, bytearray] = {}  # one message for those who get the same
+            for frames in to.values():
+                if id(frames) not in made:
+                    made[id(frames)] = encode(Message(step.kind, {**ask.here, **more}, blobs(frames)))
+            messages = {name: made[id(frames)] for name, frames in to.items()}
+        servers = [name for name in to if name in self._plan.servers]
+        enough = quorate(self._plan, *servers) if len(servers) < len(to) else partial(_all_of, servers)
+        replies = self._exchange.call(messages, ask.faults, enough)
+        if len(replies) < step.least:
             raise FailedRoundError(ask.faults)
-        ask.begin()
-        questions = server.survivors(t, call(dict.fromkeys(ready, ask.message())))
-        total = server.finish(t, call(each("reveal", questions)))
-        ask.leave_out(server.left_out)
-        ask.faults.update(server.proved)
-        return total, tuple(names[i] for i in questions)
-
-    def _shared(self, ask: RoundRequest) -> tuple[Floats, tuple[str, ...]]:
-        """Sample the noise (mpc), ask for shares, let the servers add up."""
-        if self._plan.secure == "mpc" and self._plan.is_private:
-            self._sample(ask)
-        parties = [name for name in ask.invited if name not in ask.faults]
-        if len(parties) < self._plan.quorum:
-            raise FailedRoundError(ask.faults)  # before any party is asked
-        ask.begin()
-        replies = self._exchange.call(dict.fromkeys(parties, ask.message()), ask.faults, self._enough)
-        # A share of another length or type is not relayed: the server would refuse it with all others.
-        lengths = share_bytes(self._plan.terms(ask.dim))
-        shares = {name: found for name, r in replies.items() if (found := _shares(r, self._numbers, lengths))}
-        ask.leave_out({name: "shares have a wrong length or type" for name in replies if name not in shares})
-        if len(shares) < self._plan.quorum:
-            raise FailedRoundError(ask.faults)  # the servers would refuse, and seem to be at fault
-        numbers, places = self._numbers, self._plan.numbers
-        received = self._relay("receive", ask, {
-            server: {str(places[name]): found[k] for name, found in shares.items()} for server, k in numbers.items()
-        })  # fmt: skip
-        for server in numbers:
-            ask.leave_out(_left_out(received[server], server, {name: name for name in shares}))
-        partials = self._relay("partial", ask, {
-            server: {str(numbers[name]): r.arrays[str(k)] for name, r in received.items() if str(k) in r.arrays}
-            for server, k in numbers.items()
-        })  # fmt: skip
-        first = self._plan.servers[0]
-        summands = {str(numbers[name]): r.arrays["frame"] for name, r in partials.items() if "frame" in r.arrays}
-        total = self._relay("finish", ask, {first: summands})[first].arrays.get("total")
-        if total is None or total.dtype != np.float64 or total.shape != (ask.dim,) or not np.isfinite(total).all():
-            raise ProtocolError(first, "its total is not a finite vector of the agreed length")
-        return total, tuple(name for name in shares if name not in ask.malformed)
-
-    def _sample(self, ask: RoundRequest) -> None:
-        """Relay the servers' frames around the ring until the noise is shared among them."""
-        servers = self._plan.servers
-        frames: list[Mapping[str, Array]] = [{}, {}, {}]
-        while True:
-            inbound = {name: frames[(k + 1) % 3] for k, name in enumerate(servers)}  # i's frame goes to i − 1
-            replies = self._relay("noise", ask, inbound)
-            frames = [replies[name].arrays for name in servers]
-            going = [name for name in servers if replies[name].arrays]
-            if not going:
-                return
-            if len(going) < len(servers):  # all need the same number of steps
-                odd = going[0] if len(going) == 1 else next(name for name in servers if name not in going)
-                raise ProtocolError(odd, "is out of step in sampling the noise")
-
-    def _relay(self, kind: str, ask: RoundRequest, frames: Mapping[str, Mapping[str, Array]]) -> dict[str, Message]:
-        messages = {name: encode(Message(kind, ask.here, each)) for name, each in frames.items()}
-        replies = self._exchange.call(messages, ask.faults, lambda good: len(good) == len(messages))
-        if len(replies) < len(messages):
-            raise FailedRoundError(ask.faults)
-        return replies
-
-    @staticmethod
-    def _frames(replies: Mapping[str, Message], ask: RoundRequest) -> dict[str, bytes]:
-        """Return the one frame of each reply; who sends none is left out."""
-        found = {}
-        for name, reply in replies.items():
-            try:
-                found[name] = reply.blob("frame")
-            except WireError as wrong:
-                ask.leave_out({name: str(wrong)})
-        return found
+        return {i: _reply(replies[name]) for i in step.to if (name := self._names[i]) in replies}
 
 
-def _shares(reply: Message, numbers: Mapping[str, int], lengths: tuple[int, ...]) -> dict[int, Array] | None:
-    """The share for each server by roster number; ``None`` if one is missing or not bytes of its length."""
-    found = {k: reply.arrays.get(str(k)) for k in numbers.values()}
-    shares = {k: share for k, share in found.items() if share is not None and share.dtype == np.uint8}
-    given = tuple(share.size for share in shares.values())
-    return shares if given == lengths else None
+def _reply(message: Message) -> Reply:
+    left_out = message.fields.get("left_out")
+    return Reply(message.arrays, left_out if isinstance(left_out, dict) else {})
 
 
-def _left_out(reply: Message | None, server: str, names: Mapping[str, str]) -> dict[str, str]:
-    """Whom a server left out and why, in its words; ``names`` are the parties by what the server calls them."""
-    said = None if reply is None else reply.fields.get("left_out")
-    if not isinstance(said, dict):
-        return {}
-    return {names[each]: f"{str(why)[:200]} (so says {server})" for each, why in said.items() if each in names}
+def _all_of(servers: Sequence[str], good: Collection[str]) -> bool:
+    return all(name in good for name in servers)
 
 
 def quorate(plan: FederatedPlan, *others: str) -> Enough:

@@ -19,19 +19,30 @@ from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.session.opening import Terms
 from quietgrad.core.session.queries import Objective
 from quietgrad.core.vectors import Vector
+from quietgrad.federation.clients import fits_one_curator, simulate_together
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator, FederatedSession
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder
 from quietgrad.federation.journal import forget
-from quietgrad.federation.party import Member, PartyCurator, SumMember
+from quietgrad.federation.members import Member, SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape, Trust
-from quietgrad.federation.planning import Party, Weights, adversary, federate, local_batches, multiplicity
+from quietgrad.federation.planning import (
+    Party,
+    Weights,
+    adversary,
+    federate,
+    local_batches,
+    multiplicity,
+    party_statements,
+)
+from quietgrad.federation.public_time import AtOnce
 from quietgrad.federation.secure.identity import Identity, Roster
 from quietgrad.federation.secure.terms import Mode
 from quietgrad.federation.transport import Away, Bytes, Clock, Handler, Transport
 from quietgrad.methods import Callback, run
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.callbacks import begin
-from quietgrad.methods.minimizing import how_people_count
+from quietgrad.methods.minimizing import check_objective, how_people_count
 from quietgrad.methods.result import Result
 from quietgrad.tables.person_ids import hashed_ids, kind_of
 from quietgrad.tables.privacy_units import Combine
@@ -69,12 +80,16 @@ def simulate(
     parties_per_person: int | None = None,
     combine: Combine = "mean",
     records_per_person: int | None = None,
+    parties_per_round: int | None = None,
 ) -> Result:
     """Train one model on the records of several parties, all in this process.
 
     Args:
         algorithm: any method that releases sums; on many parties ``DPSRM`` is DDP-SRM (paper 000, Algorithm 2).
-        budget: (ε, δ) for every record of every party; ``None`` adds no noise.
+            With ``FedAvg`` the privacy unit is a party.
+        parties: :class:`Party`, or :class:`~quietgrad.federation.clients.Clients` of one table, of which 10⁵ are
+            simulated at once with a trusted curator.
+        budget: (ε, δ) for every record of every party, or for every party; ``None`` adds no noise.
         trust: ``"curator"``: the coordinator sees exact sums; the noise of one table. ``"secure"``: no role sees a
             sum without noise; 1.003 (``mpc``), m/(m−1) (``masks``) or 2 (``servers``) times the variance.
             ``"local"``: every party adds its own noise; m times the variance.
@@ -93,6 +108,8 @@ def simulate(
         parties_per_person: if the parties' records are people's (``Party(..., person=ids)``), how many parties one
             of them may be known to; 1 if no person is known to two. The privacy unit is then a person.
         combine, records_per_person: how a person's records count, as in :func:`quietgrad.minimize`.
+        parties_per_round: ask so many parties in each round, drawn in public, and multiply their sum by m/k. It
+            saves work and buys no privacy: every party is charged for every round.
 
     >>> import numpy as np, quietgrad as qg
     >>> from quietgrad.federation import Party, simulate
@@ -103,6 +120,16 @@ def simulate(
     >>> result.params.shape, result.privacy.is_private, result.details["trust"]
     ((1,), True, 'secure')
     """
+    check_objective(objective)
+    if fits_one_curator(
+        algorithm, parties, trust=trust, folder=folder, transport=transport, spare=spare, quorum=quorum
+    ):
+        result = simulate_together(
+            algorithm, objective, parties, budget=budget, ledger=ledger, account=account, cap=cap, start=start,
+            seed=seed, callback=callback, noise_multiplier=noise_multiplier,
+        )  # fmt: skip
+        keep(result)
+        return result
     by_person = check_known_people(parties, parties_per_person)
     home = None if folder is None else Path(folder)
     if home is not None and not (home / AGGREGATES).exists():
@@ -113,7 +140,7 @@ def simulate(
         colluders=colluders, servers=servers, spare=spare, seed=seed, folder=folder,
         noise_multiplier=noise_multiplier, parties_per_person=parties_per_person, combine=combine,
         records_per_person=records_per_person, unit="person" if by_person else "record",
-        start=start,
+        start=start, parties_per_round=parties_per_round,
     )  # fmt: skip
     payer = Terms.of(budget, account=account, ledger=ledger, cap=cap, seed=seed).account
     if budget is not None:
@@ -124,7 +151,7 @@ def simulate(
                 yield from loss.prepare(party.held).fingerprint_parts()
 
         payer = payer.settled(contents)
-    notes = () if all(party.n_public is not None for party in parties) else (_SIZES,)
+    notes = () if algorithm.by_party or all(party.n_public is not None for party in parties) else (_SIZES,)
     x0 = objective.initial(plan.shape) if start is None else start
     with contextlib.ExitStack() as until_the_end:
         until_the_end.callback(federation.close)  # also of those who were made before another could not be
@@ -259,7 +286,7 @@ def assemble(
         makers[name] = partial(
             PartyCurator, name, objective, party.held, plan, ledger=party.ledger, account=party.account,
             cap=party.cap, identity=people[name], roster=roster, folder=folder,
-            ids=party.ids if seed is not None else None, seed=seed,
+            ids=party.ids if seed is not None and not algorithm.by_party else None, seed=seed, pace=AtOnce(),
         )  # fmt: skip
     makers |= {name: partial(SumMember, plan, people[name], roster, seed=seed) for name in plan.servers}
     return plan, Federation(coordinator, roster, makers)
@@ -309,8 +336,12 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         notes = (f"secure sums by {plan.secure}: noise variance {variance}", *notes)
     if plan.unit is PrivacyUnit.PERSON:
         notes = (f"people: {multiplicity(plan)}", *notes, *how_people_count(plan.asks(session.objective)))
+    notes = (*party_statements(plan), *notes)
     if local_batches(plan):
         notes = (local_batches(plan), *notes)
+    if plan.parties_per_round is not None:
+        asked = f"each round asked {plan.parties_per_round} of {len(plan.names)} parties, drawn in public"
+        notes = (f"{asked}: it buys no privacy", *notes)
     if plan.trust == "curator":
         notes = ("the coordinator is a trusted curator: it sees each party's exact sums", *notes)
     details = {
@@ -320,7 +351,7 @@ def _described(result: Result, session: FederatedSession, plan: FederatedPlan) -
         "secure": plan.secure,
         "parties": list(plan.names),
         "sizes": list(plan.sizes),
-        "parties_per_person": None if plan.unit is PrivacyUnit.RECORD else plan.parties_per_person,
+        "parties_per_person": plan.parties_per_person if plan.unit is PrivacyUnit.PERSON else None,
         "variance_factor": plan.variance_factor,
         "lost_rounds": session.lost,
     }

@@ -25,11 +25,14 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session import queries as base
+from quietgrad.core.session.clipping import Clipping, Flat, known_rules
 from quietgrad.core.session.queries import Asked, Query
 from quietgrad.core.settings import field_values
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.tables import whitening
 from quietgrad.tables.queries.local_fit import LocalFit
+from quietgrad.tables.queries.local_update import LocalUpdateQuery
+from quietgrad.tables.queries.second_order import GradientsAndHessians
 from quietgrad.tables.table import Affine
 
 VERSION = 1
@@ -67,8 +70,9 @@ class Message:
         return self.arrays[name].tobytes()
 
 
-def blobs(frames: Mapping[str, bytes] | Mapping[int, bytes]) -> dict[str, Array]:
-    return {str(name): np.frombuffer(frame, np.uint8) for name, frame in frames.items()}
+def blobs(frames: Mapping[str, bytes | Array]) -> dict[str, Array]:
+    """Frames as a message carries them: bytes become arrays, arrays stay as they are."""
+    return {name: np.frombuffer(f, np.uint8) if isinstance(f, bytes) else f for name, f in frames.items()}
 
 
 def refusal(code: str, reason: str) -> bytearray:
@@ -163,14 +167,16 @@ _LARGEST_ENTRY = base.LARGEST_CLIP  # of a vector: beyond, scores of ordinary re
 _KINDS: dict[str, type[Any]] = {
     "Gradient": base.GradientQuery, "GradientDifference": base.GradientDifferenceQuery, "Loss": base.LossQuery,
     "RecursiveMomentum": base.RecursiveMomentumQuery, "JointMomentum": base.JointMomentumQuery,
-    "LocalFit": LocalFit, "FeatureMean": whitening.FeatureMean,
+    "LocalFit": LocalFit, "LocalUpdate": LocalUpdateQuery, "GradientsAndHessians": GradientsAndHessians,
+    "FeatureMean": whitening.FeatureMean,
     "SecondMomentMatrix": whitening.SecondMomentMatrix,
     "MeanSquares": whitening.MeanSquares, "RowNormHistogram": whitening.RowNormHistogram,
     "WhitenedGradient": whitening.WhitenedGradient, "Whitening": whitening.Whitening,
     "Affine": Affine,
+    **{f"clipping-{kind}": rule for kind, rule in known_rules().items()},
 }  # fmt: skip
 _NAMES = {kind: name for name, kind in _KINDS.items()}
-_PARTS = (whitening.Whitening, Affine)  # what queries are made of
+_PARTS = (whitening.Whitening, Affine, Clipping)  # what queries are made of
 _FIELDS = {name: frozenset(f.name for f in dataclasses.fields(kind) if f.init) for name, kind in _KINDS.items()}
 
 
@@ -186,7 +192,7 @@ def pack(query: Query) -> tuple[dict[str, Any], dict[str, Array]]:
     return _pack(query, arrays), arrays
 
 
-def unpack(fields: object, arrays: Mapping[str, Array], like: Vector) -> Query:
+def unpack(fields: object, arrays: Mapping[str, Array], like: OwnVector) -> Query:
     """The query of :func:`pack`; vectors become what ``like`` is, numpy or torch."""
     query: Query = _unpack(fields, arrays, like)
     if type(query) not in _NAMES or isinstance(query, _PARTS):
@@ -205,7 +211,10 @@ def _pack(value: object, arrays: dict[str, Array]) -> Any:
         return [_pack(item, arrays) for item in value]
     kind = _NAMES.get(type(value))
     if kind is not None and dataclasses.is_dataclass(value):
+        # A query with flat clipping is sent as it was before there were others: digests of plans stay.
         sent = {name: item for name, item in field_values(value).items() if name in _FIELDS[kind]}
+        if isinstance(sent.get("clipping"), Flat):
+            del sent["clipping"]
         return {"kind": kind, **{name: _pack(item, arrays) for name, item in sent.items()}}
     if not isinstance(value, np.ndarray):
         if type(value).__module__.partition(".")[0] != "torch":
@@ -217,7 +226,7 @@ def _pack(value: object, arrays: dict[str, Array]) -> Any:
     return {"array": name}
 
 
-def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
+def _unpack(value: object, arrays: Mapping[str, Array], like: OwnVector) -> Any:
     if isinstance(value, list):
         return tuple(_unpack(item, arrays, like) for item in value)
     if not isinstance(value, dict):
@@ -227,15 +236,17 @@ def _unpack(value: object, arrays: Mapping[str, Array], like: Vector) -> Any:
     if "array" in value:
         if value["array"] not in arrays:
             raise WireError("query refers to an array that was not sent")
-        array = np.ascontiguousarray(arrays[value["array"]], np.float64)
-        return array if isinstance(like, np.ndarray) or array.ndim != 1 else like.new_tensor(array)
+        array = arrays[value["array"]]
+        if isinstance(like, np.ndarray) or array.ndim != 1:
+            return np.ascontiguousarray(array, np.float64)
+        return like.new_tensor(array)
     kind = value.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:
         raise WireError(f"query {kind!r} is not known; known are {', '.join(_KINDS)}")
     maker, names = _KINDS[kind], _FIELDS[kind]
-    if value.keys() != names | {"kind"}:
+    if value.keys() | ({"clipping"} & names) != names | {"kind"}:
         raise WireError(f"query {kind} must have exactly the fields {', '.join(sorted(names))}")
-    return maker(**{name: _unpack(value[name], arrays, like) for name in names})
+    return maker(**{name: _unpack(value[name], arrays, like) for name in names if name in value})
 
 
 def template(asked: Asked) -> tuple[Query, Template]:

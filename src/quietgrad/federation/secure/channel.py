@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -28,6 +29,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from quietgrad.core.noise.rng import SecureStream, fresh_key, seed_key
 from quietgrad.federation.secure.discrete_gaussian import Words, discrete_gaussian
 from quietgrad.federation.secure.identity import Hello, Identity, ProtocolError, Roster, read_hello, write_hello
+from quietgrad.federation.secure.ring import CHUNK, CHUNK_BLOCKS, AnyWords, in_chunks
 from quietgrad.federation.secure.terms import SecureSumConfig
 
 _HEADER = struct.Struct("<4sB16sQHHQI")
@@ -136,6 +138,7 @@ class Endpoint:
         view: a recorder, in tests.
         seed: fixes the noise of a role that adds some, for tests only; masks and neighbours stay fresh.
         noise: this role's noise, if it goes on from an earlier set-up.
+        revoked: by name, why members are no longer trusted. This role takes part in no sum with them.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class Endpoint:
         view: TranscriptRecorder | None = None,
         seed: int | None = None,
         noise: NoiseShare | None = None,
+        revoked: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         if len(roster.names) != terms.parties + terms.server_count:
             needed = f"{terms.parties} parties and {terms.server_count} server(s)"
@@ -157,6 +161,7 @@ class Endpoint:
         self.name, self.me, self.roster, self.terms = identity.name, roster.index(identity.name), roster, terms
         self.context = hashlib.sha256(terms.digest(run) + roster.digest).digest()
         self._identity, self._view, self._seed, self._given_noise = identity, view, seed, noise
+        self._revoked = revoked
         self._exchange = X25519PrivateKey.generate()
         self._channels: dict[int, Channel] = {}
         self.left_out: dict[str, str] = {}
@@ -176,11 +181,14 @@ class Endpoint:
         A role needs the hellos of those it exchanges frames with: a party those of the servers, and with masks
         of its neighbours; a server all of them.
         """
+        revoked = self._revoked()
         for hello in hellos:
             known = read_hello(hello, self.roster, self.context)
             peer = known.sender
             if peer == self.me:
                 continue
+            if (name := self.roster.names[peer]) in revoked:
+                raise ProtocolError(name, f"is revoked here ({revoked[name]})")
             if peer in self._channels:
                 raise ProtocolError(self.roster.names[peer], "said hello twice in one run")
             try:
@@ -223,20 +231,32 @@ class Endpoint:
         must not end a round that a quorum can finish.
         """
         found: dict[int, T] = {}
+        revoked = self._revoked()  # perhaps since they met
         for i in sorted(frames):
             if not 0 <= i < self.terms.parties:
                 raise ProtocolError(self.name, f"frames are keyed by roster numbers below {self.terms.parties}")
+            if (name := self.roster.names[i]) in revoked:
+                self.left_out[name] = f"is revoked here ({revoked[name]})"
+                continue
             try:
                 found[i] = read(i, frames[i])
             except ProtocolError as refused:
                 self.left_out[self.roster.names[i]] = refused.reason
         return found
 
-    def _words(self, sender: int, payload: bytes) -> Words:
+    def _check_servers(self) -> None:
+        """Raise if a server was revoked since this role met it."""
+        revoked = self._revoked()
+        for name in self.roster.names[self.terms.parties :]:
+            if name in revoked:
+                raise ProtocolError(name, f"is revoked here ({revoked[name]})")
+
+    def _words(self, sender: int, payload: bytes) -> AnyWords:
         """The d words of a payload, refused by name when there are more or fewer."""
-        if len(payload) != 8 * self.terms.dimension:
-            raise ProtocolError(self.roster.names[sender], f"vector has {len(payload)} bytes, not 8d")
-        return np.frombuffer(payload, "<u8").astype(np.uint64, copy=False)
+        width = self.terms.ring // 8
+        if len(payload) != width * self.terms.dimension:
+            raise ProtocolError(self.roster.names[sender], f"vector has {len(payload)} bytes, not {width}d")
+        return np.frombuffer(payload, self.terms.words)
 
     def _channel(self, peer: int) -> Channel:
         if peer not in self._channels:
@@ -267,19 +287,39 @@ class NoiseShare:
             key = hashlib.sha256(seed_key(seed) + role.to_bytes(4, "big")).digest()
         key = fresh_key() if key is None else key
         self._stream, self._last, self._correlated = SecureStream(key, "noise share"), -1, terms.correlated
+        self.dither = SecureStream(key, "dither")
+        """Block t rounds the vector of round t."""
         self._dimension, self._sigma = terms.dimension, terms.share_sigma if terms.sigma > 0.0 else 0.0
         self._rows = None if terms.correlated is None else terms.correlated.rows(key, "noise share")
 
+    def add_to(self, out: npt.NDArray[np.uint32], t: int) -> None:
+        """out += the share of round t mod 2^32; a round draws once and rounds only go up."""
+        self._turn(t)
+        noise = discrete_gaussian(self._sigma)
+
+        def work(first: int, last: int) -> None:
+            noise.add_to(out[first:last], self._stream, t + first // CHUNK * CHUNK_BLOCKS)
+
+        in_chunks(len(out), work)
+
     def draw(self, t: int) -> Words:
         """The share of round t as words mod 2^64; a round draws once and rounds only go up."""
-        if t <= self._last:
-            raise ValueError(f"round {t}: its noise was already drawn; a retried round needs a new number.")
-        if self._correlated is not None and t >= self._correlated.releases:
-            raise ValueError(f"round {t}: the correlated noise was made for {self._correlated.releases} rounds.")
-        self._last = t
+        self._turn(t)
         if not self._sigma:
             return np.zeros(self._dimension, np.uint64)
         if self._rows is not None:
             # Reals are combined first and rounded once: integers combined with fractions would bare residues.
             return np.rint(self._sigma * self._rows.row(t, self._dimension)).astype(np.int64).view(np.uint64)
         return discrete_gaussian(self._sigma).sample(self._stream, t, self._dimension).view(np.uint64)
+
+    def _turn(self, t: int) -> None:
+        """Refuse a round whose blocks of the streams were used, or could be."""
+        if t >= CHUNK_BLOCKS:
+            raise ValueError(
+                f"round {t}: must be below 2^48; beyond, chunks of two rounds would share their noise."
+            )
+        if t <= self._last:
+            raise ValueError(f"round {t}: its noise was already drawn; a retried round needs a new number.")
+        if self._correlated is not None and t >= self._correlated.releases:
+            raise ValueError(f"round {t}: the correlated noise was made for {self._correlated.releases} rounds.")
+        self._last = t

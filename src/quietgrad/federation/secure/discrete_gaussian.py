@@ -176,6 +176,18 @@ class DiscreteGaussian:
             out += scale * (table.choose(columns, row[:size]) - (table.alias.size // 2 - 1))
         return out
 
+    def add_to(self, out: npt.NDArray[np.uint32], stream: SecureStream, block: int) -> None:
+        """out += as many draws of one block of a stream, mod 2^32: those of :meth:`sample`."""
+        from quietgrad.core.compiled import add_alias_draws  # imports numba
+
+        size = len(out)
+        quarter = (size + 3) // 4
+        words = stream.uint64(block, len(self.parts) * (size + quarter)).reshape(len(self.parts), -1)
+        for row, (scale, table) in zip(words, self.parts, strict=True):
+            columns = row[size:].view(np.uint16)[:size]
+            middle = table.alias.size // 2 - 1
+            add_alias_draws(columns, row[:size], table.thresholds, table.alias, scale, middle, out)
+
 
 @lru_cache(maxsize=64)
 def discrete_gaussian(sigma: float) -> DiscreteGaussian:
@@ -199,8 +211,6 @@ def _table_error(sigma: float) -> float:
 
 Vector = npt.NDArray[np.float64]
 
-_HALF_RING = 1 << 63
-
 
 def encode(vector: npt.ArrayLike, *, dimension: int, bound: float, step: float) -> Words:
     """Clip to the L2 ball of radius ``bound``, round to the grid, and return words mod 2^64.
@@ -223,23 +233,27 @@ def encode(vector: npt.ArrayLike, *, dimension: int, bound: float, step: float) 
     return np.rint(x / step).astype(np.int64).view(np.uint64)
 
 
-def decode(words: Words, step: float) -> Vector:
-    """Read a sum mod 2^64 back as numbers; exact as long as :func:`require_headroom` held."""
-    return words.view(np.int64).astype(np.float64) * step
+def decode(words: Words | npt.NDArray[np.uint32], step: float) -> Vector:
+    """Read a sum mod 2^b back as numbers; exact as long as :func:`require_headroom` held."""
+    found = words.view(f"i{words.itemsize}").astype(np.float64)
+    found *= step
+    return found
 
 
-def require_headroom(*, parties: int, bound: float, step: float, noise_support: int) -> int:
+def require_headroom(*, parties: int, bound: float, step: float, noise_support: int, bits: int = 64) -> int:
     """Prove that no sum can wrap around, or refuse; return the largest magnitude that can occur.
 
     A coordinate of one clipped vector is at most bound/step + ½ grid units after rounding; one more unit
     covers the rounding of the floating-point division and norm (relative 2⁻⁵⁰ of less than 2⁴⁹ units, checked).
-    The noise tables have finite support. So |sum| ≤ m(bound/step + 2) + noise support, which must be < 2^63.
+    The noise tables have finite support. So |sum| ≤ m(bound/step + 2) + noise support, which must be below half of
+    the ring, 2^(bits − 1).
     """
     units = bound / step
     largest = parties * (math.ceil(min(units, 2.0**70)) + 2) + noise_support
-    if units >= 2.0**49 or largest >= _HALF_RING:
+    if units >= 2.0**49 or largest >= 1 << (bits - 1):
         raise ValueError(
-            f"bound={bound!r} is {units:.3g} grid steps: one vector may have 2^49, and {parties} together 2^63. "
+            f"bound={bound!r} is {units:.3g} grid steps: one vector may have 2^49, and {parties} together "
+            f"2^{bits - 1}. "
             "Raise the noise or lower the bound."
         )
     return largest

@@ -9,11 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
-from quietgrad.federation.secure.channel import TranscriptRecorder
+from quietgrad.federation.secure.channel import Endpoint, TranscriptRecorder
+from quietgrad.federation.secure.choreography import (
+    ANSWERS,
+    QUESTION,
+    Choreography,
+    Frames,
+    MaskedSums,
+    NoisySum,
+    Reply,
+    SharedSums,
+    Step,
+    drive,
+    submission,
+)
 from quietgrad.federation.secure.discrete_gaussian import Vector
-from quietgrad.federation.secure.identity import Identity, Roster
+from quietgrad.federation.secure.identity import Identity, ProtocolError, Roster
 from quietgrad.federation.secure.masking import MaskingParty, MaskingServer
-from quietgrad.federation.secure.servers import NoiseServer, SharingParty, SumServer, run_together
+from quietgrad.federation.secure.servers import NoiseServer, SharingParty, SumServer
 from quietgrad.federation.secure.terms import Mode, SecureSumConfig
 
 
@@ -39,24 +52,32 @@ class SecureSession:
         roster, run = Roster.of(people), os.urandom(16)
         holders, others = people[: terms.parties], people[terms.parties :]
         self.terms, self.round, self._prepared = terms, -1, -1
-        self._roles: _Masked | _Shared
+        self._protocol: MaskedSums | SharedSums
+        self._roles: dict[int, Endpoint]
         if terms.masked:
-            self._roles = _Masked(
-                [MaskingParty(each, roster, terms, run, view=view, seed=seed) for each in holders],
-                MaskingServer(others[0], roster, terms, run, view=view),
-            )
+            self._roles = {
+                k: MaskingParty(p, roster, terms, run, view=view, seed=seed) for k, p in enumerate(holders)
+            }
+            server = MaskingServer(others[0], roster, terms, run, view=view)
+            self._protocol = MaskedSums(server, terms.parties - terms.tolerated_dropouts)
         else:
             kind = NoiseServer if terms.mode == "mpc" else SumServer
-            self._roles = _Shared(
-                [SharingParty(each, roster, terms, run, view=view) for each in holders],
-                [kind(each, roster, terms, run, view=view, seed=seed) for each in others],
-            )
+            self._roles = {k: SharingParty(p, roster, terms, run, view=view) for k, p in enumerate(holders)}
+            for k, person in enumerate(others, terms.parties):
+                self._roles[k] = kind(person, roster, terms, run, view=view, seed=seed)
+            self._protocol = SharedSums(terms, roster.names)
+        self._under_way: tuple[Choreography[NoisySum], Step] | None = None  # a round up to its question
+        drive(self._protocol.set_up(range(terms.parties), _refuse), self._replies)
 
     def prepare(self) -> None:
         """Do what the next round needs before there are data: masks, or the three servers' noise."""
-        if self._prepared == self.round:
+        if self._under_way is None:
             self._prepared += 1
-            self._roles.prepare(self._prepared)
+            this = self._protocol.sum(self._prepared, range(self.terms.parties), _refuse)
+            step = next(this)
+            while step.kind != QUESTION:
+                step = this.send(self._replies(step))
+            self._under_way = this, step
 
     def sum(self, vectors: Sequence[npt.ArrayLike | None] | npt.NDArray[np.float64]) -> Vector:
         """The noisy sum of one vector per party; ``None`` stands for a party who drops out of this round.
@@ -68,47 +89,29 @@ class SecureSession:
         given = {i: np.asarray(v, np.float64) for i, v in enumerate(vectors) if v is not None}
         self.prepare()
         self.round = self._prepared
-        return self._roles.sum(self.round, given)
+        assert self._under_way is not None
+        (this, question), self._under_way = self._under_way, None
+        replies = {i: self._submission(i, given[i]) for i in question.to if i in given}
+        return drive(this, self._replies, after=replies).total
+
+    def _replies(self, step: Step) -> dict[int, Reply]:
+        return {i: self._reply(self._roles[i], step.kind, frames) for i, frames in step.to.items()}
+
+    def _reply(self, role: Endpoint, kind: str, frames: Frames) -> Reply:
+        if kind == "hello":
+            return Reply({"frame": role.hello})
+        return ANSWERS[type(role)][kind].of(role, self._prepared, frames)
+
+    def _submission(self, party: int, vector: npt.NDArray[np.float64]) -> Reply:
+        role = self._roles[party]
+        assert isinstance(role, MaskingParty | SharingParty)
+        return submission(role, self.round, vector)
 
 
-class _Masked:
-    def __init__(self, parties: list[MaskingParty], server: MaskingServer) -> None:
-        self.parties, self.server = parties, server
-        server.meet([party.hello for party in parties])
-        hellos = server.introductions()
-        for party in parties:
-            party.meet(hellos[party.me])
-
-    def prepare(self, t: int) -> None:
-        delivery = self.server.relay(t, {party.me: party.prepare(t) for party in self.parties})
-        for party in self.parties:
-            party.deliver(t, delivery[party.me])
-
-    def sum(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
-        questions = self.server.survivors(t, {i: self.parties[i].submit(t, v) for i, v in vectors.items()})
-        return self.server.finish(t, {i: self.parties[i].reveal(t, frame) for i, frame in questions.items()})
-
-
-class _Shared:
-    def __init__(self, parties: list[SharingParty], servers: Sequence[SumServer]) -> None:
-        self.parties, self.servers = parties, servers
-        hellos = [server.hello for server in servers]
-        for party in parties:
-            party.meet(hellos)
-        for server in servers:
-            server.meet([*hellos, *(party.hello for party in parties)])
-
-    def prepare(self, t: int) -> None:
-        if together := [server.prepare(t) for server in self.servers if isinstance(server, NoiseServer)]:
-            run_together(together)
-
-    def sum(self, t: int, vectors: Mapping[int, npt.ArrayLike]) -> Vector:
-        shares = {i: self.parties[i].share(t, v) for i, v in vectors.items()}
-        seen = {s.me: s.receive(t, {i: frames[s.me] for i, frames in shares.items()}) for s in self.servers}
-        partials = {
-            s.me: s.partial(t, {k: frames[s.me] for k, frames in seen.items() if k != s.me}) for s in self.servers
-        }
-        return self.servers[0].finish(t, {k: frame for k, frame in partials.items() if frame is not None})
+def _refuse(left_out: Mapping[str, str]) -> None:
+    """All roles are of this process: none sends what another cannot read."""
+    for name, reason in left_out.items():
+        raise ProtocolError(name, reason)
 
 
 def secure_sum(

@@ -13,7 +13,7 @@ gives one of the two, never both: with 2T > k + 1 + c no server working with c h
     party.submit(t, x) → server.survivors(t) → party.reveal(t) → server.finish(t)
 
 Cost per party and round with k neighbours and l partners: 8d + 392k + 295l bytes sent, 2l X25519 exchanges and 2l
-AES streams of 8d bytes.
+AES streams of 8d bytes. With 32-bit rings (:mod:`quietgrad.federation.secure.ring`) it is 4d, and mod 2^32.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +31,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.federation.secure import secret_sharing
 from quietgrad.federation.secure.channel import FRAME_OVERHEAD, Endpoint, FrameType, derive
-from quietgrad.federation.secure.discrete_gaussian import Vector, Words
+from quietgrad.federation.secure.discrete_gaussian import Vector
 from quietgrad.federation.secure.graph import MaskingNeighbours, masking_neighbours
 from quietgrad.federation.secure.identity import (
     WITNESS_BYTES,
@@ -41,6 +42,7 @@ from quietgrad.federation.secure.identity import (
     unpack_members,
 )
 from quietgrad.federation.secure.identity import SurvivorAttestation as Attestation
+from quietgrad.federation.secure.ring import add_rounded, add_streams
 from quietgrad.federation.secure.secret_sharing import KEY_BYTES, PAIR_BYTES, SHARE_BYTES, ShareCommitments, Shares
 
 _SHARES = 2 * SHARE_BYTES
@@ -56,7 +58,7 @@ class _PartyRound:
     self_mask: bytes
     shares: dict[int, Shares]
     members: tuple[int, ...] = ()
-    mask: Words | None = None
+    mask: Any = None
     submitted: bool = False
 
 
@@ -132,12 +134,13 @@ class MaskingParty(Endpoint):
             row = rest[k * size : (k + 1) * size]
             envelope = self._open(j, FrameType.ENVELOPE, t, row[PAIR_BYTES:])
             keys[j] = self._read_envelope(j, t, state, envelope, row[:PAIR_BYTES] if j in dealers else None)
-        mask = self_mask_words(state.self_mask, t, self.terms.dimension)
-        packed = pack_members(members, self.terms.parties)
+        streams, packed = [(self_mask(state.self_mask), 1)], pack_members(members, self.terms.parties)
         for j in self._near.partners:
             if j in here:
-                words = pair_mask_words(self, self.roster.names[j], state.key, keys[j], packed, t)
-                mask = mask + words if j > self.me else mask - words
+                stream = pair_mask(self, self.roster.names[j], state.key, keys[j], packed)
+                streams.append((stream, 1 if j > self.me else -1))
+        mask = np.zeros(self.terms.dimension, self.terms.words)
+        add_streams(mask, streams, t)
         state.members, state.mask = members, mask
 
     def _read_envelope(self, j: int, t: int, state: _PartyRound, envelope: bytes, pair: bytes | None) -> bytes:
@@ -172,9 +175,15 @@ class MaskingParty(Endpoint):
         self.check_delivered(t)
         state = self._round(t)
         assert state.mask is not None
-        masked = self.terms.encoded(vector) + self._noise_share.draw(t) + state.mask
+        masked, terms, share = state.mask, self.terms, self._noise_share
+        if terms.ring == 32:
+            share.add_to(masked, t)  # first: it refuses a round whose noise or dither was drawn before
+            add_rounded(masked, vector, bound=terms.bound, step=terms.step, dither=share.dither, t=t)
+        else:
+            masked += terms.encoded(vector)
+            masked += share.draw(t)
         state.submitted, state.mask = True, None
-        return self._seal(self._server, FrameType.MASKED, t, masked.astype("<u8").tobytes())
+        return self._seal(self._server, FrameType.MASKED, t, masked.data.cast("B"))
 
     def reveal(self, t: int, frame: bytes) -> bytes:
         """Give one share of each dealer: of the self-mask if she is in the sum, of the round key if she dropped.
@@ -203,26 +212,28 @@ class MaskingParty(Endpoint):
         members, rest = unpack_members(payload, self.terms.parties)
         if self.me not in members:
             raise ProtocolError(self._server_name, "names members who are not on the roster, or leaves us out")
+        revoked = self._revoked()
+        if listed := [name for i in members if (name := self.roster.names[i]) in revoked]:
+            # Not only among neighbours: in a sum with a revoked party, her share of the noise would not count.
+            raise ProtocolError(listed[0], f"is revoked here ({revoked[listed[0]]}), and a member of the sum")
         if len(members) < self.terms.least_parties:
             left = f"{len(members)} parties are left and the noise needs {self.terms.least_parties}"
             raise DropoutError(self._missing(members), f"missing; {left}")
         return members, rest
 
 
-def self_mask_words(secret: bytes, t: int, dimension: int) -> Words:
-    return SecureStream(secret, "self mask").uint64(t, dimension)
+def self_mask(secret: bytes) -> SecureStream:
+    return SecureStream(secret, "self mask")
 
 
-def pair_mask_words(
-    role: Endpoint, peer: str, key: X25519PrivateKey, public: bytes, members: bytes, t: int
-) -> Words:
-    """PRG(s_ij) for round t; bound to the run and the packed members, so different lists never cancel."""
+def pair_mask(role: Endpoint, peer: str, key: X25519PrivateKey, public: bytes, members: bytes) -> SecureStream:
+    """PRG(s_ij), by rounds; bound to the run and the packed members, so different lists never cancel."""
     try:
         shared = key.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as error:
         raise ProtocolError(peer, "round key is degenerate") from error
     seed = derive(shared, salt=role.context, info=b"pair mask" + members)
-    return SecureStream(seed, "pair mask").uint64(t, role.terms.dimension)
+    return SecureStream(seed, "pair mask")
 
 
 _NO_PAIR = bytes(PAIR_BYTES)
@@ -234,7 +245,7 @@ class _ServerRound:
 
     members: tuple[int, ...]
     statements: dict[int, ShareCommitments]
-    total: Words | None = None
+    total: Any = None
     survivors: tuple[int, ...] = ()
 
 
@@ -327,18 +338,18 @@ class MaskingServer(Endpoint):
         state = self._round(t)
         members = set(state.members)
 
-        def read(i: int, frame: bytes) -> Words:
+        total: Any = np.zeros(self.terms.dimension, self.terms.words)
+
+        def add(i: int, frame: bytes) -> None:
+            nonlocal total
             if i not in members:
                 raise ProtocolError(self.roster.names[i], f"is not a member of round {t}")
-            return self._words(i, self._open(i, FrameType.MASKED, t, frame))
+            total += self._words(i, self._open(i, FrameType.MASKED, t, frame))
 
         # A party whose vector cannot be read has dropped: the survivors open her round key, as Bonawitz et al. do.
-        vectors = self._read_all(frames, read)
-        self._require(vectors, self.terms.parties - self.terms.tolerated_dropouts, "submitted")
-        total = np.zeros(self.terms.dimension, np.uint64)
-        for vector in vectors.values():
-            total += vector
-        state.total, state.survivors = total, tuple(vectors)
+        added = self._read_all(frames, add)
+        self._require(added, self.terms.parties - self.terms.tolerated_dropouts, "submitted")
+        state.total, state.survivors = total, tuple(added)
         packed = pack_members(state.survivors, self.terms.parties)
         payload = packed + Attestation.sign(self._identity, self.context, t, packed)
         return {i: self._seal(i, FrameType.SURVIVORS, t, payload) for i in state.survivors}
@@ -357,7 +368,7 @@ class MaskingServer(Endpoint):
         if self.terms.graph.complete:
             self._require(revealed, self.terms.threshold, "revealed")
         shares = self._verified(state, revealed)
-        total, survivors = state.total.copy(), set(state.survivors)
+        survivors, masks = set(state.survivors), list[tuple[SecureStream, int]]()
         for j in state.members:
             secret = self._opened(j, shares[j], set(revealed))
             if secret is None or not state.statements[j].opens(secret, self_mask=j in survivors):
@@ -366,9 +377,11 @@ class MaskingServer(Endpoint):
                 )
                 raise ProtocolError(self.roster.names[j], why)
             if j in survivors:
-                total -= self_mask_words(secret, t, self.terms.dimension)
+                masks.append((self_mask(secret), -1))
             else:
-                total -= self._lost_masks(state, t, j, X25519PrivateKey.from_private_bytes(secret))
+                masks += self._lost_masks(state, j, X25519PrivateKey.from_private_bytes(secret))
+        total = state.total.copy()
+        add_streams(total, masks, t)
         released = self.terms.released(total)
         del self._rounds[t]
         return released
@@ -413,12 +426,14 @@ class MaskingServer(Endpoint):
         away = [self.roster.names[i] for i in self._near[j].holders if i not in here]
         raise DropoutError(away, f"missing; of {name}'s secret there are {why}")
 
-    def _lost_masks(self, state: _ServerRound, t: int, dropped: int, key: X25519PrivateKey) -> Words:
-        """What the pair masks with a dropped party added to the survivors' vectors."""
-        lost, packed = np.zeros(self.terms.dimension, np.uint64), pack_members(state.members, self.terms.parties)
+    def _lost_masks(
+        self, state: _ServerRound, dropped: int, key: X25519PrivateKey
+    ) -> list[tuple[SecureStream, int]]:
+        """What takes off the pair masks with a dropped party from the survivors' vectors."""
+        packed, lost = pack_members(state.members, self.terms.parties), []
         for i in set(self._near[dropped].partners) & set(state.survivors):
-            words = pair_mask_words(self, self.roster.names[i], key, state.statements[i].public, packed, t)
-            lost = lost + words if dropped > i else lost - words
+            stream = pair_mask(self, self.roster.names[i], key, state.statements[i].public, packed)
+            lost.append((stream, -1 if dropped > i else 1))
         return lost
 
     def _round(self, t: int) -> _ServerRound:

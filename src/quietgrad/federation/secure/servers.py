@@ -26,10 +26,9 @@ next.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from functools import lru_cache
 from typing import TypeVar
 
@@ -66,6 +65,7 @@ class SharingParty(Endpoint):
         """One frame per server, by roster number: seeds for all but the last, the rest of the vector for it."""
         if t <= self._last:
             raise ProtocolError(self.name, f"round {t} was already shared; a retried round needs a new number")
+        self._check_servers()
         rest = self.terms.encoded(vector)
         self._last = t
         frames = {}
@@ -116,6 +116,7 @@ class SumServer(Endpoint):
         """
         if t != self._round or t <= self._last:
             raise ProtocolError(self.name, f"round {t} has no shares, or its partial sum was already given")
+        self._check_servers()
         self._last = t
         present = set(self._shares)
         for k in self._others(frames):
@@ -291,9 +292,29 @@ class NoiseServer(SumServer):
         self._streams: dict[int, SecureStream] = {}
         self._coarse: dict[int, Words] = {}
         self._prepared = -1
+        self._sampling: Computation[None] | None = None  # of the round under way
         self.position = self.me - self.servers[0]
         self.previous = self.servers[(self.position - 1) % 3]  # the roster number of the server it sends to
         self.next = self.servers[(self.position + 1) % 3]  # and of the server it hears from
+
+    def sample_noise(self, t: int, frame: bytes | None) -> bytes | None:
+        """One step of sampling together: the next server's frame in, a frame for the previous one out.
+
+        Begins round t without a frame, and returns none when the noise is shared.
+        """
+        under_way, self._sampling = self._sampling, None  # what fails is not gone on with
+        try:
+            if frame is None:
+                under_way = self.prepare(t)
+                following = next(under_way)
+            elif under_way is None:
+                raise ProtocolError("coordinator", "sends a frame for noise that was not begun")
+            else:
+                following = under_way.send(frame)
+        except StopIteration:
+            return None
+        self._sampling = under_way
+        return following
 
     def prepare(self, t: int) -> Computation[None]:
         """Sample this round's coarse noise with the other two servers."""
@@ -303,6 +324,8 @@ class NoiseServer(SumServer):
         self._coarse = dict(list(self._coarse.items())[-1:])  # older ones were aborted
         if self.terms.sigma == 0.0:
             return
+        for k in (self.previous, self.next):
+            self._channel(k)  # must have said hello
         sharing = ReplicatedSharing(
             self.position, self._streams[self.previous], self._streams[self.next], t, self.roster.names[self.next]
         )
@@ -389,13 +412,3 @@ def _table_ones() -> list[npt.NDArray[np.intp]]:
         text = f"{threshold << _BITS | (column ^ alias):0{_OUTPUTS}b}"
         ones[w] += [v * _OUTPUTS + i for i, bit in enumerate(text) if bit == "1"]
     return [np.array(where, np.intp) for where in ones]
-
-
-def run_together(computations: Sequence[Computation[None]]) -> None:
-    """Run the three servers' generators in step in one process: i's frame goes to i − 1."""
-    frames = [next(each, b"") for each in computations]
-    while any(frames):
-        received, frames = frames, [b"", b"", b""]
-        for i, each in enumerate(computations):
-            with contextlib.suppress(StopIteration):  # all end in the same step
-                frames[i] = each.send(received[(i + 1) % 3])

@@ -31,6 +31,7 @@ from quietgrad.federation.secure.discrete_gaussian import (
     smoothing_error,
 )
 from quietgrad.federation.secure.graph import GRAPHS_PER_RELEASE, CommunicationGraph, choose_graph, left_out
+from quietgrad.federation.secure.ring import COARSE_UNITS, FAILURE, AnyWords, divergence, word_type
 
 if TYPE_CHECKING:
     from quietgrad.core.noise.correlated import BufferedToeplitzNoise
@@ -72,6 +73,8 @@ class SecureSumConfig:
             beyond that the fewest for which the bounds of :mod:`quietgrad.federation.secure.graph` hold.
         correlated: noise that is correlated over the rounds, in which case σ is that of its innovations; masks and
             servers only. Round t is then release t of it.
+        ring: bits of a word on the wire. 32 is for masks with independent noise: σ has 2^20 grid units, sums are
+            rounded with a dither, and ``bound`` is at most :func:`coarse_reach`.
 
     >>> terms = SecureSumConfig("masks", parties=5, dimension=123, bound=1.0, sigma=2.0, honest=3)
     >>> terms.variance_factor, terms.least_parties, terms.threshold
@@ -89,6 +92,7 @@ class SecureSumConfig:
     quorum: int | None = None
     neighbours: int | None = None
     correlated: BufferedToeplitzNoise | None = None
+    ring: int = 64
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -97,6 +101,9 @@ class SecureSumConfig:
             # Real numbers would have to be combined and rounded inside; integers combined with fractions would bare
             # the residues of the sums.
             raise ValueError("correlated noise: 'mpc' draws integers and cannot make it; use 'servers' or 'masks'.")
+        coarse = self.mode == "masks" and self.correlated is None and self.sigma > 0.0
+        if self.ring not in ((32, 64) if coarse else (64,)):
+            raise ValueError(f"ring={self.ring!r}: must be 64, or 32 for masks with independent noise.")
         # Plain numbers only: the digest must be the same for a numpy integer as for its value.
         for name in ("parties", "dimension", "colluders", "honest", "servers", "quorum", "neighbours"):
             given = vars(self)[name]
@@ -131,7 +138,10 @@ class SecureSumConfig:
             self._set("quorum", m if self.quorum is None else self.quorum)
             if not 1 <= self.least_parties <= m:
                 raise ValueError(f"quorum={self.quorum}: must be between 1 and {m}.")
-        require_headroom(parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support)
+        require_headroom(
+            parties=self.parties, bound=self.bound, step=self.step, noise_support=self.noise_support,
+            bits=self.ring,
+        )  # fmt: skip
 
     def _set(self, name: str, value: float | None) -> None:
         object.__setattr__(self, name, value)
@@ -186,7 +196,12 @@ class SecureSumConfig:
         """One party's vector, clipped to the bound, on the grid."""
         return encode(vector, dimension=self.dimension, bound=self.bound, step=self.step)
 
-    def released(self, total: Words) -> Vector:
+    @property
+    def words(self) -> npt.DTypeLike:
+        """The type of a word on the wire."""
+        return word_type(self.ring)
+
+    def released(self, total: AnyWords) -> Vector:
         """The sum as numbers; raises if no vectors within the bound and no noise can give it."""
         found = decode(total, self.step)
         check_length(found, self.possible_length(self.parties * self.bound))
@@ -210,6 +225,8 @@ class SecureSumConfig:
         """σ in grid units, exactly as sampled."""
         if self.mode == "mpc":
             return COARSE_STEP * math.hypot(COARSE_SIGMA, SMOOTHING)
+        if self.ring == 32:
+            return COARSE_UNITS
         return NOISE_UNITS if self.correlated is None else CORRELATED_UNITS
 
     @property
@@ -249,9 +266,24 @@ class SecureSumConfig:
     def slack(self) -> float:
         """Total variation of one release from the rounded Gaussian mechanism with this σ, from above.
 
-        Charge it as ``events.TotalVariationSlack(terms.slack())`` per release: d coordinates, each within the
-        distance of a discrete from a rounded Gaussian, of the tables from discrete Gaussians, and of a sum of
-        shares from one discrete Gaussian; and the probability that drawn neighbours do not protect a party.
+        Charge it as ``events.TotalVariationSlack(terms.slack())`` per release.
+        """
+        return self.distance() + math.sqrt(self.divergence() / 2.0)
+
+    def divergence(self) -> float:
+        """KL of one release's law from that of a rounded Gaussian, where :meth:`distance` leaves it out.
+
+        Divergences of the releases of a run add up, and by Pinsker's inequality the run's distance is √(their
+        sum/2): less than the sum of distances. Of a 64-bit ring the distance is counted, which is small enough.
+        """
+        return self.dimension * divergence(self.noise_units) if self.ring == 32 else 0.0
+
+    def distance(self) -> float:
+        """The part of a release's total variation that adds up over releases.
+
+        d coordinates, each within the distance of a discrete from a rounded Gaussian, of the tables from discrete
+        Gaussians, and of a sum of shares from one discrete Gaussian; the probability that drawn neighbours do not
+        protect a party; and of a dithered sum that its shift is longer than was counted, for three pairs of points.
         """
         if self.sigma == 0.0:
             return 0.0
@@ -267,6 +299,8 @@ class SecureSumConfig:
             distance = honest * share.total_variation
             # Adding share k + 1 to the sum of k: the narrower of the two smooths.
             distance += sum(smoothing_error(share.sigma, 1, share.sigma * math.sqrt(k)) for k in range(1, honest))
+        if self.ring == 32:
+            return self.dimension * distance + graph + 6.0 * self.parties * FAILURE
         return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
     def _fractions(self, correlated: BufferedToeplitzNoise) -> float:
@@ -285,8 +319,19 @@ class SecureSumConfig:
 
     def digest(self, run: bytes) -> bytes:
         """SHA-256 of the run and these terms; what every role signs."""
-        body = json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        agreed = {name: value for name, value in asdict(self).items() if (name, value) != ("ring", 64)}
+        body = json.dumps(agreed, sort_keys=True, separators=(",", ":")).encode()
         return hashlib.sha256(b"quietgrad terms 1\0" + len(run).to_bytes(4, "big") + run + body).digest()
+
+
+def coarse_reach(parties: int, honest: int) -> float:
+    """The largest bound of one party's vector, in units of σ, that a 32-bit ring of so many parties has room for.
+
+    >>> round(coarse_reach(10, 9), 1)
+    200.8
+    """
+    support = parties * discrete_gaussian(COARSE_UNITS / math.sqrt(honest)).support
+    return max(0.0, ((1 << 31) - 1 - support) / parties - 3.0) / COARSE_UNITS
 
 
 def coarse_error() -> float:

@@ -20,8 +20,8 @@ from nvflare.apis.signal import Signal
 from quietgrad.core.errors import QuietgradError
 from quietgrad.federation.approved import FILE, Approved
 from quietgrad.federation.exchange import Responder, refusing
-from quietgrad.federation.party import Member
-from quietgrad.federation.provisioning import COORDINATOR
+from quietgrad.federation.members import Member
+from quietgrad.federation.revocation import COORDINATOR
 from quietgrad.federation.transport import Away, Bytes, Calls
 
 TOPIC = "quietgrad"

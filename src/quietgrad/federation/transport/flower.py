@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from quietgrad.core.errors import QuietgradError
 from quietgrad.federation.approved import Approved
 from quietgrad.federation.exchange import Introduction
-from quietgrad.federation.provisioning import COORDINATOR
+from quietgrad.federation.revocation import COORDINATOR
 from quietgrad.federation.transport import Away, Bytes, Clock
 from quietgrad.federation.transport.local_socket import carry
 

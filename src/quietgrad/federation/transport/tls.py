@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from quietgrad.core.errors import BudgetError, QuietgradError
 from quietgrad.core.files import parse_json
 from quietgrad.federation.exchange import PATIENCE, Responder, Tell
-from quietgrad.federation.provisioning import COORDINATOR, Credentials, revoked
+from quietgrad.federation.provisioning import Credentials
+from quietgrad.federation.revocation import COORDINATOR, revoked
 from quietgrad.federation.secure.identity import DropoutError, ProtocolError
 from quietgrad.federation.transport import Away, Bytes, Calls
 from quietgrad.federation.transport import tls_connection as link
@@ -62,6 +63,7 @@ class TlsServer(Calls):
         super().__init__(names, self._ask)
         self._agreement, self._most, self._timeout, self._tell = agreement, min(most, link.LARGEST), timeout, tell
         self._context, self._keys = link.context_for(credentials), credentials.folder
+        self._credentials = credentials
         self._seats = {name: MemberConnection() for name in names}
         self._seating = threading.Lock()
         self._door = link.HandshakeQueue(len(self._seats))
@@ -145,6 +147,8 @@ class TlsServer(Calls):
             kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
             hello = parse_json(said)
             reason = self._stranger(name, kind, hello)
+            if reason is None and not link.is_issued(connection, name, self._credentials):
+                reason = f"its certificate is not of the authority that signs for {name}"
             if reason is not None:
                 self._tell_refusal(ProtocolError(name or "a caller", reason), address)
                 link.send(connection, link.REFUSED, reason.encode(), deadline=deadline)
@@ -229,7 +233,7 @@ class TlsParty:
         patience: float = PATIENCE,
         tell: Tell = lambda words: None,
     ) -> None:
-        self._context = link.context_for(credentials)
+        self._context, self._credentials = link.context_for(credentials), credentials
         self._address, self._site, self._agreement = address, site, agreement
         self._most, self._timeout, self._patience, self._tell = min(most, link.LARGEST), timeout, patience, tell
         self._instance = os.urandom(16).hex()
@@ -280,6 +284,9 @@ class TlsParty:
                 kind, said = link.receive(connection, most=GREETING_BYTES, deadline=deadline)
                 if kind == link.REFUSED:
                     raise ProtocolError(COORDINATOR, f"turns this member away: {said.decode(errors='replace')}")
+                if not link.is_issued(connection, COORDINATOR, self._credentials):
+                    why = "its certificate is not of the authority that signs for the coordinator"
+                    raise ProtocolError(COORDINATOR, why)
                 if parse_json(said)["plan"] != self._agreement:
                     raise BudgetError("the coordinator's plan is not the one that was approved here.")
                 if kind != link.WELCOME:

@@ -20,8 +20,11 @@ import time
 from collections import Counter
 from typing import Any
 
+from cryptography import x509
+
 from quietgrad.core.errors import DataError
-from quietgrad.federation.provisioning import COORDINATOR, Credentials
+from quietgrad.federation.provisioning import Credentials
+from quietgrad.federation.revocation import COORDINATOR
 from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.transport import Bytes
 
@@ -40,7 +43,10 @@ def context_for(credentials: Credentials) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(credentials.folder / "ca.pem")
-        context.load_cert_chain(credentials.folder / "cert.pem", credentials.folder / "key.pem")
+        # An institution's authority may itself be signed by another one, which nobody here needs to know.
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        secret = credentials.secret or b""  # without one, a key under a passphrase would ask at the terminal
+        context.load_cert_chain(credentials.folder / "cert.pem", credentials.folder / "key.pem", lambda: secret)
     except ssl.SSLError as error:
         raise DataError(f"{credentials.folder}: certificate and key do not fit ({error.reason}).") from None
     return context
@@ -50,6 +56,17 @@ def peer_name(connection: ssl.SSLSocket) -> str:
     certificate: Any = connection.getpeercert() or {}
     names = [str(name) for kind, name in certificate.get("subjectAltName", ()) if kind == "DNS"]
     return names[0] if len(names) == 1 else ""
+
+
+def is_issued(connection: ssl.SSLSocket, name: str, credentials: Credentials) -> bool:
+    """Whether the other side's certificate comes from the authority that signs for ``name``."""
+    certificate = connection.getpeercert(binary_form=True)
+    try:
+        return certificate is not None and credentials.is_issued_for(
+            name, x509.load_der_x509_certificate(certificate)
+        )
+    except ValueError:
+        return False
 
 
 def tune(sock: socket.socket) -> None:

@@ -1,0 +1,74 @@
+"""Answers of parties that draw in secret: trained before the coin is looked at, handed in at a public time.
+
+A sample is worth something only if nothing that can be seen of a party depends on its coin. A party that trains
+only when it is drawn answers later then, and a coordinator that watches the clock knows the coin. So every party
+trains in every round, draws when that is over, and answers a fixed time after it was asked. Training that fails, or
+is not over by then, counts as zeros: a drawn party then takes part less often than stated, which costs no privacy.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+class Pace(Protocol):
+    """When a party's answer leaves."""
+
+    def answer(
+        self, train: Callable[[], Floats], coin: Callable[[], bool], zeros: Floats, seconds: float
+    ) -> Floats:
+        """What ``train`` returns if the coin says so, else ``zeros``; the coin is drawn after the training."""
+        ...
+
+
+class PublicTime:
+    """Answers ``seconds`` after it was asked, whatever happened until then.
+
+    >>> begun = time.monotonic()
+    >>> late = PublicTime().answer(lambda: time.sleep(9.0) or np.ones(1), lambda: True, np.zeros(1), 0.05)
+    >>> late, 0.05 <= time.monotonic() - begun < 9.0
+    (array([0.]), True)
+    """
+
+    def __init__(self) -> None:
+        self._worker: threading.Thread | None = None
+
+    def answer(
+        self, train: Callable[[], Floats], coin: Callable[[], bool], zeros: Floats, seconds: float
+    ) -> Floats:
+        until = time.monotonic() + seconds
+        done: list[Floats] = []
+
+        def work() -> None:
+            try:
+                done.append(train())
+            except Exception:  # zeros, as when it is late; a party's own notes say why
+                return
+
+        if self._worker is None or not self._worker.is_alive():  # else an earlier round is still being trained for
+            self._worker = threading.Thread(target=work, name="local training", daemon=True)
+            self._worker.start()
+            self._worker.join(max(0.0, until - time.monotonic()))
+        trained = done[0] if done else zeros
+        drawn = coin()
+        answer = trained if drawn else zeros
+        time.sleep(max(0.0, until - time.monotonic()))
+        return answer
+
+
+class AtOnce:
+    """Answers when it is ready: for simulations, where no role watches the clock."""
+
+    def answer(
+        self, train: Callable[[], Floats], coin: Callable[[], bool], zeros: Floats, seconds: float
+    ) -> Floats:
+        trained = train()
+        return trained if coin() else zeros
