@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from quietgrad.methods.dp_agd import DPAGD
     from quietgrad.methods.dp_disk import DPDiSK
     from quietgrad.methods.dp_sgd import DPGD, DPSGD, GD, SGD, DPAdam
+    from quietgrad.methods.dp_spider import DPSpider
     from quietgrad.methods.dp_srm import DPSRM, STORM
+    from quietgrad.methods.fedavg import FedAvg
     from quietgrad.methods.model_selection import ModelSelection
-    from quietgrad.methods.oracles.gradient_estimators import AdaptiveSpider
+    from quietgrad.methods.oracles.spider import AdaptiveSpider, Spider
     from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
     from quietgrad.methods.perturbed_sgd import PerturbedSGD
     from quietgrad.methods.result import Result, load
@@ -56,14 +58,16 @@ _HOMES = {
     "methods.result": "Privacy Result load",
     "methods.dp_srm": "DPSRM STORM",
     "methods.dp_sgd": "DPSGD SGD DPAdam DPGD GD",
+    "methods.dp_spider": "DPSpider",
     "methods.dp_disk": "DPDiSK",
     "methods.dp_agd": "DPAGD",
     "methods.stagewise": "StagewiseDPSGD",
     "methods.output_perturbation": "OutputPerturbation WeightedAverage",
     "methods.rrpsgd": "RRPSGD BassilySGD",
     "methods.perturbed_sgd": "PerturbedSGD",
+    "methods.fedavg": "FedAvg",
     "methods.model_selection": "ModelSelection",
-    "methods.oracles.gradient_estimators": "AdaptiveSpider",
+    "methods.oracles.spider": "AdaptiveSpider Spider",
     "methods.stationarity": "certify Certificate",
     "methods.whitened_gd": "WhitenedGD",
 }

@@ -16,6 +16,9 @@ from quietgrad.core.sanitize import html_facts, sanitize
 
 _WIDTH, _HEIGHT = 460, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 10, 30, 42
+_LETTER = (
+    9.6  # width of a letter at the 16 px of the narrowest pages, where tick labels must neither be cut nor touch
+)
 _ROW, _NAMES = 26, 150  # of charts with a row per name
 _DASHES = ("", "9 5", "2 5", "12 4 2 4", "", "5 3", "1 3")
 _LIGHT = ("#1d4f7c", "#b4541a", "#2b7a52", "#7b4397", "#8a6d00", "#555c66", "#0f7f8f")
@@ -100,7 +103,9 @@ class Lines:
             x_high = x_high if x_high > x_low else x_low + 1.0
             whole = all(x == int(x) for x in xs)
             x_ticks = [tick for tick in nice_ticks(x_low, x_high, whole=whole) if x_low <= tick <= x_high]
-        x_at = _scale(x_low, x_high, _LEFT, _WIDTH - _RIGHT, log=self.log_x)
+        left = max(_LEFT, 8.0 + _LETTER * max(len(_number(tick)) for tick in y_ticks))
+        x_at = _scale(x_low, x_high, left, _WIDTH - _RIGHT, log=self.log_x)
+        x_ticks = _apart(x_ticks, x_at)
         y_at = _scale(y_ticks[0], y_ticks[-1], _HEIGHT - _BOTTOM, _TOP, log=self.log_y)
         parts = [
             _text("axis-label", _WIDTH - _RIGHT, _HEIGHT - 4, "end", self.x_label),
@@ -108,13 +113,13 @@ class Lines:
         ]
         for tick in y_ticks:
             y = y_at(tick)
-            parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(_text("tick", _LEFT - 8, y + 4, "end", _number(tick)))
+            parts.append(f'<line class="grid" x1="{left:g}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(_text("tick", left - 8, y + 4, "end", _number(tick)))
         for tick in x_ticks:
-            x, side = x_at(tick), "end" if x_at(tick) > _WIDTH - 40 else "middle"
+            x, side = x_at(tick), _side(x_at(tick), tick)
             parts.append(_text("tick", x, _HEIGHT - _BOTTOM + 18, side, _number(tick)))
         for place, line in drawn.items():
-            parts += _line(line, colour_of(place), x_at, y_at)
+            parts += _line(line, colour_of(place), x_at, y_at, left)
         ends = "; ".join(f"{line.name} ends at {line.points[-1][1]:.4g}" for line in drawn.values())
         return _svg(f"{self.title}: {self.y_label} over {self.x_label}. {ends}.", _HEIGHT, parts)
 
@@ -144,7 +149,9 @@ class Intervals:
         for tick in ticks:
             x = x_at(tick)
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{bottom}"/>')
-            parts.append(_text("tick", x, bottom + 16, "middle", _number(tick)))
+            # A label at the end of the axis would be cut off by the end of the drawing.
+            side = "end" if tick == ticks[-1] else "middle"
+            parts.append(_text("tick", x + (14 if side == "end" else 0), bottom + 16, side, _number(tick)))
         words = []
         for k, (name, value, below, above) in enumerate(self.rows):
             y = 8 + k * _ROW + _ROW / 2
@@ -189,6 +196,31 @@ def to_notebook_html(title: str, rows: Sequence[tuple[str, object]], charts: Seq
     return f"<div>{html_facts(title, rows)}{style}{drawings}</div>"
 
 
+def _side(x: float, tick: float) -> str:
+    """How a label hangs at its tick: in its middle, or before it where it would leave the drawing."""
+    return "end" if x + _LETTER * len(_number(tick)) / 2.0 > _WIDTH - 2 else "middle"
+
+
+def _apart(ticks: Sequence[float], x_at: Scale) -> list[float]:
+    """The ticks whose labels do not touch; the last one stays, and others give way to it.
+
+    >>> _apart([1000.0, 1001.0, 2000.0], lambda tick: tick / 10.0)
+    [1000.0, 2000.0]
+    """
+
+    def span(tick: float) -> tuple[float, float]:
+        x, width = x_at(tick), _LETTER * len(_number(tick))
+        return (x - width, x) if _side(x, tick) == "end" else (x - width / 2.0, x + width / 2.0)
+
+    chosen: list[float] = []
+    for tick in ticks:
+        if not chosen or span(tick)[0] > span(chosen[-1])[1] + _LETTER / 2.0:
+            chosen.append(tick)
+        elif tick == ticks[-1] and len(chosen) > 1:
+            chosen[-1] = tick
+    return chosen
+
+
 def colour_of(place: int) -> int:
     """The colour, ``s0`` … ``s6``, of the line at a place of a chart or a legend."""
     return place % len(_DASHES)
@@ -199,11 +231,11 @@ def _with_bars(line: Series) -> list[tuple[tuple[float, float], float]]:
     return list(zip(line.points, bars, strict=True))
 
 
-def _line(line: Series, colour: int, x_at: Scale, y_at: Scale) -> list[str]:
+def _line(line: Series, colour: int, x_at: Scale, y_at: Scale, left: float) -> list[str]:
     name = f"<title>{escape(sanitize(line.name))}</title>"
     if line.level:
         y = y_at(line.points[-1][1])
-        ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
+        ends = f'x1="{left:g}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"'
         return [f'<line class="line s{colour}" {ends}>{name}</line>']
     parts = []
     for (x, y), bar in _with_bars(line):

@@ -36,7 +36,10 @@ _ROOMS = {
     "objectives.tables.": {
         "tables": "full_batch histogram_decoding kernels linear losses range_queries scanned shapes table whitening"
     },
-    "torch.": {"torch.loops": "private_loop recorded_loop loop_wrappers:wrappers private_batch distributed"},
+    "torch.": {
+        "torch.loops": "private_loop recorded_loop:handle_loop loop_wrappers:wrappers private_batch distributed"
+    },
+    "torch.loops.": {"torch.loops": "recorded_loop:handle_loop"},
     "algorithms.": {
         "methods": "additive_gd base budget_allocation custom_loop dp_agd dp_disk dp_sgd dp_srm learning_rates "
         "model_selection output_perturbation perturbed_sgd range_estimation registry rrpsgd stagewise theorems "

@@ -25,6 +25,7 @@ from quietgrad.data.address import public
 COMMANDS: dict[str, str] = {
     "demo": "train a first private model and leave a report",
     "describe": "private counts, means, quantiles and histograms of a file",
+    "check": "what would be wasted if a file were trained on, for its owner alone",
     "train": "train a model on a file or a registered data set",
     "resume": "continue an interrupted training, bit for bit, without spending twice",
     "predict": "score records with a trained model",

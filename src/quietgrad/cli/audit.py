@@ -156,7 +156,7 @@ def rebuild(name: str, config: dict[str, Any]) -> Any:
     """The algorithm of a ``result.json``.
 
     >>> rebuild("dp-gd", {"steps": 5, "learning_rate": {"schedule": "Linear", "start": 1.0, "end": 0.1}})
-    DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last')
+    DPGD(steps=5, learning_rate=Linear(start=1.0, end=0.1), clip=1.0, momentum=0.0, returns='last', clipping='flat')
     """
     return AdditiveGD.from_config(config) if name == AdditiveGD.name else entry(name).make(config)
 

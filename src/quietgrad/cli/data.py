@@ -22,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
 )
 
+_MOST_LINES = 40  # columns with a line each; more are shown by kind
 Name = Annotated[str, Argument(help="A registered name, such as a9a; see `quietgrad data list`.")]
 
 
@@ -88,11 +89,22 @@ def schema(
         return
     say(f"{output}: drafted from the header and the form of the cells of {file}, which were read without noise for "
         "you as their owner. It holds no cell.")  # fmt: skip
-    width = max(map(len, kinds)) + 2
-    for name, kind in kinds.items():
-        say(f"  {sanitize(name):<{width}}{kind}{'  (label)' if name == draft.label else ''}")
-    for problem in draft.problems:
+    if len(kinds) > _MOST_LINES:
+        by_kind: dict[str, list[str]] = {}
+        for name, kind in kinds.items():
+            by_kind.setdefault(kind, []).append(name)
+        say(f"  label: {sanitize(draft.label)} ({kinds[draft.label]})")
+        for kind, names in by_kind.items():
+            some = ", ".join(map(sanitize, names[:5])) + (", …" if len(names) > 5 else "")
+            say(f"  {kind:<14}{len(names):>5} columns: {some}")
+    else:
+        width = max(map(len, kinds)) + 2
+        for name, kind in kinds.items():
+            say(f"  {sanitize(name):<{width}}{kind}{'  (label)' if name == draft.label else ''}")
+    for problem in draft.problems[:_MOST_LINES]:
         say(f"problem: {problem}", err=True)
+    if len(draft.problems) > _MOST_LINES:
+        say(f"problem: {len(draft.problems) - _MOST_LINES} more, all of them in {output}", err=True)
     if any(column.gap_words for column in draft.columns):
         say("Words for gaps (such as n/a or -) are listed in the schema: missing = [...]. Strike what is no gap.")
     needed = [name for name, kind in kinds.items() if kind == "category"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -24,9 +25,10 @@ from quietgrad.data.schema import Schema, read_schema
 from quietgrad.data.tables import read_cells
 
 if TYPE_CHECKING:
-    from quietgrad.estimators import Description
+    from quietgrad.estimators import Description, GroupedDescription
 
 Row: TypeAlias = Mapping[str, Any]  # a column of a description
+_MOST_DRAWN = 40  # groups of a drawing
 app = typer.Typer(add_completion=False)
 
 
@@ -39,24 +41,45 @@ def describe(
     output: Annotated[Path, Option("--output", "-o", help="The page; JSON goes beside it.")] = Path(
         "description.html"
     ),
+    by: Annotated[
+        str | None, Option(help="One column or two, as sex,town: statistics of each group.", show_default=False)
+    ] = None,
+    statistics: Annotated[
+        str, Option(help="With --by, what is released: the fewer, the less noise.")
+    ] = "count,sum,mean,quantiles,shares",
     explain: Explain = False,
     as_json: Json = False,
 ) -> None:
-    """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error."""
+    """Release counts, means, quantiles, histograms and two-way tables of the columns, each with its error.
+
+    With --by it releases statistics of each group, with intervals that hold the number of these records with
+    probability 95 %. Groups are the categories of the schema; of a column that the schema does not list they are
+    found privately.
+    """
     from quietgrad import estimators  # loads scikit-learn
 
     spec.budget()
     public = read_schema(schema)
-    cells = read_cells(file, public, () if spec.person is None else (spec.person,))
+    grouped = None if by is None else [name.strip() for name in by.split(",")]
+    extra = [name for name in (*(grouped or ()), spec.person) if name is not None]
+    cells = read_cells(file, public, extra)
     frame, declared = _columns(cells, public)
+    frame |= {name: np.array(cells[name], dtype=object) for name in grouped or () if name not in frame}
     ledger = None if spec.ledger is None else Path(spec.ledger)
     assert spec.epsilon is not None
+    asked: dict[str, Any] = {
+        "epsilon": spec.epsilon, "delta": spec.delta, "relation": spec.relation, "n_public": spec.n_public,
+        "account": account_of(file, spec.account, ledger, spec.cap()),
+        "person": None if spec.person is None else cells[spec.person],
+    }  # fmt: skip
+    if grouped is not None:
+        with usage():
+            chosen: Any = [name.strip() for name in statistics.split(",")]
+            groups = estimators.describe(frame, schema=declared, by=grouped, statistics=chosen, **asked)
+        _write_groups(file.name, groups, output, as_json=as_json, explain=explain)
+        return
     with usage():
-        found = estimators.describe(
-            frame, schema=declared, epsilon=spec.epsilon, delta=spec.delta, relation=spec.relation,
-            account=account_of(file, spec.account, ledger, spec.cap()), n_public=spec.n_public,
-            person=None if spec.person is None else cells[spec.person],
-        )  # fmt: skip
+        found = estimators.describe(frame, schema=declared, **asked)
     told, beside = found.to_json(), output.with_suffix(".json")
     write_atomically(writable(output), _page(file.name, found).encode())
     write_atomically(beside, (json.dumps(told, indent=1, default=str) + "\n").encode())
@@ -78,10 +101,10 @@ def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, 
         texts = [str(cell).strip() for cell in cells[name]]
         flagged = {"missing": "indicator"} if kind.indicator else {}
         if isinstance(kind, Numeric):
-            written = {"decimal": kind.decimal, "thousands": kind.thousands}
+            written: dict[str, Any] = {"decimal": kind.decimal, "thousands": kind.thousands}
             frame[name] = to_numbers(name, texts, schema.missing, **written)
             bounds = {} if kind.bounds is None else {"bounds": list(kind.bounds)}
-            said[name] = {"kind": "number", **bounds, **flagged}
+            said[name] = {"kind": "integer" if kind.whole else "number", **bounds, **flagged}
         elif isinstance(kind, Date):
             frame[name] = np.array(kind.dates(name, texts, schema.missing), dtype="datetime64[D]")
             days_given = {} if kind.bounds is None else {"bounds": [str(end) for end in kind.bounds]}
@@ -93,6 +116,54 @@ def _columns(cells: dict[str, list[object]], schema: Schema) -> tuple[dict[str, 
             frame[name] = np.array(texts, dtype=object)
             said[name] = {"kind": "category", "categories": list(kind.categories)}
     return frame, said
+
+
+def _write_groups(file: str, found: GroupedDescription, output: Path, *, as_json: bool, explain: bool) -> None:
+    """Write page, CSV and JSON, and say the counts and means of the groups."""
+    told = found.to_json()
+    write_atomically(writable(output), _groups_page(file, found).encode())
+    write_atomically(output.with_suffix(".json"), (json.dumps(told, indent=1) + "\n").encode())
+    found.to_csv(output.with_suffix(".csv"))
+    say_meaning(explain, found.privacy.epsilon, found.privacy.delta, found.privacy.unit)
+    names = {id(row): ", ".join(sanitize(row[name]) for name in found.by) for row in found.rows}
+    width = max(map(len, names.values())) + 2
+    lines = []
+    for row in found.rows:
+        if row["statistic"] in ("count", "mean"):
+            what = "records" if row["column"] is None else f"{row['statistic']} of {sanitize(row['column'])}"
+            lines.append(f"{names[id(row)]:<{width}}{what}: {_number(row['value'])} ({_interval(row)})")
+    files = ", ".join(str(output.with_suffix(suffix)) for suffix in (output.suffix, ".csv", ".json"))
+    answer(as_json, told, *lines, f"privacy: {found.privacy}", f"written: {files}")
+
+
+def _groups_page(file: str, found: GroupedDescription) -> str:
+    """One self-contained page: for each statistic of each column a drawing and a table of the groups."""
+    sections = []
+    for (column, statistic, level), group in itertools.groupby(
+        sorted(found.rows, key=lambda row: [str(row[key] or "") for key in ("column", "statistic", "level")]),
+        key=lambda row: (row["column"], row["statistic"], row["level"]),
+    ):
+        rows = list(group)
+        words = f"{int(statistic[1:])} % quantile" if statistic[1:].isdigit() else statistic
+        title = ("records" if column is None else f"{column}: {words}") + ("" if level is None else f" of {level}")
+        drawn = [
+            (", ".join(row[name] for name in found.by), row["value"], row["lower"], row["upper"])
+            for row in rows
+            if row["value"] is not None
+        ]
+        chart = Intervals(title, drawn, statistic).svg() if len(drawn) <= _MOST_DRAWN else ""
+        shown = [([row[name] for name in found.by], _number(row["value"]), _interval(row)) for row in rows]
+        sections.append((title, chart, shown))
+    template = page_environment().get_template("groups.html.j2")
+    return template.render(name=file, by=found.by, privacy=found.privacy, sections=sections, version=__version__)
+
+
+def _number(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.6g}"
+
+
+def _interval(row: Row) -> str:
+    return f"{row['lower']:.6g} to {row['upper']:.6g}"
 
 
 def _in_words(row: Row) -> str:

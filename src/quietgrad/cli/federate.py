@@ -20,11 +20,13 @@ from quietgrad.cli.federate_roles import (
 from quietgrad.cli.options import Explain, Json, Quiet, answer, say, show_json, show_rows, usage
 from quietgrad.cli.run_spec import RunSpec, with_options
 from quietgrad.cli.train import show as show_result
-from quietgrad.federation import provisioning
-from quietgrad.federation.approved import read_status
+from quietgrad.federation import provisioning, revocation
+from quietgrad.federation.key_files import passphrase as passphrase_of
 from quietgrad.federation.pins import pin_of
-from quietgrad.federation.plan_file import CLASSES, read_plan, write_job
+from quietgrad.federation.plan_file import CLASSES, PlanFile, read_plan, write_job
 from quietgrad.federation.provisioning import Credentials
+from quietgrad.federation.revocation import COORDINATOR
+from quietgrad.federation.run_status import read_status, status_rows
 
 app = typer.Typer(
     help="Train one model with many parties; no party shows its records to another.",
@@ -94,35 +96,71 @@ def provision(
     requests: Annotated[
         list[Path] | None, Option("--with", help="Requests that members sent; may be repeated.")
     ] = None,
+    passphrase: Annotated[
+        bool,
+        Option("--passphrase", help="Put the keys under a passphrase: from QUIETGRAD_PASSPHRASE_FILE, or asked."),
+    ] = False,
+    days: Annotated[int, Option(help="How long the certificates made here are valid.")] = provisioning.DAYS,
+    keep_authority_key: Annotated[
+        bool,
+        Option("--keep-authority-key", help="Keep the key that signs certificates; it is forgotten otherwise."),
+    ] = False,
+    certificate: Annotated[
+        Path | None, Option(help="With --request: what your institution's authority issued for it (PEM).")
+    ] = None,
+    authority: Annotated[
+        Path | None, Option(help="With --certificate: that authority's certificate (PEM).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make the certificates and identities of all members, or this member's own keys."""
     file = read_plan(plan)
-    if request is not None:
-        if request not in file.members:
-            raise typer.BadParameter(
-                f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request"
-            )
-        made = [provisioning.request(request, out)]
-        advice = f"send {made[0]} to the organiser; the answer goes into {out}. All else in it is secret."
+    if (certificate is None) != (authority is None) or (certificate is not None and request is None):
+        raise typer.BadParameter("go together, with --request NAME.", param_hint="--certificate, --authority")
+    if request is not None and request not in file.members:
+        raise typer.BadParameter(f"{request!r} is not one of {', '.join(file.members)}.", param_hint="--request")
+    if request is not None and certificate is not None and authority is not None:
+        made = [provisioning.certify(request, out, certificate, authority)]
+        advice = f"send {made[0]} to the organiser: it carries your authority's certificate."
+    elif request is not None:
+        secret = passphrase_of(request, new=True) if passphrase else None
+        made = [provisioning.request(request, out, secret=secret)]
+        advice = (
+            f"send {made[0]} to the organiser; the answer goes into {out}. If your institution's own authority is "
+            f"to sign, give it {request}.csr.pem first, and this command with --certificate and --authority.\n"
+            "key.pem and identity.key are secret."
+        )
     else:
-        sent: dict[str, Path] = {}
-        for path in requests or ():
-            if (name := provisioning.asker(path)) in sent:
-                raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
-            sent[name] = path
-        made = provisioning.provision(file.members, out, sent)
-        own = [name for name in file.members if name not in sent]
-        lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
-        if own:
-            lines.append(
-                f"made here, secret keys included, for {', '.join(own)}: "
-                "hand each folder to its member over a safe channel, and remove it here."
-            )
-        lines.append(f"remove {out / 'authority' / 'ca.key'} too: its holder can make certificates of any member.")
-        advice = "\n".join(lines)
+        made, advice = _provisioned(file, out, requests or [], passphrase, days, keep_authority_key)
     told = {"made": [str(path) for path in made], "plan": file.digest}
     answer(as_json, told, advice, table=(f"keys of {file.name}", [(path.name, str(path)) for path in made]))
+
+
+def _provisioned(
+    file: PlanFile, out: Path, requests: list[Path], passphrase: bool, days: int, keep: bool
+) -> tuple[list[Path], str]:
+    """Make all folders, and say what is to be done with them."""
+    sent: dict[str, Path] = {}
+    for path in requests:
+        if (name := provisioning.asker(path)) in sent:
+            raise typer.BadParameter(f"{sent[name]} and {path} are both of {name!r}.", param_hint="--with")
+        sent[name] = path
+    secret = passphrase_of(file.name, new=True) if passphrase else None
+    made = provisioning.provision(file.members, out, sent, days=days, secret=secret, keep_authority=keep)
+    own = [name for name in file.members if name not in sent]
+    lines = [f"send back to {', '.join(sent)}: ca.pem, cert.pem, member.json."] if sent else []
+    if own:
+        lines.append(
+            f"made here, secret keys included, for {', '.join(own)}: "
+            "hand each folder to its member over a safe channel, and remove it here."
+        )
+    if own and secret is not None:
+        lines.append("tell them the passphrase over another channel.")
+    lines.append(f"certificates made here are valid for {days} days.")
+    if keep:
+        key = out / "authority" / "ca.key"
+        lines.append(f"{key} can make certificates of any member that it signs for: lock it away.")
+    return made, "\n".join(lines)
 
 
 @app.command(epilog="Example: quietgrad federate show plan.toml --keys my-keys")
@@ -140,11 +178,17 @@ def show(
                    "epsilon": file.plan.epsilon() if file.budget else None,
                    "identities": credentials.fingerprint if credentials else None,
                    "identities_pin": credentials.readable if credentials else None,
+                   "network": None if file.network is None else dict(file.network.rows()),
+                   "module_text": None if file.network is None else file.network.text,
                    "plan": file.plan.to_json(), "threats": dict(threats)})  # fmt: skip
         return
     say(file.plan.explain())
     say("")
     show_rows(f"{file.name}: {len(file.parties)} parties", threats)
+    if file.network is not None:  # its text is shown, and no line of it is run
+        say(f"--- {file.network.file}, whole ---")
+        say(file.network.text)
+        show_rows("the network", file.network.rows())
     say(f"digest of this plan, the same at all members: {file.digest}")
     say(f"its pin, to compare by telephone: {pin_of(file)}")
     if credentials is not None:
@@ -160,13 +204,15 @@ def revoke(
     reason: Annotated[str, Option(help="Why; it is shown when the member is refused.")] = "no reason given",
     as_json: Json = False,
 ) -> None:
-    """Trust a member no longer: a coordinator turns it away at once, others refuse plans that list it."""
+    """Trust a member no longer: a coordinator turns it away and tells all, others refuse plans that list it."""
     credentials = Credentials.read(keys)
     if name not in credentials.publics or name == credentials.name:
         others = ", ".join(each for each in credentials.publics if each != credentials.name)
         raise typer.BadParameter(f"{name!r}: must be another member of these keys: {others}.")
-    known = provisioning.revoke(keys, name, reason)
+    known = revocation.revoke(keys, name, reason)
     advice = "tell the other members: each revokes for itself. To readmit a member, provision again."
+    if credentials.name == COORDINATOR:
+        advice = "every member gets this list, signed, with the next keys. To readmit a member, provision again."
     answer(as_json, known, advice, table=(f"revoked for {credentials.name}", list(known.items())))
 
 
@@ -284,7 +330,6 @@ def job(
 def status(
     folder: Annotated[Path, Argument(help="A member's --out folder.", show_default=False)], as_json: Json = False
 ) -> None:
-    """Say where a run is: rounds, what is spent, how it ended. For the coordinator, parties and servers alike."""
+    """Say where a run is, for every role: rounds, cost, the certificate's end, who is away, who is revoked."""
     facts = read_status(folder)
-    shown = {"federation": "federation", "line": "rounds", "words": "words", "time": "time"}
-    answer(as_json, facts, table=(f"{facts['member']}", [(title, str(facts[key])) for key, title in shown.items()]))
+    answer(as_json, facts, table=(f"{facts['member']}", status_rows(facts)))

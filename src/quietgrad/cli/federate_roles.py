@@ -17,7 +17,8 @@ from quietgrad.cli.ledger import reminder
 from quietgrad.cli.options import usage
 from quietgrad.cli.run_spec import RunSpec, objective_from
 from quietgrad.cli.scanned_data import ScannedData
-from quietgrad.cli.train import check_folder, finish
+from quietgrad.cli.train import check_folder, conclude
+from quietgrad.cli.training import described
 from quietgrad.core.accounting.budget import PrivacyUnit
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError
 from quietgrad.core.files import write_atomically
@@ -28,7 +29,7 @@ from quietgrad.federation.coordinator import AGGREGATES
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.pins import check_pin, pin_of, readable_digest
 from quietgrad.federation.plan import FederatedPlan
-from quietgrad.federation.plan_file import parse_plan, read_text
+from quietgrad.federation.plan_file import beside, parse_plan, read_text
 from quietgrad.federation.planning import adversary, multiplicity
 from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.secure.identity import DropoutError
@@ -62,7 +63,9 @@ def approval(
 ) -> Approved:  # fmt: skip
     """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
     text = read_text(plan)
-    file = parse_plan(text, str(plan))
+    file = parse_plan(text, str(plan), beside(plan))
+    network = file.network
+    start = None if network is None or network.start_file is None else plan.parent / network.start_file
     if pin is not None:
         try:
             check_pin(pin, file)
@@ -77,6 +80,7 @@ def approval(
     found = Approved(
         plan=text, digest=file.digest, keys=str(keys.resolve()), out=str(out.resolve()), data=absolute(data),
         ledger=absolute(ledger), account=account, cap_epsilon=cap_epsilon, address=address,
+        module_text=None if network is None else network.text, start=absolute(start),
     )  # fmt: skip
     with usage():
         found.check()
@@ -129,7 +133,7 @@ def simulated(
     saved: list[Result] = []
     federations.simulate(
         method, loss, people, budget=spec.budget(), ledger=spec.ledger_in(out), folder=out, callback=callback,
-        keep=lambda result: saved.append(finish(spec, out, data, result)), **federation,
+        keep=lambda result: saved.append(conclude(spec, out, data, described(spec, data, result))), **federation,
     )  # fmt: skip
     return saved[0]
 
@@ -244,3 +248,4 @@ def write_options(mine: Approved) -> None:
         options["ledger"] = mine.books
     budget = {"non_private": True} if file.budget is None else file.budget.to_json()
     RunSpec.from_options(**options, **budget).save(out)
+    mine.save_network()

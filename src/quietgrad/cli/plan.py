@@ -17,6 +17,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.plans.schedule import plan as make_plan
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import for_table
+from quietgrad.methods.regimes import Regime
 from quietgrad.methods.registry import ALGORITHMS
 
 app = typer.Typer(add_completion=False)
@@ -45,6 +46,12 @@ def plan(
     columns: Annotated[int | None, Option(help="Its feature columns.")] = None,
     cluster: Annotated[str, Option(help="Machines x cores that scan it, such as 64x8.")] = "1x1",
     noise_multiplier: Annotated[float | None, Option(help="Fix the noise; ε is then what it proves to be.")] = None,
+    radius: Annotated[
+        float | None, Option(help="A public bound on how far the model walks: says whether differences pay.")
+    ] = None,
+    smoothness: Annotated[
+        float | None, Option(help="With --radius: M, one record's curvature at most; ¼ for logistic loss.")
+    ] = None,
     show_list: Annotated[bool, Option("--list", help="List the algorithms and their settings.")] = False,
     explain: Explain = False,
     as_json: Json = False,
@@ -75,17 +82,22 @@ def plan(
         the_plan = make_plan(method, n=n, budget=asked, noise_multiplier=noise_multiplier, unit=unit,
                              records_public=records_public)  # fmt: skip
     say_meaning(explain, the_plan.proof.epsilon if the_plan.is_private else None, spec.delta, unit)
+    regime = None if radius is None else _regime(method, radius, smoothness)
     reading = None if columns is None or rows is None else expected(the_plan, columns, cluster)
     if as_json:
         proof = None if asked is None else the_plan.proof.to_json()
         more: dict[str, Any] = {} if reading is None else {"scan": reading.to_json()}
         if asked is not None:
             more["generalization"] = the_plan.generalization
+        if regime is not None:
+            more["differences"] = regime.to_json()
         show_json({**the_plan.to_json(), "proof": proof, **more})
         return
     if reading is not None:
         show_rows(f"scanning {n:,} rows of {columns} columns on {cluster}", reading.lines())
     say(the_plan.explain())
+    if regime is not None:
+        say(str(regime))
     if the_plan.is_private:
         say(
             "on new records: the mean of a loss in [0, 1], such as the error rate, is expected to differ from that "
@@ -99,6 +111,15 @@ def plan(
             noise = "within the filter" if filtered else f"{scale:.4g}·C"
             lines.append((slot.name, slot.count, sampling_words(slot.sampling.to_json()), sensitivity, noise))
         show_table(("release", "at most", "sampling", "sensitivity", "noise σ"), lines)
+
+
+def _regime(method: Algorithm, radius: float, smoothness: float | None) -> Regime:
+    """Whether differences pay, for the method's clip and M as given, or as the method has it."""
+    bend = getattr(method, "smoothness", None) if smoothness is None else smoothness
+    if bend is None:
+        raise typer.BadParameter("it is missing: how curved is a record's loss at most?", param_hint="--smoothness")
+    with usage():
+        return Regime(float(getattr(method, "clip", 1.0)), float(bend), radius)
 
 
 def whole(number: float, option: str) -> int:

@@ -17,6 +17,7 @@ from scipy.sparse import linalg
 from typer import Argument, Option
 
 from quietgrad import data as datasets
+from quietgrad.cli.network_predictions import format_of, is_network, network_predictions, refuse_network
 from quietgrad.cli.options import Explain, Json, RunFolder, say, say_meaning, show_json, show_rows, usage, writable
 from quietgrad.cli.run_spec import RUN_FILE, RunSpec, with_options
 from quietgrad.cli.scanned_data import open_scan
@@ -26,7 +27,6 @@ from quietgrad.cli.scoring import (
     save_score,
     say_undeclared,
     score_rows,
-    were_trained_on,
 )
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, write_atomically
@@ -36,6 +36,8 @@ from quietgrad.core.session.opening import Terms
 from quietgrad.data.address import public
 from quietgrad.data.columns import is_number
 from quietgrad.data.dataset import Dataset
+from quietgrad.estimators.holdout import were_trained_on
+from quietgrad.federation.record_format import PartyRecords
 from quietgrad.methods.result import ledger_of, load, payer_of
 from quietgrad.tables.labels import ClassLabels
 
@@ -61,6 +63,9 @@ def predict(
         Option("--output", "-o", help="Write here (.csv or .json; .csv or .parquet of a scan); else print."),
     ] = None,
     keep: Annotated[str | None, Option(help="Column of ids, kept beside predictions.")] = None,
+    module: Annotated[
+        Path | None, Option(help="A network's code, which is run: the file of the run's folder, once read.")
+    ] = None,
     allow_http: AllowHTTP = False,
     as_json: Json = False,
 ) -> None:
@@ -68,6 +73,9 @@ def predict(
     from quietgrad import estimators  # loads scikit-learn
 
     facts = _facts(folder)
+    if is_network(facts):
+        _predict_by_network(folder, data, facts, module, output, as_json)
+        return
     model = estimators.from_run(folder)
     names = None if facts["task"] == "regression" else [str(name) for name in np.asarray(model.classes_).tolist()]
     if is_multi_file(data):
@@ -105,16 +113,38 @@ def predict(
         scores["rmse"] = float(np.sqrt(np.mean((answers - labels) ** 2)))
     elif labels is not None:
         scores["accuracy"] = float(np.mean(ClassLabels.of(model.classes_).agree(answers, labels)))
+    _show(said, scores, len(answers), output, as_json)
+
+
+def _show(said: Columns, scores: dict[str, float], count: int, output: Path | None, as_json: bool) -> None:
+    """Write or print predictions, and the scores on these records."""
     if output is not None:
         _write(writable(output), said)
-        say(f"{len(answers)} predictions written to {output}.", err=as_json)
+        say(f"{count} predictions written to {output}.", err=as_json)
     if as_json:
-        show_json({"records": len(answers), "scores": scores, **({} if output else said)})
+        show_json({"records": count, "scores": scores, **({} if output else said)})
         return
     if output is None:
         say(_csv(said), nl=False)
     for name, value in scores.items():
         say(f"{name} = {value:.4f} on these records, without noise: it is data, not private", err=True)
+
+
+def _predict_by_network(
+    folder: Path, data: str, facts: Details, module: Path | None, output: Path | None, as_json: bool
+) -> None:
+    """Predict with a network that parties trained."""
+    if facts["form"] == "table":
+        found, labels, _ = records_for(folder, data, facts)
+        X = found.X if isinstance(found.X, np.ndarray) else found.X.toarray()
+        kind = np.float32 if facts["classes"] is None else np.int64
+        records, labelled = PartyRecords(X.astype(np.float32), np.asarray(found.y, kind)), labels is not None
+    else:
+        records = format_of(facts).load(data, labelled=False)
+        labelled = records.labelled
+    columns, scores = network_predictions(folder, facts, records, module)
+    said: Columns = {name: column.tolist() for name, column in columns.items()}
+    _show(said, scores if labelled else {}, len(records), output, as_json)
 
 
 def _facts(folder: Path) -> Details:
@@ -244,6 +274,8 @@ def evaluate(
     if training_people and (spec.ledger is not None or spec.account != "held-out"):
         raise typer.BadParameter("--training-people charges the run's own account; leave --ledger, --account out.")
     facts = _facts(folder)
+    if is_network(facts):
+        refuse_network(folder)
     model = estimators.from_run(folder)
     ids, labels = None, None
     if is_multi_file(data):

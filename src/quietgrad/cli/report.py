@@ -25,11 +25,12 @@ from quietgrad.charts import Lines, Series, to_svg_file
 from quietgrad.cli.options import Explain, Json, LedgerOfRun, RunFolder, answer, budget, say, say_meaning, usage
 from quietgrad.cli.run_spec import RunSpec, account_of, with_options
 from quietgrad.cli.scanned_data import ScannedData
-from quietgrad.cli.scoring import expected_error, hold_out_records
 from quietgrad.core.errors import BudgetError, DataError, QuietgradError, UnprovableError
 from quietgrad.core.files import write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.data.dataset import SPLIT_SEED, Dataset
+from quietgrad.estimators.holdout import expected_error, hold_out_records
+from quietgrad.methods.score_noise import is_too_noisy, score_text
 
 app = typer.Typer(add_completion=False)
 
@@ -157,21 +158,25 @@ def frontier(
     score = "R²" if table.task == "regression" else "accuracy"
     told = {"data": table.name, "score": score, "delta": spec.delta, "relation": spec.relation, "public": public}
     told |= found
-    points = [(row["epsilon"], row["value"]) for row in found["points"]]
-    lines = [Series("private", points, tuple(row["error"] for row in found["points"]))]
+    stated = [row for row in found["points"] if row["value"] is not None]  # the others are too noisy to be drawn
+    points = [(row["epsilon"], row["value"]) for row in stated]
+    lines = [Series("private", points, tuple(row["error"] for row in stated))]
     if found["non_private"] is not None:
-        lines.append(Series("without privacy", [(points[-1][0], found["non_private"])], level=True))
+        lines.append(Series("without privacy", [(levels[-1], found["non_private"])], level=True))
     label = f"ε (δ = {spec.delta:g}, {spec.relation})"
     chart = Lines(f"{table.name}: {score} against ε", lines, label, score, log_x=True)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "frontier.json", (json.dumps(told, indent=1) + "\n").encode())
-    write_atomically(out / "frontier.svg", to_svg_file(chart).encode())
+    written = [out / "frontier.json"]
+    if chart.svg():
+        write_atomically(out / "frontier.svg", to_svg_file(chart).encode())
+        written.append(out / "frontier.svg")
     say_meaning(explain, max(levels), spec.delta)
-    text = [f"{score:<10}{'±':>8}   {label}"]
-    text += [f"{row['value']:<10.4f}{row['error']:>8.4f}   {row['epsilon']:g}" for row in found["points"]]
+    text = [f"{score:<30}{label}"]
+    text += [f"{score_text(row['value'], row['error']):<30}{row['epsilon']:g}" for row in found["points"]]
     if found["non_private"] is not None:
-        text.append(f"{found['non_private']:<10.4f}{'':>8}   without privacy")
-    answer(as_json, told, *text, found["cost"], f"written: {out / 'frontier.svg'}, {out / 'frontier.json'}")
+        text.append(f"{found['non_private']:<30.4f}without privacy")
+    answer(as_json, told, *text, found["cost"], f"written: {', '.join(map(str, written))}")
 
 
 def _ask(
@@ -263,7 +268,9 @@ def _private(
             relation=spec.relation, account=payers[1],
         )  # fmt: skip
         value, error = (score.r2 if table.task == "regression" else score.accuracy) or (math.nan, math.nan)
-        points.append({"epsilon": level, "value": float(value), "error": float(error)})
+        # A number that noise drowns is not stated, as in every other score.
+        noisy = is_too_noisy("r2" if table.task == "regression" else "accuracy", value, error)
+        points.append({"epsilon": level, "value": None if noisy else float(value), "error": _finite(error)})
     spent = {str(payer): _spent(payer, spec) for payer in payers}
     told = ", ".join(
         f"ε = {epsilon:.4g} by {name!r}" if epsilon is not None else f"no common ε by {name!r}"
@@ -272,6 +279,10 @@ def _private(
     drawn = _DRAWN if len(spent) > 1 and spec.relation == "add-remove" else ""
     cost = f"cost: {told} in all at δ = {spec.delta:g}; no line without privacy, which would cost without end"
     return {"points": points, "non_private": None, "spent": spent, "cost": cost + drawn}
+
+
+def _finite(error: float) -> float | None:
+    return float(error) if math.isfinite(error) else None
 
 
 def _spent(payer: Account, spec: RunSpec) -> float | None:

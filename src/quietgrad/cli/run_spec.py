@@ -25,7 +25,6 @@ from typer import Argument, BadParameter, Option
 from quietgrad import data as datasets
 from quietgrad.cli.options import Delta, RelationName, budget, class_labels, usage
 from quietgrad.cli.scanned_data import open_scan
-from quietgrad.cli.scoring import hold_out_records
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import is_multi_file, read_json, write_atomically
@@ -35,12 +34,13 @@ from quietgrad.core.session.opening import Terms
 from quietgrad.core.settings import field_values, fields_of
 from quietgrad.data.address import Address, is_address, public
 from quietgrad.data.dataset import Dataset, check_task
+from quietgrad.estimators.holdout import hold_out_records, hopeless_score
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.budget_allocation import for_table
 from quietgrad.methods.oracles.gradient_estimators import ORACLES, oracle_class
 from quietgrad.methods.registry import entry
 from quietgrad.tables.linear import LinearObjective
-from quietgrad.tables.privacy_units import check_combination
+from quietgrad.tables.privacy_units import PersonRule
 from quietgrad.tables.registry import make_objective, usual_loss
 
 RUN_FILE = "run.json"
@@ -56,6 +56,7 @@ _BY_HAND = (
     "checkpoint_seconds",
 )  # fmt: skip
 _FLAG_NAMES = {"settings": "--set", "intercept": "--no-intercept"}
+_LOOSE = Budget(16.0, 1e-5)
 _FULL_BATCH = {"steps": 50, "learning_rate": 1.0, "clip": 1.5, "momentum": 0.5}
 
 
@@ -223,9 +224,9 @@ class RunSpec:
         """Settings of the algorithm that have options of their own."""
         return self._given(*_FLAGS)
 
-    def command(self) -> str:
+    def command(self, name: str = "train") -> str:
         """The ``quietgrad train`` that makes this run again, with files named without their folders."""
-        words = ["quietgrad", "train"]
+        words = ["quietgrad", name]
         for name, value in self._said().items():
             flag = _FLAG_NAMES.get(name, f"--{name.replace('_', '-')}")
             if name == "data":
@@ -275,7 +276,7 @@ class RunSpec:
             raise BadParameter(f"{self.rows!r}: must be clip or normalize.", param_hint="--rows")
         if self.holdout is not None and self.test is not None:
             raise ValueError("--holdout splits the records of one file; leave --test out.")
-        check_combination(self.combine, self.records_per_person)
+        self.person_rule  # noqa: B018 (refuses what cannot be)
         self.budget()
         given = self._said()
         for is_idle, why, names in (
@@ -292,6 +293,12 @@ class RunSpec:
             idle = [_FLAG_NAMES.get(name, f"--{name.replace('_', '-')}") for name in names if name in given]
             if is_idle and idle:
                 raise ValueError(f"leave {', '.join(idle)} out: {why}.")
+
+    @property
+    def person_rule(self) -> PersonRule:
+        """How a person's records count."""
+        combine: Any = self.combine
+        return PersonRule(combine, self.records_per_person)
 
     @property
     def scores_privately(self) -> bool:
@@ -328,7 +335,7 @@ class RunSpec:
             return algorithm_from(self.algorithm, self.flags, self.settings)
         bound = data.row_bound if self.row_bound is None else self.row_bound
         guarantee = self.budget()
-        if guarantee is None or self.flags or self.settings:  # settings by hand replace the default design
+        if self.flags or self.settings:  # settings by hand replace the default design
             name, usual = ("dp-gd", _FULL_BATCH) if guarantee is None else ("whitened-gd", {"row_bound": bound})
             by_hand = key_values(self.settings)  # comes before what is usual
             flags = {key: value for key, value in usual.items() if key not in by_hand} | self.flags
@@ -336,7 +343,7 @@ class RunSpec:
         return for_table(
             n,
             data.d,
-            budget=guarantee,
+            budget=guarantee or _LOOSE,  # without noise, the same design as with next to none
             outputs=1 if data.classes is None or len(data.classes) == 2 else len(data.classes),
             row_bound=bound,
             feature_bounds=data.feature_bounds if bound is None else None,
@@ -345,8 +352,8 @@ class RunSpec:
             inference=False,
         )
 
-    def load_data(self) -> Dataset:
-        """Read and check the data, or open what is scanned; nothing is reserved yet."""
+    def read_data(self) -> Dataset:
+        """Read and check the data, or open what is scanned; nothing is reserved yet, and nothing held out."""
         if self.data is None:
             data = datasets.demo_dataset()
         elif self.scanning or is_multi_file(self.data):
@@ -357,10 +364,39 @@ class RunSpec:
         else:
             data = datasets.load(self.data, test=self.test, **self.reading)
             data.refuse_uncounted(self.budget())
+        return data
+
+    def load_data(self) -> Dataset:
+        """Read and check the data, with a part of it held out if that is asked for."""
+        return self.held_out(self.read_data())
+
+    def held_out(self, data: Dataset) -> Dataset:
+        """The data with a part of the records held out, if that is asked for."""
         if self.holdout is None:
             return data
         fixed = self.non_private or self.relation == "replace-one"
         return hold_out_records(data, self.holdout, self.split_key or "", fixed=fixed)
+
+    def without_hopeless_score(self, data: Dataset) -> tuple[RunSpec, str | None]:
+        """The run without ``--holdout`` where its score would not be worth releasing, and the reason.
+
+        The model then gets all records and all of ε. It is decided from the public number of records: declared, or
+        that of the table under replace-one. Where the number is a secret, it is decided after it was counted.
+        """
+        budget = self.budget(of_score=True)
+        if self.holdout is None or budget is None or data.X_test is not None:
+            return self, None
+        if self.n_public is not None:
+            trained = float(self.n_public)
+        elif self.relation == "replace-one":
+            trained = (1.0 - self.holdout) * data.n
+        else:
+            return self, None
+        why = hopeless_score(trained * self.holdout / (1.0 - self.holdout), budget, data)
+        if why is None:
+            return self, None
+        spec = replace(self, holdout=None, split_key=None, score_share=RunSpec.score_share)
+        return spec, f"{why} No records were held out: the model was trained on all of them, with all of ε"
 
     def ledger_in(self, folder: Path) -> Path | None:
         """The ledger file: the one asked for, or one that the folder had of its own; ``None`` for the project's."""
@@ -456,7 +492,7 @@ def algorithm_from(name: str, flags: Options, settings: Sequence[str] | None = N
     >>> algorithm_from("dp-srm", {"steps": 100, "gamma": None}, ["joint-clip=true", "first_batch_size=400"])
     DPSRM(steps=100, ..., joint_clip=True, ..., first_batch_size=400, ...)
     >>> algorithm_from("perturbed-sgd", {"batch_size": 500}, ["oracle=adaptive-spider", "oracle.kappa=0.01"])
-    PerturbedSGD(oracle=AdaptiveSpider(batch_size=500, ..., kappa=0.01), ...)
+    PerturbedSGD(oracle=AdaptiveSpider(batch_size=500, ..., kappa=0.01, ...), ...)
     """
     given = {key: value for key, value in flags.items() if value is not None}
     said = key_values(settings)

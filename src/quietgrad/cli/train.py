@@ -4,40 +4,31 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from quietgrad.cli import models
+from quietgrad.cli.check import is_worth_a_check
 from quietgrad.cli.ledger import reminder, so_far
 from quietgrad.cli.options import Explain, Json, Quiet, say, say_meaning, show_json, show_rows, usage
 from quietgrad.cli.report import report_if_possible
-from quietgrad.cli.run_spec import RunSpec, objective_from, with_options
+from quietgrad.cli.run_spec import RunSpec, with_options
 from quietgrad.cli.scanned_data import ScannedData
-from quietgrad.cli.scoring import (
-    clipped_features,
-    exact_scores,
-    held_out_score,
-    metrics_of,
-    plain_scores,
-    remember_trained,
-    save_score,
-    say_undeclared,
-)
+from quietgrad.cli.scoring import clipped_features, metrics_of, save_score, say_undeclared
+from quietgrad.cli.training import training_of
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.ledger import project_path
-from quietgrad.core.plans.counting import NOMINAL
+from quietgrad.core.session.kept import is_kept
 from quietgrad.data.address import is_address, public
 from quietgrad.data.dataset import Dataset
-from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
+from quietgrad.estimators.holdout import remember_trained, score_held_out
 from quietgrad.methods.result import Result, load
 from quietgrad.methods.score_noise import score_text
-from quietgrad.tables.privacy_units import UnitGrouping
-from quietgrad.tables.range_queries import FeatureBox
-from quietgrad.tables.scanned import ScannedPeople
+
+if TYPE_CHECKING:
+    from quietgrad.estimators.scoring import PrivateScore
 
 app = typer.Typer(add_completion=False)
 
@@ -78,7 +69,7 @@ def train(
 
 def check_folder(out: Path, *, overwrite: bool) -> None:
     """Refuse a folder that holds another run."""
-    if (out / "checkpoint.safetensors").exists():
+    if is_kept(out):
         raise DataError(f"{out} holds an interrupted run: `quietgrad resume {out}`, or choose another --out.")
     if (out / "result.json").exists() and not overwrite:
         raise DataError(f"{out} holds a finished run: choose another --out, or pass --overwrite.")
@@ -86,86 +77,50 @@ def check_folder(out: Path, *, overwrite: bool) -> None:
 
 def run(spec: RunSpec, out: Path, *, quiet: bool, resumed: bool = False, tells_owner: bool = False) -> Result:
     """Train, or continue, the run that ``spec`` describes in the folder ``out``; write everything it leaves."""
-    data = spec.load_data()
-    people: UnitGrouping | ScannedPeople | None = None
-    combine: Any = spec.combine
-    with usage():  # mistakes are reported before anything is written
-        if data.person_test is not None:
-            UnitGrouping.of(data.person_test)
-        if isinstance(data, ScannedData):
-            people = None if data.person is None else ScannedPeople(data.X, combine, spec.records_per_person)
-        elif data.person is not None:
-            people = UnitGrouping.of(data.person, combine=combine, records_per_person=spec.records_per_person)
-        if spec.uses_estimator:
-            models.estimator_of(spec, data, "default")
-        else:
-            loss = objective_from(spec.describe_objective(data))
-            spec.make_algorithm(data, NOMINAL if spec.n_public is None else spec.n_public)
+    whole = spec.read_data()
+    hopeless: str | None = None
+    if not resumed:
+        with usage():
+            spec, hopeless = spec.without_hopeless_score(whole)
+    data = spec.held_out(whole)
+    with usage():
+        training = training_of(spec, data)  # mistakes are reported before anything is written
     if tells_owner:
         say_undeclared(data)
+        if hopeless is not None:
+            say(f"score: {hopeless}.", err=True)
+        if is_worth_a_check(spec):
+            say(f"some of {data.name} would be wasted: `{spec.command('check')}` says what.", err=True)
     if not resumed:  # what the run is, before it releases anything
         spec.save(out)
         if not isinstance(data, ScannedData):
             remember_trained(out, data)
-    if spec.uses_estimator:
-        with usage():
-            result = models.fit(spec, data, out)
-            if not spec.scores_privately:
-                result = replace(result, metrics=exact_scores(models.fitted(out), data))
-            return _conclude(spec, out, data, result)
-    method = partial(spec.make_algorithm, data)
-    table = data.X if isinstance(data, ScannedData) else (data.X, data.y)
-    kept: dict[str, Any] = {
-        "folder": out, "checkpoint_seconds": spec.checkpoint_seconds, "person": people, "combine": spec.combine,
-        "records_per_person": spec.records_per_person,
-    }  # fmt: skip
-    try:
-        with usage(), progress_bar(quiet=quiet) as watched:
-            if resumed:
-                result = resume(loss, table, method, callback=watched, **kept)
-            else:
-                result = minimize(
-                    loss, table, method, budget=spec.budget(), n_public=spec.n_public,
-                    records_public=spec.records_public, callback=watched, account=spec.payer(out), **kept,
-                )  # fmt: skip
-    except KeyboardInterrupt:
-        say(f"interrupted; continue with `quietgrad resume {out}`.", err=True)
-        raise
-    return finish(spec, out, data, result, watched)
+    with usage():
+        return conclude(spec, out, data, training(out, resumed=resumed, quiet=quiet), hopeless)
 
 
-def finish(spec: RunSpec, out: Path, data: Dataset, result: Result, watched: Watched | None = None) -> Result:
-    """Score the model, and write the result and the report of a run that is over."""
-    facts = spec.describe_objective(data)
-    details = {**result.details, "model": facts}
-    curve = None if watched is None else watched.curve_of(result.privacy.epsilon)
-    if curve and watched is not None and watched.plan is not None:  # a run that was charged again has neither
-        details["epsilon_curve"] = [list(point) for point in curve]
-        details["generalization"] = watched.plan.generalization
-    metrics = plain_scores(
-        objective_from(facts), result.params, data, FeatureBox.from_details(details),
-        test=not spec.scores_privately, train=spec.evaluate_train,
-    )  # fmt: skip
-    return _conclude(spec, out, data, replace(result, details=details, metrics=metrics))
+def conclude(spec: RunSpec, out: Path, data: Dataset, result: Result, unscored: str | None = None) -> Result:
+    """Score the held-out records privately if there is a share of ε for it; write the result and the report.
 
-
-def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result:
-    """Score the held-out records privately if there is a share of ε for it; write the result and the report."""
-    details = {**result.details, "repeat": spec.command(), "bounded": list(data.bounded_names)}
+    A result without its command (``repeat``) is that of a run which was stopped here: ``resume`` concludes it.
+    """
+    details = {**result.details, "bounded": list(data.bounded_names)}
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
-    result.save(out)
+    score: PrivateScore | str | None = None
     if spec.scores_privately:
-        score = held_out_score(spec, out, data, result.n_public)
-        if isinstance(score, str):
-            result = replace(result, details={**details, "score": score})
-            result.save(out)
-        else:
-            costs = {"model": result.privacy, "score": score.privacy}
-            cost = {name: [paid.epsilon, paid.delta] for name, paid in costs.items()}
-            metrics = {**result.metrics, **metrics_of(score)}
-            result = replace(result, metrics=metrics, details={**details, "cost": cost})
-            result.save(out)
-            save_score(score, out, "held-out")  # names the result that it is of
+        result.save(out)  # is what is scored
+        score = _held_out_score(spec, out, data, result.n_public)
+    details["repeat"] = spec.command()
+    if isinstance(score, str) or unscored is not None:
+        details["score"] = score if isinstance(score, str) else unscored
+    elif score is not None:
+        costs = {"model": result.privacy, "score": score.privacy}
+        details["cost"] = {name: [paid.epsilon, paid.delta] for name, paid in costs.items()}
+        result = replace(result, metrics={**result.metrics, **metrics_of(score)})
+    result = replace(result, details=details)
+    result.save(out)
+    if score is not None and not isinstance(score, str):
+        save_score(score, out, "held-out")  # names the result that it is of
     if not spec.non_private and spec.ledger_in(out) is None:  # a link in the folder leads to the project's ledger
         own = out / "ledger.jsonl"
         with suppress(OSError):  # on file systems without links the folder just has none
@@ -173,6 +128,17 @@ def _conclude(spec: RunSpec, out: Path, data: Dataset, result: Result) -> Result
             own.symlink_to(project_path().resolve())
     report_if_possible([out], out / "report.html")
     return result
+
+
+def _held_out_score(spec: RunSpec, out: Path, data: Dataset, n: float) -> PrivateScore | str:
+    """A private score of the run's held-out records, paid by its account; or why none was released."""
+    from quietgrad import estimators  # loads scikit-learn
+
+    model = estimators.from_run(out)
+    model.__dict__.pop("feature_names_in_", None)  # names were compared when the file was read
+    guarantee = spec.budget(of_score=True)
+    assert guarantee is not None
+    return score_held_out(model, data, guarantee, spec.payer(out), share=spec.holdout, n=n)
 
 
 def show(result: Result, out: Path, *, as_json: bool, explain: bool = False) -> None:
@@ -241,19 +207,16 @@ def resume_command(
     If versions, threads or kernels changed since, fresh noise is drawn and the plan is charged again.
     """
     spec = RunSpec.load(folder).with_login(data=data, test=test)
-    if (folder / "checkpoint.safetensors").exists():
+    if is_kept(folder):
         result = run(spec, folder, quiet=quiet or as_json, resumed=True)
     elif (folder / "result.json").exists():
         result = load(folder)
-        if "model" not in result.details:  # stopped after training, before scores and report were written
-            result = finish(spec, folder, spec.load_data(), result)
+        if "repeat" not in result.details:  # stopped after training, before scores and report were written
+            table = spec.load_data()
+            with usage():
+                result = conclude(spec, folder, table, training_of(spec, table).described(folder, result))
         elif not as_json:
             say(f"{folder}: the run was finished already.")
-    elif spec.uses_estimator:
-        raise DataError(
-            f"{folder}: a fit of --model {spec.model or 'linear'} is not kept halfway; train again. What was "
-            "charged stays charged."
-        )
     else:
         raise DataError(f"{folder}: the run released nothing before it stopped; train again with --out {folder}.")
     show(result, folder, as_json=as_json, explain=explain)

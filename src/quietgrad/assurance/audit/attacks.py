@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.assurance.audit.canaries import QueryGame, table_game
+from quietgrad.assurance.audit.clients import audit_clients
 from quietgrad.assurance.audit.confidence_bounds import dprime_found, dprime_lower
 from quietgrad.assurance.audit.federated import attack_shared_person, audit_federations
 from quietgrad.assurance.audit.noise_checks import (
@@ -34,6 +35,7 @@ from quietgrad.assurance.audit.report import AuditFinding, AuditReport, judged
 from quietgrad.assurance.audit.running import PrivacyClaim, attack_profile, run
 from quietgrad.core.accounting.accounting import gdp_mu
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.noise.k_norm import KNormNoise
 from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
 from quietgrad.core.noise.rng import SecureStream, fresh_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
@@ -55,8 +57,9 @@ from quietgrad.methods.range_estimation import HistogramRelease, Ranges
 from quietgrad.methods.registry import ALGORITHMS
 from quietgrad.methods.stationarity import StationarityRelease
 from quietgrad.objectives import Logistic
-from quietgrad.tables.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.tables.privacy_units import Combine, PersonRule, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.tables.queries.counts import LabelCounts, LabelSet, Tabulation
+from quietgrad.tables.queries.groups import Grouping, GroupSums
 
 Floats = npt.NDArray[np.float64]
 _ALPHA = 1e-6
@@ -188,6 +191,34 @@ def _labels(runs: int) -> Iterator[AuditReport]:
     yield AuditReport.of("labels", once, findings, runs=runs, started=started)
 
 
+def _groups(runs: int) -> Iterator[AuditReport]:
+    """One record at a corner of its group's cube: all numbers of the group move, and the same way."""
+    width, z = 3, 1.0
+    for relation in Relation:
+        started = time.perf_counter()
+        slot = Slot("sums", FullBatch(), mechanism=KNormNoise(width))
+        once = Plan("groups", {}, Schedule((slot,)), _N, replace(_BUDGET, relation=relation), z)
+        corner, rest = np.ones((1, width - 1)), np.zeros((_N - 1, width - 1))
+        replaced = relation is Relation.REPLACE_ONE
+        tables = ((np.zeros(_N, int), np.vstack([corner, rest])), (np.zeros(_N - 1, int), rest))
+        if replaced:
+            tables = (tables[0], (np.zeros(_N, int), np.vstack([-corner, rest])))
+        curators = (CentralCurator(Grouping(), table, account="audit") for table in tables)
+        query = GroupSums(2, width, relation)
+
+        def ask(session: CentralSession, query: GroupSums = query, replaced: bool = replaced) -> float:
+            """The likelihood ratio of the two worlds, the count left out where it is the same in both."""
+            counts = np.array([float(_N if replaced else _N - 1), 0.0, 0.0])
+            apart = np.array([0.0, 1.0, 1.0]) if replaced else np.ones(3)
+            seen = session.release("sums", query)[:width] - counts
+            return float(np.abs(seen + replaced * apart).max() - np.abs(seen - apart).max())
+
+        found = _tell_apart(once, curators, ask, runs, f"a corner of a group, {relation}")
+        yield AuditReport.of(
+            "groups", once, [found, *probe_slots(lengthened(once), what="groups")], runs=runs, started=started
+        )
+
+
 # --- estimators ---------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +304,7 @@ PERSON_SIZES = (1, 7, 500)
 def numbered_people(whose: npt.NDArray[np.int64], combine: Combine) -> UnitGrouping:
     """Group people whose numbers are given, so that two worlds number them alike."""
     starts = np.concatenate([[0], np.cumsum(np.bincount(whose))]).astype(np.int64)
-    return UnitGrouping(np.argsort(whose, kind="stable"), starts, combine)
+    return UnitGrouping(np.argsort(whose, kind="stable"), starts, PersonRule(combine))
 
 
 def attack_person(
@@ -369,8 +400,10 @@ _ROWS = (
         _through_queries(lambda: HistogramRelease(4), _cells),
     ),
     AuditTarget("labels", ("tables.queries.counts",), "(ε, δ) of finding labels", _labels),
+    AuditTarget("groups", ("estimators.grouping", "tables.queries.groups"), "ε of sums by groups", _groups),
     AuditTarget("estimators", _ESTIMATORS, "the noise of every slot", _estimators, "sklearn"),
     AuditTarget("private-search", ("estimators.search",), "δ(ε) of a random number of rounds", _search, "sklearn"),
+    AuditTarget("clients", ("methods.fedavg",), "δ(ε) per party of one round of FedAvg", audit_clients),
     AuditTarget("people", ("tables.privacy_units",), "δ(ε) per person of many records or parties", _people),
     AuditTarget(
         "own-loop", ("methods.custom_loop", "torch.loops.base"), "μ of a custom loop", _custom_loop, "torch"

@@ -28,6 +28,7 @@ import scipy.sparse as sparse
 from quietgrad.assurance.audit.replicas import Game, Pattern, RecordingSession, as_numbers
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session.base import Session
+from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
 from quietgrad.core.session.queries import (
     BaseObjective,
     Batch,
@@ -37,7 +38,7 @@ from quietgrad.core.session.queries import (
     Query,
     Records,
 )
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm
 from quietgrad.methods.output_perturbation import OutputPerturbation, WeightedAverage
 from quietgrad.methods.registry import ALGORITHMS
@@ -77,9 +78,11 @@ class CanaryRecords:
     fingerprint_parts = contents
 
 
-def shorten(rows: Floats, clip: float) -> Floats:
+def shorten(rows: Floats, clip: float, clipping: Clipping = FLAT) -> Floats:
     """Scale each row to norm ≤ clip; the reference that every kernel's clipping is compared with."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    if clipping != FLAT:
+        return np.asarray(rows * scale_factors(clipping, lengths, clip))
     with np.errstate(invalid="ignore"):
         return np.where(lengths > clip, rows * (clip / np.maximum(lengths, 1e-300)), rows)
 
@@ -136,7 +139,8 @@ class CanaryObjective(BaseObjective):
         """Add the roles' gradients of this step and the last by the rule; the points are ignored."""
         now = self.gradients(batch.records, self.step)
         moved = now - rule.beta * self.gradients(batch.records, self.step - 1)
-        rows = rule.alpha * shorten(moved, rule.clip) + rule.gamma * shorten(now, rule.second_clip)
+        rows = rule.alpha * shorten(moved, rule.clip, rule.clipping)
+        rows += rule.gamma * shorten(now, rule.second_clip, rule.clipping)
         self._add(batch, rows, out)
 
     def _add(self, batch: Batch, rows: Floats, out: Floats) -> None:
@@ -177,7 +181,7 @@ class PatternSession(RecordingSession):
     def heard_of(self, chosen: int) -> float:
         return float(self.objective.loses(chosen))  # an auditor knows what its own record makes of a candidate
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         self.objective.tick()
         return super().release(slot, query, rho=rho)
 
@@ -240,7 +244,7 @@ class CanaryQuery:
         """As the query's."""
         return self.query.dim(records)
 
-    def sum_into(self, objective: object, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: object, batch: Batch, out: OwnVector) -> None:
         """Add what the records contribute, remember it, and add the canary."""
         self.query.sum_into(objective, batch, out)
         self.rest = as_numbers(out)
@@ -263,7 +267,7 @@ class CanarySession(RecordingSession):
         only, in_turn = self.game.only, self._session.used[slot] % self.game.every == 0
         return self.pull if in_turn and (not only or slot in only) else 0.0
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         asked = CanaryQuery(query, self._pull(slot))
         answer = self._session.release(slot, asked, **more)
         if query.bound > 0.0 and asked.rest.size:

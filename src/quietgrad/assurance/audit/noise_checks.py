@@ -221,6 +221,10 @@ class ConstantQuery:
     bound: float
     value: float = 0.0
 
+    def k_norm_bound(self, width: int) -> float:
+        """The same bound: a constant is far from nothing in no norm."""
+        return self.bound
+
     def dim(self, records: object) -> int:
         """Length of the vector released."""
         return self.size
@@ -235,7 +239,7 @@ def _probe(slot: Slot, plan: Plan, rho: float | None = None) -> Probe:
     assert plan.budget is not None
     relation = plan.budget.relation
     multiplier = slot.multiplier(plan.noise_multiplier) if rho is None else noise_multiplier_for_rho(rho, relation)
-    bound = LabelCounts(relation).bound if slot.mechanism.verb == "discover" else BOUND
+    bound = slot.mechanism.bound_of(LabelCounts(relation)) if slot.mechanism.verb == "discover" else BOUND
     return slot.mechanism.probe(multiplier, bound, relation)
 
 

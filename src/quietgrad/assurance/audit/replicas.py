@@ -25,7 +25,7 @@ from quietgrad.core.sampling import Sampler, Sampling
 from quietgrad.core.session.base import Curator, Session
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import Query, RecordAdapter
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm
 
 Floats = npt.NDArray[np.float64]
@@ -78,7 +78,7 @@ class RecordingSession:
         self.heard.append(numbers)
         self.slots.append(slot)
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         answer = self._session.release(slot, query, rho=rho)
         if query.bound > 0.0:
             self._record(slot, as_numbers(answer).reshape(self.blocks, -1) / query.bound)
@@ -102,7 +102,7 @@ class RecordingSession:
         return getattr(self._session, name)
 
 
-def as_numbers(vector: Vector) -> Floats:
+def as_numbers(vector: OwnVector) -> Floats:
     """A vector, numpy or torch, as float64 numbers of its own."""
     plain = vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy()
     return np.array(plain, np.float64)
@@ -300,7 +300,7 @@ def _joined(parts: list[Views], runs: int, *, looped: bool) -> Views:
     return Views(transcript, np.concatenate([part.model for part in parts]), slots, looped, parts[0].compared)
 
 
-def walk(algorithm: Algorithm, session: RecordingSession, start: Vector) -> Views:
+def walk(algorithm: Algorithm, session: RecordingSession, start: OwnVector) -> Views:
     """Run ``algorithm`` once through ``session``."""
     state = algorithm.init(start)
     while not state.done:

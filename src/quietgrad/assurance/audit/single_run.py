@@ -32,7 +32,7 @@ from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.noise.rng import fresh_key, seed_key
 from quietgrad.core.session.base import Session
 from quietgrad.core.session.queries import Batch, Query, RecordAdapter, Records
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.base import Algorithm
 
@@ -83,7 +83,7 @@ class _Planted:
     def prepare(self, data: object) -> RecordsWithCanaries:
         return RecordsWithCanaries(self.inner.prepare(data), self.places, self.signs, self.canaries)
 
-    def initial(self, records: RecordsWithCanaries) -> Vector:
+    def initial(self, records: RecordsWithCanaries) -> OwnVector:
         start = self.inner.initial(records.inner)
         if isinstance(start, np.ndarray):
             return np.concatenate([start, np.zeros(self.canaries, start.dtype)])
@@ -106,7 +106,7 @@ class PlantedQuery:
         own = self.query.dim(records.inner)
         return own + records.canaries if own == records.inner.dim else own
 
-    def sum_into(self, objective: _Planted, batch: Batch, out: Vector) -> None:
+    def sum_into(self, objective: _Planted, batch: Batch, out: OwnVector) -> None:
         """Add the ordinary records' sum, and the canaries' pulls to their coordinates."""
         records, indices = batch.records, batch.indices
         n, own = len(records.inner), self.query.dim(records.inner)
@@ -127,7 +127,7 @@ class PlantingSession(RecordingSession):
         self.canaries: int = session.objective.canaries
         self.objective = session.objective.inner
 
-    def release(self, slot: str, query: Query, *, rho: float | None = None) -> Vector:
+    def release(self, slot: str, query: Query, *, rho: float | None = None) -> OwnVector:
         answer = self._session.release(slot, PlantedQuery(query), rho=rho)
         if len(answer) <= self.canaries:
             return answer

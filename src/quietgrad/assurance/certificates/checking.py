@@ -65,7 +65,11 @@ BUT_FOR_LISTS = (
 AGREES = 1e-3  # relative: both accountants round losses up to a grid
 VERIFIER_AGREES = 0.01  # relative: quietgrad-verify says so of itself, and prints both numbers
 _EXACT = 1e-6  # relative: our own accountant on another machine
-_UNIT = {PrivacyUnit.RECORD: "one record is one person", PrivacyUnit.PERSON: "every person has one id in them"}
+_UNIT = {
+    PrivacyUnit.RECORD: "one record is one person",
+    PrivacyUnit.PERSON: "every person has one id in them",
+    PrivacyUnit.PARTY: "no person's data are held by two parties, of which each is protected as a whole",
+}
 # A plan of a stranger is made here, and its events are proved: both must fit the memory.
 _MOST_EVENTS, _MOST_BYTES, _MOST_LAW = 4096, 1 << 17, 512
 _MOST_STEPS, _MOST_SLOTS, _MOST_SETTING = 2 * 10**7, 256, 10**6

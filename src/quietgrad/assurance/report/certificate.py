@@ -28,6 +28,12 @@ RELATION_WORDS = {
     Relation.REPLACE_ONE: "Two data sets are neighbours if they have the same number of records and differ in the "
     "content of a single one. The number of records is public.",
 }
+PARTY_WORDS = {
+    Relation.ADD_REMOVE: "Two federations are neighbours if they have the same members, and one member that holds "
+    "data in the one holds none in the other. Who the members are is public.",
+    Relation.REPLACE_ONE: "Two federations are neighbours if they have the same members, one of which holds other "
+    "data, whatever and how many. Who the members are is public.",
+}
 AUDIT_FILE = "audit.json"
 UNIT_WORDS = {
     Relation.ADD_REMOVE: "C is the unit of each release: one record more or less moves what is released by "
@@ -57,15 +63,26 @@ _SAMPLING = {
     "fixed-size": "{batch_size} of {n}, without replacement",
     "single-pass": "{batch_size} fresh records",
     "turns": "one of {cohorts} cohorts, in turn",
+    "self-sampled": "drawn by each party for itself, rate {rate:.4g}",
+    "coordinator-sampled": "drawn by the coordinator, rate {rate:.4g}, at most {most_rounds} times a party",
     "poisson-turns": "one of {cohorts} cohorts, in turn; of it Poisson, rate {rate:.4g}",
 }
-_SECRET = ("poisson", "random-allocation", "fixed-size", "poisson-turns")
+_SECRET = ("poisson", "random-allocation", "fixed-size", "poisson-turns", "self-sampled")
+_PROTECTED = {
+    PrivacyUnit.RECORD: "one person's record",
+    PrivacyUnit.PERSON: "one person, with all their records",
+    PrivacyUnit.PARTY: "one party, with all that it holds",
+}
 _UNIT = {
     PrivacyUnit.RECORD: (
         "One person is one record. Someone with k records is protected only at the k-fold group level."
     ),
     PrivacyUnit.PERSON: (
         "The ids that were given say which records are one person's. Someone with several ids is protected as each."
+    ),
+    PrivacyUnit.PARTY: (
+        "One party is a member with all that it holds. Who the members are is public. Someone whose data several "
+        "of them hold is protected only at the group level of so many parties."
     ),
 }
 _ASSUMPTIONS = (
@@ -161,11 +178,13 @@ def privacy_report(result: Result, ledger: Path | None) -> PrivacyReport:
     if privacy.relation is not None:
         unit_words = unit.in_words(UNIT_WORDS[privacy.relation])
         relation_words = unit.in_words(RELATION_WORDS[privacy.relation])
+        if unit is PrivacyUnit.PARTY:
+            relation_words = PARTY_WORDS[privacy.relation]
     if relation_words and unit is PrivacyUnit.PERSON:
         declared = any(str(note).endswith(DECLARED) for note in privacy.notes)
         secret = "" if declared else "; how many is not public"
         relation_words += f" A person includes all the records about them, however many{secret}."
-    protected = "one person's record" if unit is PrivacyUnit.RECORD else "one person, with all their records"
+    protected = _PROTECTED[unit]
     best_guess = None
     if privacy.epsilon is not None and privacy.delta is not None:
         best_guess = detection(privacy.epsilon, privacy.delta, 0.05)

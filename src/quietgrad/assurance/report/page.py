@@ -111,7 +111,7 @@ class ReportedRun:
             (self.result.privacy.unit.in_words("records (public number)"), f"{self.result.n_public}"),
             ("parameters", str(len(self.result.params))),
         ]
-        said = ("objective", "regularizer", "intercept", "row_bound")
+        said = ("objective", "module", "loss", "regularizer", "intercept", "row_bound")
         rows += [(key.replace("_", " "), _plain(facts[key])) for key in said if facts.get(key) is not None]
         found = self.result.details
         rows += [(label, _plain(found[key])) for key, label in _SECOND_ORDER.items() if key in found]
