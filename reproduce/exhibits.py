@@ -140,7 +140,7 @@ def mnist() -> Exhibit:
         "(a)–(f): test error against steps and against CPU seconds; curves of the runs that kept one, the table of "
         f"all. {_first_batches('mnist')}",
         charts=[
-            *_image_curves(kept, "MNIST"), _against_epsilon("MNIST", record["table"]), *_party_curves("mnist"),
+            *_image_curves(kept, "MNIST"), *_party_curves("mnist"), _against_epsilon("MNIST", record["table"]),
         ],
         columns=("ε", "method", "runs", "epochs", "test error %: paper", "ours", "± se", "CPU s a fit"), rows=rows,
     )  # fmt: skip
@@ -160,8 +160,8 @@ def cifar() -> Iterator[Exhibit]:
             f"(a)–(f): test error against steps and against CPU seconds. {_first_batches(network)}"
             + (" Features are of 10 000 CIFAR-10 images, not of CIFAR-100." if name[-1] == "5" else ""),
             charts=[
-                *_image_curves(kept, network.upper()), _against_epsilon(network.upper(), cells),
-                *_party_curves(network),
+                *_image_curves(kept, network.upper()), *_party_curves(network),
+                _against_epsilon(network.upper(), cells),
             ],
             columns=("ε", "method", "test error %: paper", "ours", "± se", "runs"), rows=table["rows"],
         )  # fmt: skip
@@ -175,7 +175,7 @@ def _party_curves(network: str) -> Iterator[Lines]:
             Series(f"m = {row['parties']}", [(seconds, error) for _, seconds, error in row["curve"]])
             for row in same(rows, epsilon=epsilon)
         ]
-        title = f"(g), (h): {network.upper()}, DDP-SRM with m parties, ε = {epsilon:g}"
+        title = f"{network.upper()}, DDP-SRM with m parties, ε = {epsilon:g}"
         yield Lines(title, lines, "CPU seconds of all parties", "test error, %", log_y=True)
 
 
@@ -271,11 +271,15 @@ def stages(name: str, title: str, record: dict[str, Any]) -> Exhibit:
             charts.append(
                 Lines(stated, list(lines.values()), f"steps of {record['batch_size']}", "test error, %", log_y=True)
             )
+    if watched := record.get("training"):
+        lines = {row["schedule"]: Series(row["schedule"], row["training_curve"]) for row in watched}
+        title, steps = "training images, ε = 8, add-remove, poisson, one run", f"steps of {record['batch_size']}"
+        charts.append(Lines(title, list(lines.values()), steps, "training error, %", log_y=True))
     rows.sort(key=lambda row: (-(row[0] or 99.0), row[1], row[4]))
     return Exhibit(
         "001", name, title,
         "The paper shows curves of accuracy and states neither batch, steps, clip nor rates, so no number stands "
-        f"beside ours. {record['steps']} steps of {record['batch_size']} images; training accuracy is not shown. "
+        f"beside ours. {record['steps']} steps of {record['batch_size']} images. "
         "Curves are at the chosen rates; the table has every rate that was run.",
         charts=charts,
         columns=("ε", "sampling", "schedule", "runs", "test error %", "± se", "rate"), rows=rows,

@@ -191,7 +191,7 @@ class HessianSelection(Algorithm):
         dim, records = len(self.candidates[0]), session.expected_batch("gradient")
         log_d = math.log(8.0 * dim / self.failure)
         tail = math.sqrt(2.0 * math.log(16.0 * len(self.candidates) / self.failure))
-        scale = noise_multiplier(session) / records
+        scale = noise_multiplier(session, "gradient") / records
         bound = PackedHessian(self.candidates[0], smoothness, rank=self.rank).bound
         spread = scale * bound / (math.sqrt(2.0) if self.noise == "goe" else 1.0)
         steep = self.alpha + clip * log_d / math.sqrt(records) + scale * clip * (math.sqrt(dim) + tail)

@@ -74,8 +74,8 @@ def legend(chart: Lines) -> str:
 def drawn(exhibit: Exhibit) -> str:
     """An exhibit as markup."""
     figures = "".join(
-        f"<figure><figcaption>{escape(chart.title)}</figcaption>{chart.svg()}{legend(chart)}</figure>"
-        for chart in exhibit.charts
+        f"<figure><figcaption>{escape(title)}</figcaption>{chart.svg()}{legend(chart)}</figure>"
+        for title, chart in zip(titles(exhibit), exhibit.charts, strict=True)
     )
     head = f"Paper {exhibit.paper}, {exhibit.name}"
     return (
@@ -84,13 +84,28 @@ def drawn(exhibit: Exhibit) -> str:
     )
 
 
+def titles(exhibit: Exhibit) -> list[str]:
+    """The titles of its panels, lettered if there are several.
+
+    >>> from quietgrad.charts import Lines
+    >>> titles(Exhibit("000", "figure 1", "", "", [Lines("left", [], "", ""), Lines("right", [], "", "")]))
+    ['(a) left', '(b) right']
+    """
+    if len(exhibit.charts) < 2:
+        return [chart.title for chart in exhibit.charts]
+    return [f"({chr(ord('a') + k)}) {chart.title}" for k, chart in enumerate(exhibit.charts)]
+
+
 def table(exhibit: Exhibit) -> str:
     """Its numbers; a long table opens when asked."""
     if not exhibit.rows:
         return ""
 
+    errors = {k for k, name in enumerate(exhibit.columns) if name.startswith("± se")}
+
     def line(cells: Sequence[Any], kind: str) -> str:
-        return "<tr>" + "".join(f"<{kind}>{escape(shown(cell))}</{kind}>" for cell in cells) + "</tr>"
+        texts = (shown(cell, 2 if k in errors else 4) for k, cell in enumerate(cells))
+        return "<tr>" + "".join(f"<{kind}>{escape(text)}</{kind}>" for text in texts) + "</tr>"
 
     body = "".join(line(row, "td") for row in exhibit.rows)
     head = f"<thead>{line(exhibit.columns, 'th')}</thead>"
@@ -100,11 +115,11 @@ def table(exhibit: Exhibit) -> str:
     return f"<details><summary>All {len(exhibit.rows)} rows of numbers</summary>{made}</details>"
 
 
-def shown(cell: Any) -> str:
-    """A number to four digits, a dash for none."""
+def shown(cell: Any, digits: int = 4) -> str:
+    """A number to four digits, a standard error to two, a dash for none."""
     if cell is None:
         return "–"
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return f"{cell:.{digits}g}" if isinstance(cell, float) else str(cell)
 
 
 EXHIBITS = re.compile(r"<!-- exhibits: (\d{3}) -->")
