@@ -8,7 +8,7 @@ against DP-SRM, same method and ε, 100 steps, 20 independent seeds each; noise 
 colluder, and by two servers. *averages*: one noisy weighted average of local fits (WD-DP iv, secure sums by mpc)
 against the unweighted one and central DP-GD, all at the same true ε. The fits of a split are made once and the
 noise drawn 100 times at the scale the plan states: the scale that leaves a secure sum is what
-tests/test_federation_noise.py measures. CPU times, since others share the machine.
+tests/federation/test_noise.py measures. CPU times, since others share the machine.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.hostile_members import HostileCoordinator, lying_party
-from tests.killed import COORDINATOR, PARTY
+from tests.federation.hostile_members import HostileCoordinator, lying_party
+from tests.federation.killed import COORDINATOR, PARTY
 
 from benchmarks.federation_trial import SECONDS, STEPS, Proxy, Trial, Window
 from benchmarks.record import save

@@ -2,12 +2,13 @@
 
     python benchmarks/federation_network.py [--rows tls:123 flare:1000000 flower:123 …] [--rounds N]
 
-FLARE and Flower are deployments as an institution has them (``tests/flare.py``, ``tests/flower.py``), with TLS and
-their own authentication; Flower's environment is named by QUIETGRAD_FLOWER (docs/flower.md). A round is a whole
-DP-GD step with trust in the curator: query out, clipped sums of two records per party back, noise drawn, aggregate
-on the disk and synchronised. Wall times on a machine with other work are upper bounds; CPU seconds are of all
-processes together. Memory is the resident size of each process from round 50 on, as medians over the fifths of that
-time. Rows that are not measured again stay as they are in the JSON.
+FLARE and Flower are deployments as an institution has them (``tests/federation/flare.py``,
+``tests/federation/flower.py``), with TLS and their own authentication; Flower's environment is named by
+QUIETGRAD_FLOWER (docs/flower.md). A round is a whole DP-GD step with trust in the curator: query out, clipped sums
+of two records per party back, noise drawn, aggregate on the disk and synchronised. Wall times on a machine with
+other work are upper bounds; CPU seconds are of all processes together. Memory is the resident size of each process
+from round 50 on, as medians over the fifths of that time. Rows that are not measured again stay as they are in the
+JSON.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.flare import Flare, free_ports
-from tests.flower import Flower
+from tests.federation.flare import Flare, free_ports
+from tests.federation.flower import Flower
 
 from benchmarks.record import save
 from quietgrad.federation.approved import FILE

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/federation_questions.py [--questions 100000] [--seed 1]
 
-A party with one absurd record is asked; see ``tests/questions.py`` for what is asked and what is checked: no sum is
-longer than its query's bound by more than 1e-9, and whatever is refused is refused to another record alike.
+A party with one absurd record is asked; see ``tests/federation/questions.py`` for what is asked and what is
+checked: no sum is longer than its query's bound by more than 1e-9, and whatever is refused is refused to another
+record alike.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.questions import SLACK, Interrogation, pairs
+from tests.federation.questions import SLACK, Interrogation, pairs
 
 from benchmarks.record import save
 

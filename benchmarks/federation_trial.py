@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.killed import KILLED
+from tests.federation.killed import KILLED
 
 from benchmarks.federation_network import PLAN, federate, free_ports
 from quietgrad.core.ledger.ledger import Ledger

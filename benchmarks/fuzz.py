@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/fuzz.py --minutes 10 [--seed 1] [--jobs 2] [--only csv npz]
 
-The corpus and the ways to spoil it are those of ``tests/hostile.py``. A reader runs in a process of its own, whose
-address space may grow by ``GROWTH`` and no more; each input is named by the run's seed and its number, so that a
-finding can be repeated. A finding is an exception that is not one of quietgrad's, an input that takes longer than
-``SECONDS`` of processor time, a process that died, or more memory than ``MULTIPLE`` times the input and a fixed
-``ALLOWANCE``.
+The corpus and the ways to spoil it are those of ``tests/behaviour/hostile.py``. A reader runs in a process of its
+own, whose address space may grow by ``GROWTH`` and no more; each input is named by the run's seed and its number,
+so that a finding can be repeated. A finding is an exception that is not one of quietgrad's, an input that takes
+longer than ``SECONDS`` of processor time, a process that died, or more memory than ``MULTIPLE`` times the input and
+a fixed ``ALLOWANCE``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.hostile import ALLOWED, READERS, Reader
+from tests.behaviour.hostile import ALLOWED, READERS, Reader
 
 from benchmarks.record import save
 

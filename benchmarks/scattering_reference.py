@@ -1,7 +1,7 @@
 """Numbers of the scattering transform from kymatio, for a picture that is a formula: what ours is tested against.
 
 pip install kymatio==0.3.0          # in an environment of its own; wants scipy.special.sph_harm, see below
-python benchmarks/scattering_reference.py > tests/scattering_reference.json
+python benchmarks/scattering_reference.py > tests/features/scattering_reference.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Two source trees beside each other: CPU seconds of the same small jobs, run in turn, as ratios of medians.
 
-    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/two_trees.py OLD NEW [repeats]
+    QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python benchmarks/two_trees.py OLD NEW [repeats [only jobs with this word]]
 
 OLD and NEW are checkouts. Every job runs in a process of its own with that tree's ``src`` on the path. The trees
 take turns, so that a busy machine slows both. A job warms up once (compiled kernels) and is then timed; the CPU
@@ -98,6 +98,27 @@ def job():
            progress=False)
 timed(job, 3)
 """,
+    "DP-SGD on perceptrons, a step of 20-64-2 and one of 784-256-256-10": """
+import torch, quietgrad.torch as qt
+from torch import nn
+torch.set_num_threads(1)
+loops = []
+for sizes, rows in (((20, 64, 2), 250), ((784, 256, 256, 10), 256)):
+    layers = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())][:-1]
+    model = nn.Sequential(*layers)
+    data = torch.randn(6000, sizes[0]), torch.randint(0, sizes[-1], (6000,))
+    loops.append(qt.PrivateLoop(model, nn.CrossEntropyLoss(), data, batch_size=rows, max_grad_norm=1.0,
+                                optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+                                n_public=6000))
+samples = [iter(loop) for loop in loops]
+def job():
+    for loop, batches, times in zip(loops, samples, (5, 1)):
+        for _ in range(times):
+            loop.step(next(batches))
+for _ in range(10):
+    job()
+timed(job, 60)
+""",
     "import quietgrad": """
 import subprocess
 def job():
@@ -115,7 +136,12 @@ print(json.dumps((end.children_user + end.children_system - start.children_user 
 def once(tree: Path, job: str) -> float:
     """CPU seconds of one job on one tree."""
     with tempfile.TemporaryDirectory() as cache:  # calibrations are remembered there
-        own = {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "QUIETGRAD_CACHE": cache}
+        own = {
+            "PYTHONPATH": str(tree / "src"),
+            "OMP_NUM_THREADS": "1",
+            "QUIETGRAD_CACHE": cache,
+            "QUIETGRAD_STATE": cache,
+        }
         words = [sys.executable, "-c", HEAD + job]
         done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | own, cwd=cache)
     return float(json.loads(done.stdout.splitlines()[-1]))
@@ -124,12 +150,16 @@ def once(tree: Path, job: str) -> float:
 def main() -> None:
     old, new = Path(sys.argv[1]), Path(sys.argv[2])
     repeats = int(sys.argv[3]) if len(sys.argv) > 3 else 5
+    only = sys.argv[4] if len(sys.argv) > 4 else ""
+    result = RESULT.with_stem(f"two_trees_{only}") if only else RESULT
     commits = [
         subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, check=True, capture_output=True, text=True)
         .stdout.strip()[:10] for tree in (old, new)
     ]  # fmt: skip
     jobs = {}
     for name, job in JOBS.items():
+        if only not in name:
+            continue
         seconds: dict[str, list[float]] = {"old": [], "new": []}
         for _ in range(repeats):
             seconds["old"].append(once(old, job))
@@ -137,7 +167,7 @@ def main() -> None:
         medians = {which: median(found) for which, found in seconds.items()}
         jobs[name] = {**medians, "ratio": round(medians["new"] / medians["old"], 3), "seconds": seconds}
         print(f"{jobs[name]['ratio']:.3f}  {name}", flush=True)
-        save(RESULT, {"old": commits[0], "new": commits[1], "repeats": repeats, "jobs": jobs})
+        save(result, {"old": commits[0], "new": commits[1], "repeats": repeats, "jobs": jobs})
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@
 
     python benchmarks/zoo.py --table    # what was measured, as docs/benchmarks.md shows it
 
-Randomly initialised small configurations (tests/zoo.py, four times as wide as in the tests, with four times as
-many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the kinds
-of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure noise,
-accounting and update; plain SGD takes random batches of the same size. `opacus` is the same ratio of its step,
-where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and its hooks run the model.
+Randomly initialised small configurations (tests/torch/zoo.py, four times as wide as in the tests, with four times
+as many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the
+kinds of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure
+noise, accounting and update; plain SGD takes random batches of the same size. `opacus` is the same ratio of its
+step, where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and its hooks run the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from quietgrad.methods import plan
 from quietgrad.torch.networks.module import ModuleObjective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.zoo import CASES, Case
+from tests.torch.zoo import CASES, Case
 
 from benchmarks.record import save
 
