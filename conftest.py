@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
+
+import pytest
 
 _state = tempfile.TemporaryDirectory(prefix="quietgrad-state-")
 os.environ["QUIETGRAD_STATE"] = _state.name
@@ -16,3 +19,19 @@ collect_ignore = [
     for engine, adapter in _ADAPTERS.items()
     if find_spec(engine) is None
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _state_of_the_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give each module a ledger of its own: a run without an account reads the whole project ledger."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QUIETGRAD_STATE", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests that take minutes to `make long`; what they show is shown in the ordinary run by fewer cases."""
+    if not os.environ.get("QUIETGRAD_LONG"):
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(pytest.mark.skip(reason="takes minutes; run by `make long`"))

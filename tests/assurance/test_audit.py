@@ -42,7 +42,7 @@ from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.errors import DataError
 from quietgrad.core.session.queries import Batch, RecursiveMomentumQuery
 from quietgrad.methods.registry import ALGORITHMS
-from tests.broken import Broken
+from tests.mutations.broken import Broken
 
 ADD, REPLACE = Relation.ADD_REMOVE, Relation.REPLACE_ONE
 
@@ -191,7 +191,7 @@ FAST = [(name, attack) for name in attacked() for attack in attacks_on(name) if 
 @pytest.mark.parametrize(("name", "attack"), FAST, ids=[f"{n}-{a.label}-{a.budget.relation}" for n, a in FAST])
 def test_correct_algorithms_pass_with_signal(name: str, attack: Attack) -> None:
     """Not accused, and not vacuously: half the noise would have been seen. False-alarm rate 1e-6 each."""
-    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=800, seed=11)
+    report = run(attack.algorithm, budget=attack.budget, n=attack.n, runs=800, seed=11, game=attack.game)
     assert report.verdict == "pass", str(report)
     assert report.epsilon_lower <= report.epsilon_claimed
     assert ALGORITHMS[name].kind is type(attack.algorithm)
@@ -400,7 +400,7 @@ def test_releases_that_are_not_attacked_are_named(tmp_path: Path) -> None:
 
 def test_a_run_whose_statement_does_not_hold_is_not_attacked(tmp_path: Path) -> None:
     """With its noise untouched and a smaller ε written over it, or with a known seed, every attack would fail."""
-    from tests.common import problem
+    from tests.methods.common import problem
 
     data, method, budget = problem(300), qg.DPGD(steps=10), qg.Budget(4.0, 1e-5)
     qg.minimize(qg.objectives.Logistic(), data, method, budget=budget, folder=tmp_path / "seeded", seed=1)

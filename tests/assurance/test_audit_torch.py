@@ -10,7 +10,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.session.queries import GradientQuery, JointMomentumQuery, Query, RecursiveMomentumQuery
-from tests.broken import Broken
+from tests.mutations.broken import Broken
 from tests.probes.records import probe_sensitivity
 
 torch = pytest.importorskip("torch")

@@ -15,7 +15,7 @@ from quietgrad.assurance.report.card import FILL_IN, card_of, write_cards
 from quietgrad.cli import main
 from quietgrad.core.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, private_score, to_run
-from tests.test_report import read, words
+from tests.assurance.test_report import read, words
 
 
 def table(n: int = 4000) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

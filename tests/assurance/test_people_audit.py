@@ -47,7 +47,7 @@ class ClipsHalves(UserLevelObjective):
         records: UserLevelRecords = batch.records
         rows, starts = records.people.groups(batch.indices, batch.key).flat()
         cuts = np.unique(np.concatenate([starts, (starts[:-1] + starts[1:]) // 2]))
-        halves = UnitGrouping(rows, cuts, records.people.combine)
+        halves = UnitGrouping(rows, cuts, records.people.rule)
         super().add(Batch(UserLevelRecords(records.rows, halves), None), points, rule, out)
 
 

@@ -433,4 +433,7 @@ def test_a_frontier_of_people_is_charged_and_has_no_such_line(
     spent = project_ledger().spent("t.npz", delta=1e-5, relation="add-remove").epsilon  # fits and scores together
     assert spent == found["spent"]["t.npz"]
     assert spent > 2.0
-    assert "without privacy" not in (tmp_path / "f" / "frontier.svg").read_text()
+    # 80 held-out people at ε = 0.3: what noise drowns is neither stated nor drawn.
+    assert [point["value"] for point in found["points"]] == [None, None]
+    assert all(point["error"] is None or point["error"] > 0.1 for point in found["points"])
+    assert not (tmp_path / "f" / "frontier.svg").exists()

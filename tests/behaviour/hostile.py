@@ -1,7 +1,7 @@
 """A corpus for every reader of files and bytes made by others, ways to spoil it, and what a reader may do with it.
 
 A reader returns something valid or raises one of quietgrad's own errors: anything else is a defect. Used by
-``tests/test_harden_readers.py`` in passing and by ``benchmarks/fuzz.py`` for as long as one likes.
+``tests/behaviour/test_hostile_files.py`` in passing and by ``benchmarks/fuzz.py`` for as long as one likes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from quietgrad.federation.provisioning import asker, provision, request
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.methods import result
 from quietgrad.objectives import Squared
-from tests.talk import toml_plan
+from tests.federation.talk import toml_plan
 
 ALLOWED = (QuietgradError, WireError)
 LIBSVM = b"+1 1:0.5 3:1\n-1 2:2e-3 # remark\n+1\n-1 1:1 2:-1 3:4.25\n"

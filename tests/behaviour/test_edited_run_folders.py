@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import quietgrad as qg
-from tests.kept_runs import (
+from tests.behaviour.kept_runs import (
     KINDS,
     LoopRun,
     TableRun,

@@ -34,8 +34,8 @@ from quietgrad.data import load, scan
 from quietgrad.data.file_formats import MOST_FEATURES, SMALL, open_npz, parse_libsvm, unpacked
 from quietgrad.data.tables import coded, parse_csv
 from quietgrad.federation.plan_file import parse_plan
-from quietgrad.federation.provisioning import _read_request, request
-from tests.hostile import ALLOWED, READERS, Reader
+from quietgrad.federation.provisioning import _Request, request
+from tests.behaviour.hostile import ALLOWED, READERS, Reader
 
 CASES = 60
 
@@ -255,7 +255,7 @@ def test_a_request_of_another_version_is_not_a_valid_one(tmp_path: Path) -> None
     body["request"] = "\n".join([begin, base64.b64encode(der).decode(), end, ""])
     (tmp_path / "request.json").write_text(json.dumps(body))
     with pytest.raises(DataError, match="not a valid request of 'a'"):
-        _read_request(tmp_path / "request.json", "a")
+        _Request.read(tmp_path / "request.json", "a")
 
 
 def test_a_scanned_header_that_is_no_line(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_scanned_header_that_is_no_line(tmp_path: Path) -> None:
 def test_no_byte_of_a_scanned_parquet_file_ends_the_process(tmp_path: Path) -> None:
     """Damaged facts of a column did, if pyarrow was asked for them before the column was read."""
     script = (
-        "import resource, sys; from pathlib import Path; from tests.hostile import ALLOWED, READERS\n"
+        "import resource, sys; from pathlib import Path; from tests.behaviour.hostile import ALLOWED, READERS\n"
         "reader = next(reader for reader in READERS if reader.name == 'scanned parquet')\n"
         "good = reader.seeds()[1]; reader.read(good, Path(sys.argv[1]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
@@ -278,7 +278,7 @@ def test_no_byte_of_a_scanned_parquet_file_ends_the_process(tmp_path: Path) -> N
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB\n"
         "print('alive')"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
     ran = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, env=environment, check=False

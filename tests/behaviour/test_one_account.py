@@ -18,6 +18,7 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.accounting import events
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, DataError, LedgerError, LedgerWarning, UnprovableError
 from quietgrad.core.ledger import log as append_log
 from quietgrad.core.ledger.account import Account
@@ -33,7 +34,7 @@ from quietgrad.core.session.queries import GradientQuery
 from quietgrad.core.session.transcript import Transcript
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation import Party, simulate
-from tests.common import Killed, dies, objective, problem
+from tests.methods.common import Killed, dies, objective, problem
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -100,14 +101,14 @@ def test_one_table_under_two_accounts_is_told_everywhere(front: str, tmp_path: P
 
 def test_closing_is_idempotent_and_names_are_not_reused_for_more(tmp_path: Path) -> None:
     account = Account("people", tmp_path / "ledger.jsonl")
-    charge = account.reserve(events.Gaussian(2.0), BUDGET, run="r")
+    charge = account.reserve(Cost.of(events.Gaussian(2.0), BUDGET), run="r")
     for _ in range(2):
         assert charge.close(events.Gaussian(2.0), reason="done", data_dependent=False) == events.Gaussian(2.0)
-    found = account.reopen(events.Gaussian(2.0), BUDGET, run="r")
+    found = account.reopen(Cost.of(events.Gaussian(2.0), BUDGET), run="r")
     assert found is not None
     assert found.paid
     with pytest.raises(BudgetError, match="another plan"):
-        account.reopen(events.Gaussian(1.0), BUDGET, run="r")
+        account.reopen(Cost.of(events.Gaussian(1.0), BUDGET), run="r")
 
 
 # --- one mechanism per slot -----------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ def test_labels_and_search_scores_leave_through_a_session(monkeypatch: pytest.Mo
 
 def test_a_round_that_costs_more_than_its_search_paid_for_is_refused() -> None:
     X, y = problem(N)
-    whole = Account().reserve(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET)
+    whole = Account().reserve(Cost.of(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET))
     plan = qg.plan(qg.DPGD(steps=3), n=N, budget=qg.Budget(8.0, 1e-5))
     with pytest.raises(UnprovableError, match="round of a search"):
         CentralCurator(objective(), (X, y)).open(plan, within=whole)
@@ -312,7 +313,7 @@ def test_the_chosen_model_of_a_search_pays_for_its_later_fits(tmp_path: Path) ->
     assert entries(tmp_path) == 1
     search.best_estimator_.fit(X, y)
     assert entries(tmp_path) == 2
-    over = Account().reserve(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET)
+    over = Account().reserve(Cost.of(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET))
     over.close(None, reason="over", data_dependent=False)
     with pytest.raises(BudgetError, match="is over"):
         over.part(events.Gaussian(40.0), BUDGET)

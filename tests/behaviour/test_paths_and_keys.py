@@ -26,7 +26,7 @@ from quietgrad.data.download import Package
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
 from quietgrad.federation.provisioning import provision, request
-from tests.hostile import PLAN
+from tests.behaviour.hostile import PLAN
 
 ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\u202e\r\x9b31m"
 

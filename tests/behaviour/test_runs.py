@@ -32,8 +32,8 @@ from quietgrad.core.session.session import CentralSession
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, from_run, private_score, to_run
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import L2, Huber, Logistic
-from tests.common import ROWS, objective, problem
-from tests.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows
+from tests.behaviour.kept_runs import BUDGET, OnceRun, PartyRun, TableRun, World, rows
+from tests.methods.common import ROWS, objective, problem
 
 METHODS = [qg.DPGD(steps=6), qg.DPSGD(steps=6, batch_size=20)]
 

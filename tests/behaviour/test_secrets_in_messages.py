@@ -15,7 +15,7 @@ from quietgrad.cli import main
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.state import run_of
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, private_score, to_run
-from quietgrad.estimators.validation import _is_ours, predict_row_independent
+from quietgrad.estimators.predicting import _is_ours, predict_row_independent
 from quietgrad.tables.person_ids import factorize_ids
 
 SECRET = "only-of-Ann"

@@ -18,6 +18,8 @@ import pytest
 import quietgrad
 from quietgrad.cli import main
 from quietgrad.core.ledger.ledger import Ledger
+from quietgrad.core.session.kept import is_kept
+from quietgrad.core.session.session import CentralSession
 
 
 @pytest.fixture(autouse=True)
@@ -317,17 +319,43 @@ def test_an_interrupted_run_guards_its_folder_and_its_data(
     assert len(Ledger(out / "ledger.jsonl").book().held) == 1
 
 
-def test_stopped_between_training_and_scores(table: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [["--evaluate-train"], ["--model", "linear"], ["--model", "additive"]])
+def test_stopped_between_training_and_its_end(how: list[str], table: Path, tmp_path: Path) -> None:
+    """What a run leaves before it is scored and reported on is concluded by `resume`, whichever model it is."""
     out = tmp_path / "run"
-    train(table, out, "--evaluate-train")
+    train(table, out, *how)
+    whole = result_of(out)
     (out / "report.html").unlink()
-    result = result_of(out)
-    del result["details"]["model"]  # as minimize itself saves it
-    result["metrics"] = {}
-    (out / "result.json").write_text(json.dumps(result))
+    stopped = result_of(out)
+    del stopped["details"]["repeat"]  # is written last
+    (out / "result.json").write_text(json.dumps({**stopped, "metrics": {}}))
     assert main(["resume", str(out)]) == 0
-    assert result_of(out)["metrics"]["train_accuracy"] > 0.8
+    assert result_of(out)["metrics"] == whole["metrics"]
     assert (out / "report.html").exists()
+
+
+@pytest.mark.parametrize("model", ["linear", "additive"])
+def test_a_killed_fit_of_a_model_goes_on(model: str, table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        releases: list[int] = []
+        release = CentralSession.release
+
+        def killed(self: CentralSession, *args: Any, **how: Any) -> Any:
+            releases.append(1)
+            if len(releases) > 2:
+                raise KeyboardInterrupt
+            return release(self, *args, **how)
+
+        patch.setattr(CentralSession, "release", killed)
+        train(table, out, "--model", model, "--holdout", "0.3", code=130)
+    assert is_kept(out)
+    assert main(["resume", str(out)]) == 0
+    result = result_of(out)
+    assert result["privacy"]["is_private"]
+    assert not any("charged again" in note for note in result["privacy"]["notes"])
+    assert not is_kept(out)
+    assert main(["predict", str(out), str(table), "-o", str(tmp_path / "answers.csv")]) == 0
 
 
 def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

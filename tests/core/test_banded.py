@@ -32,8 +32,8 @@ from quietgrad.core.sampling import CyclicCohorts, CyclicPoisson, FullBatch, Poi
 from quietgrad.core.sampling.samplers import BernoulliSubsampler
 from quietgrad.methods.dp_disk import KalmanGradient
 from quietgrad.objectives import Logistic
-from tests.common import interrupted, objective, problem, resumed
-from tests.test_correlated import heard, state, transcript, white
+from tests.core.test_correlated import heard, state, transcript, white
+from tests.methods.common import interrupted, objective, problem, resumed
 
 __all__ = ["state"]  # a fixture of every test
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[1] / "src" / "quietgrad"
+SOURCE = Path(__file__).parents[2] / "src" / "quietgrad"
 ABOVE = (
     "tables",
     "methods",
@@ -22,7 +22,7 @@ ABOVE = (
     "cluster",
     "cli",
 )
-MOST_LINES = 12_500
+MOST_LINES = 13_000
 
 # Reserve, release and close with the core alone: a reader of numbers, a clipped sum, three releases.
 ALONE = """

@@ -40,13 +40,21 @@ from quietgrad.core.noise.mechanisms import (
 )
 from quietgrad.core.noise.rng import SecureStream, seed_key
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
-from quietgrad.core.sampling import CyclicCohorts, FullBatch, SinglePass
+from quietgrad.core.sampling import (
+    CyclicCohorts,
+    CyclicPoisson,
+    FixedSize,
+    FullBatch,
+    Poisson,
+    RandomAllocation,
+    SinglePass,
+)
 from quietgrad.core.sampling.samplers import CohortSampler
 from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.methods.registry import ALGORITHMS
 from quietgrad.objectives import Logistic
-from tests.common import interrupted, objective, problem, resumed, spent_after
+from tests.methods.common import interrupted, objective, problem, resumed, spent_after
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(1.0, 1e-5)
@@ -496,7 +504,7 @@ def test_a_table_in_another_order_is_another_run(tmp_path: Path) -> None:
 
 
 def test_nothing_is_asked_between_releases_that_belong_together() -> None:
-    look = Slot("look", FullBatch(), 3, fixed=9.0)
+    look = Slot("look", Poisson(0.5), 3, fixed=9.0)  # a secret sample: no proof reaches it there
     slot = Slot("gradient", CyclicCohorts(4, ADD), 8, mechanism=BufferedToeplitzNoise.made(8, 2, 4))
     session = CentralCurator(Logistic(), problem(300)).open(Plan("p", {}, Schedule((look, slot)), 300, BUDGET, 5.0))
     query = GradientQuery(np.zeros(6), 1.0)
@@ -659,10 +667,17 @@ def test_refusals(settings: dict[str, Any], sentence: str) -> None:
 
 def test_refusals_of_schedules_and_lengths() -> None:
     correlated = Slot("a", CyclicCohorts(8), 32, mechanism=BufferedToeplitzNoise.made(32, 4, 8))
+    sampled = (Poisson(0.1), CyclicPoisson(4, 0.1), FixedSize(300, 10), RandomAllocation(3))
+    for other in (*(Slot("b", each, 3) for each in sampled), Slot("b", FullBatch(), 3, law=((1, 0.5), (3, 0.5)))):
+        with pytest.raises(ValueError, match="one slot of a run"):
+            Schedule((correlated, other))
     with pytest.raises(ValueError, match="one slot of a run"):
-        Schedule((correlated, Slot("b", FullBatch(), 3)))
+        Schedule((correlated, Slot("b", FullBatch(), mechanism=ExponentialMechanism())))
+    bands = Slot("a", CyclicPoisson(4, 0.1), 32, mechanism=BandedToeplitzNoise.made(32, 4))
     with pytest.raises(ValueError, match="one slot of a run"):
-        Schedule((correlated, replace(correlated, name="b")))
+        Schedule((bands, Slot("b", FullBatch(), 3)))
+    # Gaussian noise on all records in between has a proof: docs/correlated-proof.md, interleaved slots.
+    assert Schedule((correlated, Slot("b", FullBatch(), 3))).releases == 35
     with pytest.raises(ValueError, match="one slot of a run"):
         Schedule((correlated,), "filter")
     look = Slot("labels", FullBatch(), 1, fixed=3.0)
@@ -722,4 +737,4 @@ def test_adam_knows_how_loud_one_release_is() -> None:
     mechanism = plan.schedule.slots[0].mechanism
     inverse = np.linalg.inv(matrix(mechanism))  # type: ignore[arg-type]
     loud = plan.noise_multiplier * mechanism.sensitivity() * float(np.linalg.norm(inverse[-1]))  # type: ignore[attr-defined]
-    assert noise_multiplier(plan_preview(objective(), plan)) == pytest.approx(loud, rel=1e-6)
+    assert noise_multiplier(plan_preview(objective(), plan), "gradient") == pytest.approx(loud, rel=1e-6)

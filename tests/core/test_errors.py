@@ -12,7 +12,7 @@ import pytest
 from quietgrad.cli import main
 from quietgrad.core.errors import DataError, ExhaustedError, QuietgradError
 
-PAGE = Path(__file__).parents[1] / "docs" / "errors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 
 def kinds(base: type[QuietgradError] = QuietgradError) -> Iterator[type[QuietgradError]]:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quietgrad.core.accounting.accounting import account
-from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.accounting.events import Gaussian, Repeated
 from quietgrad.core.errors import BudgetError, LedgerWarning
 from quietgrad.core.ledger.chain import Chain
@@ -38,7 +39,7 @@ def test_a_cap_holds_for_every_spelling(ledger: Ledger, spelling: str) -> None:
     with pytest.raises(BudgetError, match="account 'patients': this run would exceed the cap"):
         ledger.reserve(spelling, RUN, run="b", **PROMISE)
     with pytest.raises(BudgetError):
-        ledger.check_cap(spelling, RUN, relation="add-remove")
+        ledger.check_cap(spelling, Cost(RUN, 1e-5, Relation.ADD_REMOVE))
     assert ledger.cap(spelling) == ledger.cap("patients")
     assert ledger.spent(spelling, **PROMISE).epsilon == epsilon(1)
 
@@ -122,7 +123,7 @@ def test_names_that_cannot_be_told_apart_or_read_are_refused(ledger: Ledger, nam
     for use in (
         lambda: ledger.reserve(name, RUN, run="a", **PROMISE),
         lambda: ledger.set_cap(name, Budget(1.0, 1e-5)),
-        lambda: ledger.check_cap(name, RUN, relation="add-remove"),
+        lambda: ledger.check_cap(name, Cost(RUN, 1e-5, Relation.ADD_REMOVE)),
     ):
         with pytest.raises(ValueError, match=message):
             use()

@@ -244,6 +244,11 @@ def test_a_signed_address_and_one_with_a_login_are_read_together(host: str) -> N
         (f"simplecache::s3://{KEY}:{PASSWORD}@bucket/a.csv", "simplecache::s3://bucket/a.csv"),
         (f"zip://a.csv::https://bob:{PASSWORD}@host/f.zip?k={KEY}", "zip://a.csv::https://host/f.zip"),
         ("memory://people", "memory://people"),
+        (f"https://host/a.csv;token={KEY}", "https://host/a.csv"),
+        (f"https://host/a.csv&token={KEY}", "https://host/a.csv"),
+        (f"https://host/a.csv%3Fsig={KEY}", "https://host/a.csv"),
+        (f"https://host/a%3bsig={KEY}/b.csv", "https://host/a"),
+        ("s3://bucket/year=2020/R&D/a.parquet", "s3://bucket/year=2020/R&D/a.parquet"),
     ],
 )
 def test_the_text_of_an_address_has_no_login_query_or_fragment(whole: str, text: str) -> None:
@@ -262,7 +267,11 @@ def test_the_text_of_an_address_has_no_login_query_or_fragment(whole: str, text:
     "whole",
     [f"http://bob:12/{PASSWORD}@host/a.csv", f"http://bob:12?{PASSWORD}@host/a.csv", f"s3://K:1/{PASSWORD}@b/a.csv",
      f"http://bob:12#{PASSWORD}@host/a.csv", f"http://bob:{PASSWORD}/x", f"http://tok/{PASSWORD}@host/a.csv",
-     f"s3://K:a@b/{PASSWORD}@bucket/a.csv", f"x{PASSWORD}@::s3://bucket/a.csv"],
+     f"s3://K:a@b/{PASSWORD}@bucket/a.csv", f"x{PASSWORD}@::s3://bucket/a.csv",
+     f" https://bob:{PASSWORD}@host/a.csv", f"\thttps://bob:{PASSWORD}@host/a.csv", f"https:/bob:{PASSWORD}@host/a",
+     f"https:\\\\bob:{PASSWORD}@host/a", f"simplecache:: s3://K:{PASSWORD}@bucket/a.csv",
+     f"https://host;token={PASSWORD}/a.csv", f"s3://bucket/a;token={PASSWORD}", f"s3://bucket/a%3Fsig={PASSWORD}",
+     f"s3://bucket&k={PASSWORD}/a", f"\x00s3://K:{PASSWORD}@bucket/a.csv"],
 )  # fmt: skip
 def test_an_address_whose_login_has_no_clear_end_is_refused_without_being_quoted(whole: str) -> None:
     assert is_address(whole)

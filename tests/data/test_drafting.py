@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 import zipfile
 from datetime import date
 from pathlib import Path
@@ -20,6 +21,7 @@ from quietgrad.core.errors import DataError
 from quietgrad.data import load
 from quietgrad.data.columns import GAP_WORDS, MISSING
 from quietgrad.data.drafting import draft_schema
+from quietgrad.data.schema import read_schema
 
 HEADER = ("age", "pay", "member", "joined", "town", "ill")
 ROWS: list[tuple[Any, ...]] = [
@@ -236,3 +238,50 @@ def test_a_spreadsheet_is_trained_on_and_predicted_for(
     assert main(["predict", "run", "people.xlsx", "-o", "out.csv"]) == 0
     assert Path("out.csv").read_text().count("\n") == 801
     capsys.readouterr()
+
+
+def test_codes_for_gaps_strays_and_repeated_ids_have_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """999 where it stands alone, two words among numbers, ids with three rows each, money, times with a zone."""
+    monkeypatch.chdir(tmp_path)
+    lines = ["patient_id,age,rooms,dose,paid,seen,ill"]
+    for k in range(120):
+        age = 999 if k % 30 == 0 else 20 + k % 60
+        dose = "twice" if k in (7, 70) else f"{k % 9 / 2}"
+        paid = f'"zł {1 + k % 3},{k % 10:03d}.50"'
+        lines.append(f"A{k // 3},{age},{997 + k % 7},{dose},{paid},2021-03-{1 + k % 28:02d}T10:00:00+02:00,{k % 2}")
+    Path("p.csv").write_text("\n".join(lines) + "\n")
+    drafted = draft_schema("p.csv")
+    kinds = {column.name: column.kind for column in drafted.columns}
+    assert kinds == {
+        "patient_id": "id", "age": "whole number", "rooms": "whole number", "dose": "number", "paid": "number",
+        "seen": "date", "ill": "yes/no",
+    }  # fmt: skip
+    said = " ".join(drafted.problems)
+    assert "999" not in said  # it is an ordinary number of rooms
+    assert "2 are words and count as gaps" in said
+    assert "--person patient_id" in said
+    Path("q.csv").write_text("\n".join(line.replace(",999,", ",9999,", 1) for line in lines) + "\n")
+    again = draft_schema("q.csv")
+    assert "9999 stands alone" in " ".join(again.problems)
+    text = again.to_toml().replace("bounds = []", "bounds = [0, 5000]", 4)
+    schema = read_schema(tomllib.loads(text))
+    data = load("q.csv", schema=schema)
+    names = list(data.feature_names or ())
+    assert data.X[:, names.index("age missing")].sum() == 4.0
+    assert data.X[:, names.index("dose missing")].sum() == 2.0
+    assert "twice" not in text
+
+
+def test_many_columns_are_shown_by_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = [f"x{k}" for k in range(800)]
+    rows = [",".join([*(f"{k}.{r}" for k in range(800)), str(r % 2)]) for r in range(5)]
+    Path("wide.csv").write_text("\n".join([",".join([*names, "y"]), *rows]) + "\n")
+    assert main(["data", "schema", "wide.csv", "-o", "s.toml"]) == 0
+    said = capsys.readouterr().out
+    assert "800 columns: x0, x1" in said
+    assert len(said.splitlines()) < 12

@@ -33,7 +33,7 @@ from quietgrad.data import registry as registry_module
 from quietgrad.data.download import Contents, OpenML, Package
 from quietgrad.data.file_formats import build_idx, read_content, sha256
 
-REAL = Path(os.environ.get("QUIETGRAD_DATA") or Path(__file__).parents[2] / "shared" / "data")
+REAL = Path(os.environ.get("QUIETGRAD_DATA") or Path(__file__).parents[3] / "shared" / "data")
 needs_data = pytest.mark.skipif(
     not (REAL / "a9a.bz2").is_file(), reason="set QUIETGRAD_DATA to the papers' data sets"
 )

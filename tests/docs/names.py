@@ -25,7 +25,7 @@ from typing import Any
 import quietgrad
 from quietgrad.cli import COMMANDS, app_of
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "quietgrad"
 ALIASES = {
     "qg": "quietgrad", "qt": "quietgrad.torch", "qd": "quietgrad.data", "np": "numpy", "pd": "pandas",
@@ -325,7 +325,7 @@ def is_file(text: str) -> bool:
 @cache
 def foreign() -> Mapping[str, Any]:
     """The words that are not the product's own: ``words`` with the reason for each, and ``modules`` to look in."""
-    return tomllib.loads((ROOT / "tests" / "foreign_names.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((ROOT / "tests" / "docs" / "foreign_names.toml").read_text(encoding="utf-8"))
 
 
 @cache

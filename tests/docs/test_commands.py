@@ -18,7 +18,7 @@ import pytest
 
 from quietgrad.cli import COMMANDS, app_of, main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DATA = ROOT.parent / "shared" / "data"
 
@@ -170,13 +170,13 @@ PAGES = {
 """Pages whose commands are run, one after the other in one folder, and what is there before."""
 
 PARSED_ONLY = (
-    "tcp://scheduler",  # a cluster; tests/test_cluster.py has one
+    "tcp://scheduler",  # a cluster; tests/tables/test_cluster.py has one
     "--run",  # hours
-    "--quick",  # tests/test_cli_reproduce.py runs quick forms
-    "reproduce page",  # writes into the clone; tests/test_reproduce_page.py has it
-    "--head 5-",  # the digest of another ledger; tests/test_ledger_anchor.py
+    "--quick",  # tests/cli/test_reproduce.py runs quick forms
+    "reproduce page",  # writes into the clone; tests/docs/test_reproduce_page.py has it
+    "--head 5-",  # the digest of another ledger; tests/core/test_ledger_anchor.py
     "fetch",  # the network
-    "visits/*.parquet",  # nobody's visits are here; tests/test_scan_people.py has some
+    "visits/*.parquet",  # nobody's visits are here; tests/tables/test_scan_people.py has some
 )
 
 

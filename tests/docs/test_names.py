@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from tests import names
+from tests.docs import names
 
 ROOT = names.ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -106,7 +106,7 @@ def test_pages_list_all_names_of_their_registries() -> None:
 
 
 PLANTED = [
-    "`RunTerms`", "`PerParty`", "`oracle=spider`", "`NAME.people`", '`grad_sample_mode="ghost_fsdp2"`',
+    "`RunTerms`", "`PerParty`", "`oracle=svrg`", "`NAME.people`", '`grad_sample_mode="ghost_fsdp2"`',
     "`qg.stream`", "`qg.stream(X)`", "`simulate(match_people=True)`", "`scan(filesystem=…)`", "`--no-cache`",
     "`quietgrad train --features scattering`", "`quietgrad deal x`", "`privacy/mechanisms.py`",
     "`privacy.noise.NoiseStream`", "`events.Slack`", "`DPSGD.gain`", "`plan.gone_away`", "`QUIETGRAD_CACHE`",

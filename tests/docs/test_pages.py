@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 reference: Any = import_module("reference")
@@ -132,6 +132,11 @@ PAGES = {
     "pictures.md": TABLE + PIXELS,
     "scan.md": TABLE + FILES,
     "start.md": "import numpy as np\nrng = np.random.default_rng(0)\n" + CSV,
+    "opacus-arguments.md": TABLE
+    + MODULES
+    + "import torch\nfrom torch.utils.data import DataLoader, TensorDataset\n"
+    "model, loader = nn.Linear(2, 2), DataLoader(TensorDataset(torch.randn(90, 2), torch.arange(90) % 2), "
+    "batch_size=30)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n",
     "torch-more.md": TABLE + MODULES,
     "torch-proof.md": TABLE + MODULES,
     "torch.md": TABLE + MODULES + PATIENTS,
@@ -140,12 +145,12 @@ PAGES = {
 
 SKETCHES = (
     "class Transport(Protocol):",  # what a transport must have; tests/test_federation_processes.py has two
-    "FederatedCurator(objective, transport",  # needs a network; tests/test_federate_network.py has one
-    'qd.load("people.csv"',  # a file of the reader's; tests/test_data_readers.py reads such files
-    "for mechanism in MECHANISMS:",  # exact probes of every mechanism; tests/test_audit.py makes them
-    "DPTrainer(",  # needs transformers; tests/test_torch_hugging_face.py trains with it
+    "FederatedCurator(objective, transport",  # needs a network; tests/federation/test_network.py has one
+    'qd.load("people.csv"',  # a file of the reader's; tests/data/test_readers.py reads such files
+    "for mechanism in MECHANISMS:",  # exact probes of every mechanism; tests/assurance/test_audit.py makes them
+    "DPTrainer(",  # needs transformers; tests/torch/test_hugging_face.py trains with it
     "model(**batch)",  # batches of tokens; the same tests make them
-    "qg.audit.one_run(",  # ten thousand canaries take minutes; tests/test_audit.py plants fewer
+    "qg.audit.one_run(",  # ten thousand canaries take minutes; tests/assurance/test_audit.py plants fewer
 )
 """Blocks that cannot be run as they stand, and where what they show is run: they must at least be Python."""
 
@@ -196,6 +201,8 @@ def test_a_tutorial_runs_and_becomes_a_notebook(
     monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
     if script.stem == "torch_from_opacus":
         pytest.importorskip("torch")
+    if script.stem == "causal_lm":
+        pytest.importorskip("peft", reason="needs quietgrad[hf]")
     ran = tutorials.run(script)
     shown = [cell for cell in ran if cell.printed or cell.html]
     assert shown, "a tutorial that shows nothing teaches nothing"

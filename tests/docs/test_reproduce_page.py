@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIGURES = {"000": 5, "001": 2, "002": 16, "003": 0, "004": 0}
 TABLES = {"000": 6, "001": 0, "002": 0, "003": 0, "004": 3}
 NOTHING_TO_RUN = {"000-table-1", "004-table-1", "004-table-2"}  # rates and sizes

@@ -49,9 +49,22 @@ BEYOND = {
 }
 
 
+WEIGHTED = dict.fromkeys(
+    (
+        "check_all_zero_sample_weights_error", "check_classifiers_one_label_sample_weights",
+        "check_sample_weight_equivalence_on_dense_data", "check_sample_weight_equivalence_on_sparse_data",
+        "check_sample_weights_list", "check_sample_weights_not_an_array", "check_sample_weights_not_overwritten",
+        "check_sample_weights_pandas_series", "check_sample_weights_shape",
+    ),
+    "weights are refused without max_weight, their public bound",
+)  # fmt: skip
+
+
 def beyond(estimator: Any) -> dict[str, str]:
     """The checks that cannot hold for it, or not always, with the reason."""
-    return BEYOND if isinstance(estimator, PrivateSearch) else NOISY if isinstance(estimator, PrivateScaler) else {}
+    if isinstance(estimator, PrivateSearch):
+        return BEYOND
+    return NOISY if isinstance(estimator, PrivateScaler) else WEIGHTED
 
 
 @parametrize_with_checks(  # type: ignore[untyped-decorator]

@@ -10,9 +10,15 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.core.errors import DataError
+from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.session.kept import is_kept
 from quietgrad.core.session.session import CentralSession
-from quietgrad.estimators import PrivateAdditiveClassifier, PrivateLinearRegression, PrivateLogisticRegression
+from quietgrad.estimators import (
+    PrivateAdditiveClassifier,
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    from_run,
+)
 
 X = np.random.default_rng(0).uniform(-1, 1, (1500, 3))
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -66,7 +72,7 @@ def test_a_killed_fit_goes_on_and_is_paid_once(name: str, most: int, tmp_path: P
     assert len(qg.Ledger(ledger).book().counted("people")) == charged
     assert model.privacy_.is_private
     assert not is_kept(folder)
-    np.testing.assert_array_equal(qg.load(folder).params, model.result_.params)
+    np.testing.assert_array_equal(from_run(folder).predict(X), model.predict(X))
 
 
 def test_other_data_are_charged_again_and_other_settings_are_refused(tmp_path: Path) -> None:
@@ -86,8 +92,42 @@ def test_other_data_are_charged_again_and_other_settings_are_refused(tmp_path: P
     assert len(qg.Ledger(ledger).book().counted("people")) == 2
 
 
-def test_a_fit_without_an_interruption_leaves_its_result(tmp_path: Path) -> None:
-    model, y = MODELS["declared"]
+@pytest.mark.parametrize("name", MODELS)
+def test_a_finished_fit_leaves_a_run(name: str, tmp_path: Path) -> None:
+    model, y = MODELS[name]
     fitted = model.__class__(**{**model.get_params(), "ledger": tmp_path / "ledger.jsonl"})
     fitted.fit(X, y, folder=tmp_path / "fit")
-    np.testing.assert_array_equal(qg.load(tmp_path / "fit").params, fitted.result_.params)
+    np.testing.assert_array_equal(from_run(tmp_path / "fit").predict(X), fitted.predict(X))
+    assert not is_kept(tmp_path / "fit")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fit_that_was_killed_while_it_cleared_away_is_over(name: str, tmp_path: Path) -> None:
+    """The result is safe and the key is gone, but the checkpoint is still there: the same call reads the result."""
+    ledger, folder = tmp_path / "ledger.jsonl", tmp_path / "fit"
+    model, y = MODELS[name]
+    settings = {**model.get_params(), "ledger": ledger, "account": "people"}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def killed(folder: Path, name: str) -> None:
+            KeyFile.destroy(name)
+            raise Killed
+
+        patch.setattr("quietgrad.core.session.kept.clear", killed)
+        with pytest.raises(Killed):
+            model.__class__(**settings).fit(X, y, folder=folder)
+    charged = len(qg.Ledger(ledger).book().counted("people"))
+    again = model.__class__(**settings).fit(X, y, folder=folder)
+    np.testing.assert_array_equal(again.predict(X), from_run(folder).predict(X))
+    assert again.privacy_.is_private
+    assert not is_kept(folder)
+    assert len(qg.Ledger(ledger).book().counted("people")) == charged
+
+
+def test_labels_that_no_run_can_hold_are_still_fitted(tmp_path: Path) -> None:
+    days = np.array(["2024-01-01", "2024-01-02"], dtype="datetime64[D]")
+    model = PrivateLogisticRegression(
+        epsilon=4.0, classes=list(days), feature_bounds=[(-1, 1)] * 3, ledger=tmp_path / "ledger.jsonl"
+    )
+    model.fit(X, days[(X[:, 0] > 0).astype(int)], folder=tmp_path / "fit")
+    np.testing.assert_array_equal(qg.load(tmp_path / "fit").params, model.result_.params)

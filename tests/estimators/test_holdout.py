@@ -14,12 +14,12 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.cli import main
-from quietgrad.cli.scoring import expected_error, hold_out_records, remember_trained, were_trained_on
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.errors import DataError, DeltaWarning
 from quietgrad.data import Dataset, read_schema
 from quietgrad.data.drafting import draft_schema
 from quietgrad.data.tables import parse_csv
+from quietgrad.estimators.holdout import expected_error, hold_out_records, remember_trained, were_trained_on
 
 KEY = "00112233445566778899aabbccddeeff"
 

@@ -192,7 +192,7 @@ def test_bad_settings(tmp_path: Path, model: str, change: dict[str, Any], messag
 def test_a_bad_setting_late_in_a_grid_spends_nothing(tmp_path: Path) -> None:
     search = PrivateSearch(PrivateHuberRegressor(target_bounds=(0, 1)), {"threshold": [1.0, 2.0, -1.0]})
     assert "threshold" in refused(tmp_path, search, rows(), np.full(N, 0.5))
-    with pytest.raises(ValueError, match="w times the privacy"):
+    with pytest.raises(ValueError, match="needs max_weight="):
         CLASSIFIERS["linear"].fit(rows(), np.arange(N) % 2, sample_weight=np.ones(N))
 
 

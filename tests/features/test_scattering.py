@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.scattering_reference import picture  # noqa: E402
 
 from quietgrad.features.scattering import Scattering, gabor, wavelet  # noqa: E402

@@ -1,6 +1,6 @@
 """An NVIDIA FLARE deployment of this machine, as an institution would have it: provisioned by FLARE, mutual TLS.
 
-Used by ``tests/test_federate_flare.py`` and ``benchmarks/federation_engines.py``.
+Used by ``tests/federation/test_flare.py`` and ``benchmarks/federation_engines.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ADMIN, SERVER = "admin@quietgrad.local", "server"
 SECONDS = 150.0  # to give up, not to measure
 _IMPL = "nvflare.lighter.impl"

@@ -1,6 +1,6 @@
 """A Flower deployment of this machine: a SuperLink with TLS and node authentication, and SuperNodes.
 
-Used by ``tests/test_federate_flower.py`` and ``benchmarks/federation_engines.py``. Flower lives in an environment
+Used by ``tests/federation/test_flower.py`` and ``benchmarks/federation_engines.py``. Flower lives in an environment
 of its own (docs/flower.md), whose ``bin`` folder is given.
 """
 
@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECONDS = 300.0  # to give up, not to measure
 
 

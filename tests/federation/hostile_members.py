@@ -18,7 +18,7 @@ from quietgrad.federation.rounds import largest_reply
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.wire import Message, decode, encode, pack
-from tests.talk import Talk
+from tests.federation.talk import Talk
 
 
 class HostileCoordinator:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from quietgrad.federation.party import MaskingMember, SharingMember
+from quietgrad.federation.members import MaskingMember, SharingMember
 from quietgrad.federation.wire import Message
 
 HOSTILE = __file__

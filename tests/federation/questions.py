@@ -2,7 +2,7 @@
 
 A party holds one absurd record. Whatever it is asked, its sum is no longer than the query's bound; and what it
 refuses, and in which words, is the same for a party that holds another record. Used by
-``tests/test_federation_ranges.py`` in passing and by ``benchmarks/federation_questions.py`` for longer.
+``tests/federation/test_ranges.py`` in passing and by ``benchmarks/federation_questions.py`` for longer.
 """
 
 from __future__ import annotations

@@ -17,12 +17,13 @@ import pytest
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.federation import provisioning
 from quietgrad.federation.exchange import Responder
-from quietgrad.federation.provisioning import Credentials, check_none_revoked, provision, revoke
+from quietgrad.federation.provisioning import Credentials, provision
+from quietgrad.federation.revocation import check_none_revoked, revoke
 from quietgrad.federation.secure.identity import DropoutError, ProtocolError
 from quietgrad.federation.transport import tls_connection
 from quietgrad.federation.transport.tls import TlsParty, TlsServer
 from quietgrad.federation.transport.tls_connection import HELLO, LARGEST, REFUSED, REPLY, context_for, receive
-from tests.talk import Talk
+from tests.federation.talk import Talk
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.wire import Message
 from quietgrad.tables.losses import Logistic
-from tests import talk
-from tests.talk import approval
-from tests.test_federate_network import TWO
+from tests.federation import talk
+from tests.federation.talk import approval
+from tests.federation.test_network import TWO
 
 D, N, STEPS = 4, 30, 25
 OBJECTIVE = Logistic()

@@ -17,7 +17,8 @@ from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.noise.rng import fresh_key
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
-from quietgrad.federation.party import PartyCurator, SumMember
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.secure.channel import NoiseShare
@@ -26,9 +27,9 @@ from quietgrad.federation.secure.terms import SecureSumConfig
 from quietgrad.federation.simulation import assemble
 from quietgrad.federation.wire import Message
 from quietgrad.objectives import Logistic
-from tests import talk
-from tests.faults import Fault, faulty
-from tests.test_correlated import matrix, white
+from tests.core.test_correlated import matrix, white
+from tests.federation import talk
+from tests.federation.faults import Fault, faulty
 
 Floats = npt.NDArray[np.float64]
 BUDGET = qg.Budget(4.0, 1e-5)

@@ -1,8 +1,9 @@
 """A coordinator that keeps to no order: mixed slots, other types, repeated rounds, two runs, frames of the past.
 
-``tests/questions.py`` spoils numbers of one question after another. Here the conversation is spoiled. Whatever
-is said in whatever order: two parties with different records answer alike, no record counts for more than the bound
-of its query, no slot is answered more often than planned, one run is answered, and nothing escapes a responder.
+``tests/federation/questions.py`` spoils numbers of one question after another. Here the conversation is spoiled.
+Whatever is said in whatever order: two parties with different records answer alike, no record counts for more than
+the bound of its query, no slot is answered more often than planned, one run is answered, and nothing escapes a
+responder.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from quietgrad.federation.secure.identity import Identity, Roster
 from quietgrad.federation.wire import Message, WireError, decode, encode, pack, template, unpack
 from quietgrad.tables.losses import Logistic
 from quietgrad.tables.queries.local_fit import LocalFit
-from tests.hostile_members import HostileCoordinator
-from tests.questions import length
-from tests.test_federate_network import TWO, ended, folder, spent_in, start, two
+from tests.federation.hostile_members import HostileCoordinator
+from tests.federation.questions import length
+from tests.federation.test_network import TWO, ended, folder, spent_in, start, two
 
 QUESTIONS, D, N = 2000, 4, 30
 _SPIDER: dict[str, Any] = {"batch_size": N, "difference_batch_size": N, "regime": "reuse", "full_queries": 400}

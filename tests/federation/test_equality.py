@@ -19,7 +19,7 @@ from quietgrad.federation.simulation import assemble, simulate
 from quietgrad.methods import plan, run
 from quietgrad.tables.losses import Logistic
 from quietgrad.tables.regularizers import Nonconvex
-from tests.talk import ask, say
+from tests.federation.talk import ask, say
 
 Floats = npt.NDArray[np.float64]
 N, D, SEED = 400, 6, 5
@@ -47,6 +47,9 @@ ALGORITHMS: dict[str, Any] = {
         steps=12,
     ),
     "weighted-average": qg.WeightedAverage(steps=8, method="rounds"),
+    "dp-spider": qg.DPSpider(steps=12, period=5, warm_steps=2, smoothness=0.5),
+    "dp-spider Poisson": qg.DPSpider(steps=12, period=5, sampling="poisson", batch_size=80, smoothness=0.5),
+    "dp-spider drift": qg.DPSpider(steps=12, kappa=0.3, smoothness=0.5),
 }
 OPEN = {
     "storm": qg.STORM(steps=12, batch_size=40),

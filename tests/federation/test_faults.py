@@ -22,8 +22,8 @@ from quietgrad.federation.simulation import InProcess, assemble, simulate, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.tables.losses import Logistic
-from tests.faults import Fault, Faulty, faulty
-from tests.talk import people
+from tests.federation.faults import Fault, Faulty, faulty
+from tests.federation.talk import people
 
 Floats = npt.NDArray[np.float64]
 STEPS = 5

@@ -19,8 +19,8 @@ from quietgrad.federation.approved import FILE, Approved
 from quietgrad.federation.plan_file import CLASSES, read_plan
 
 pytest.importorskip("nvflare")
-from tests.flare import Flare
-from tests.talk import toml_plan
+from tests.federation.flare import Flare
+from tests.federation.talk import toml_plan
 
 SITES = ("site-1", "site-2", "site-3")
 PLAN = toml_plan(
@@ -92,7 +92,7 @@ def test_three_sites(flare: Flare) -> None:
     assert main(["federate", "status", "out/site-2"]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flare", [QUORUM], indirect=True)
 def test_a_revoked_site_is_left_out(flare: Flare) -> None:
     """A quorum of two: one of three is revoked from the beginning."""
@@ -105,7 +105,7 @@ def test_a_revoked_site_is_left_out(flare: Flare) -> None:
     assert spent("site-3") == 0.0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flare", [ALL], indirect=True)
 def test_a_job_that_flare_ended_is_continued_by_submitting_it_again(flare: Flare) -> None:
     """FLARE ends the whole job when a site's process is killed, and nothing is paid twice."""

@@ -16,9 +16,9 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.plan_file import read_plan
-from tests.flower import SECONDS, Flower
-from tests.talk import toml_plan
-from tests.test_federate_network import folder, start
+from tests.federation.flower import SECONDS, Flower
+from tests.federation.talk import toml_plan
+from tests.federation.test_network import folder, start
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 NAMES = ("clinic-1", "clinic-2", "clinic-3")

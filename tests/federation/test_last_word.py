@@ -22,9 +22,9 @@ from quietgrad.federation.provisioning import provision
 from quietgrad.federation.secure.identity import ProtocolError
 from quietgrad.federation.wire import Message, blobs, decode, encode
 from quietgrad.methods.result import Result, load
-from tests.faults import Fault, Faulty
-from tests.hostile import PLAN
-from tests.talk import approval
+from tests.behaviour.hostile import PLAN
+from tests.federation.faults import Fault, Faulty
+from tests.federation.talk import approval
 
 SECURE = PLAN.decode()
 CURATOR = SECURE.replace('"secure"\nsecure = "masks"', '"curator"\nspare = 2')

@@ -17,9 +17,10 @@ from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.federation.journal import Journal
 from quietgrad.federation.plan_file import parse_plan
-from quietgrad.federation.provisioning import provision, request, revoke
+from quietgrad.federation.provisioning import provision, request
+from quietgrad.federation.revocation import revoke
 from quietgrad.tables.losses import Logistic
-from tests.talk import approval, ask, opened, toml_plan
+from tests.federation.talk import approval, ask, opened, toml_plan
 
 SECRET = b"not yours: 0123456789abcdef0123456789abcdef"
 PLAN = toml_plan({"a": 4, "b": 4}, steps=2, features=2)

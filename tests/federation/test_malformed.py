@@ -22,9 +22,9 @@ from quietgrad.federation.simulation import InProcess, assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Array, Message, decode, encode
 from quietgrad.tables.losses import Logistic
-from tests.malformed_party import HOSTILE
-from tests.talk import people, toml_plan
-from tests.test_federate_network import ended, folder, plan_text, start
+from tests.federation.malformed_party import HOSTILE
+from tests.federation.talk import people, toml_plan
+from tests.federation.test_network import ended, folder, plan_text, start
 
 __all__ = ["folder", "start"]
 

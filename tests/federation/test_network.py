@@ -20,11 +20,11 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.plan_file import read_plan
-from tests.killed import COORDINATOR, KILLED, PARTY
-from tests.talk import toml_plan
-from tests.test_federate_plan import EXAMPLE, TEXT
+from tests.federation.killed import COORDINATOR, KILLED, PARTY
+from tests.federation.talk import toml_plan
+from tests.federation.test_plan_file import EXAMPLE, TEXT
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECONDS = 150.0  # to give up, not to measure
 
 
@@ -218,6 +218,7 @@ def check(home: Path, model: qg.Result) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.long
 def test_coordinator_killed_at_every_step_of_the_end(start: Any) -> None:
     """Six kills of one run, each at the next window; the seventh process only hands out the model."""
     words = two(Path(), PLAN)
@@ -235,6 +236,7 @@ def test_coordinator_killed_at_every_step_of_the_end(start: Any) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.long
 def test_party_killed_at_every_step_of_the_end(start: Any) -> None:
     words = two(Path(), PLAN)
     server, other = start(*words["server"]), start(*words["a"])

@@ -18,7 +18,7 @@ from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble, check_known_people
 from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
-from tests.talk import toml_plan
+from tests.federation.talk import toml_plan
 
 LOSS = qg.objectives.Logistic()
 

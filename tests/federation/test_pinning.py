@@ -22,7 +22,7 @@ from quietgrad.methods.output_perturbation import step_size
 from quietgrad.tables.losses import Logistic
 from quietgrad.tables.queries.local_fit import local_fit
 from quietgrad.tables.regularizers import L2
-from tests import talk
+from tests.federation import talk
 
 D, N = 3, 40
 OBJECTIVE = Logistic(row_bound=1.0, rows="clip", regularizer=L2(0.1))
@@ -187,5 +187,6 @@ def test_names_on_the_wire_are_fixed_texts() -> None:
     assert set(_KINDS) == {
         "Gradient", "GradientDifference", "RecursiveMomentum", "JointMomentum", "Loss", "LocalFit",
         "FeatureMean", "SecondMomentMatrix", "MeanSquares", "RowNormHistogram",
-        "WhitenedGradient", "Whitening", "Affine",
+        "WhitenedGradient", "Whitening", "Affine", "GradientsAndHessians", "LocalUpdate",
+        "clipping-flat", "clipping-automatic", "clipping-per-layer",
     }  # fmt: skip

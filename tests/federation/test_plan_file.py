@@ -17,11 +17,12 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.pins import pin_of, readable_digest
 from quietgrad.federation.plan_file import parse_plan, read_plan
-from quietgrad.federation.provisioning import Credentials, asker, check_none_revoked, provision, request
+from quietgrad.federation.provisioning import Credentials, asker, provision, request
+from quietgrad.federation.revocation import check_none_revoked
 from quietgrad.federation.wire import Message, decode, encode
-from tests.talk import approval, toml_plan
+from tests.federation.talk import approval, toml_plan
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "five-hospitals" / "plan.toml"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "five-hospitals" / "plan.toml"
 TEXT = EXAMPLE.read_text()
 
 
@@ -89,7 +90,7 @@ def test_objectives_weights_and_oracles_of_a_plan() -> None:
 
 
 def test_keys_are_for_their_owner_only_and_never_overwritten(tmp_path: Path) -> None:
-    made = provision(["a", "b", "coordinator"], tmp_path / "keys")
+    made = provision(["a", "b", "coordinator"], tmp_path / "keys", keep_authority=True)
     for home in made:
         for secret in ("key.pem", "identity.key"):
             assert (home / secret).stat().st_mode & 0o777 == 0o600

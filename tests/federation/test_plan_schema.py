@@ -17,11 +17,13 @@ from quietgrad.cli import main
 from quietgrad.core.errors import DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.federation.plan_file import PARTY, SECTIONS, parse_plan, read_plan
-from tests.test_federate_network import ended, folder, plan_text, start
+from quietgrad.federation.record_format import SETTINGS as RECORDS
+from quietgrad.federation.table_format import SETTINGS as TABLES
+from tests.federation.test_network import ended, folder, plan_text, start
 
 __all__ = ["folder", "start"]
 
-PAGE = (Path(__file__).parent.parent / "docs" / "federation-network.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "federation-network.md").read_text()
 DOCUMENTED, SCHEMA = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)[:2]
 ROWS = 40
 
@@ -96,7 +98,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "data": {"schema": {"label": LABEL, "columns": COLUMNS}, "person": "patient"},
     },
     "masks": {
-        "federation": {"trust": "secure", "secure": "masks", "colluders": 1, "quorum": 2, "weights": "equal"},
+        "federation": {"trust": "secure", "secure": "masks", "colluders": 1, "quorum": 2, "weights": "equal",
+                       "ring": 32},
+    },
+    "some parties": {  # so many rounds that a party is asked in none of them in one run of two thousand
+        "federation": {"trust": "local", "parties_per_round": 1}, "algorithm": {"name": "dp-gd", "steps": 12},
     },
     "servers": {"federation": {"trust": "secure", "secure": "servers", "servers": 2}, "party": WEIGHED},
     "not private": {"federation": {"trust": "curator", "private": False}, "budget": None},
@@ -114,7 +120,9 @@ def test_the_runs_have_every_key() -> None:
             tables = plan_of(name).get(section, {})
             for table in tables if isinstance(tables, list) else [tables]:
                 seen[section] |= table.keys()
-    assert seen == {section: set(settings) for section, settings in {**SECTIONS, "party": PARTY}.items()}
+    of_networks = set(RECORDS) - set(TABLES)  # which have tests of their own
+    settings = {section: set(each) - of_networks for section, each in {**SECTIONS, "party": PARTY}.items()}
+    assert seen == settings
 
 
 def table(name: str, seed: int) -> str:
@@ -154,7 +162,12 @@ def run_all(folder: Path, start: Any, name: str) -> None:
     assert [code for code, *_ in outcomes] == [0] * len(words), outcomes
 
 
-@pytest.mark.parametrize("name", RUNS)
+_LONG = {"schema alone", "regression without a schema", "people", "public records", "multinomial", "not private"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in _LONG else name for name in RUNS]
+)
 def test_a_documented_plan_runs_and_its_model_predicts(
     name: str, folder: Path, start: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,8 @@ import pytest
 import quietgrad as qg
 from quietgrad.core.session.queries import LARGEST_CLIP, SMALLEST_CLIP, ClippingRule, following_clip
 from quietgrad.federation import Party
-from quietgrad.federation.party import PartyCurator, SumMember
+from quietgrad.federation.members import SumMember
+from quietgrad.federation.party import PartyCurator
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
 from quietgrad.federation.simulation import assemble, simulate
@@ -21,8 +22,8 @@ from quietgrad.tables.queries.local_fit import local_fit
 from quietgrad.tables.regularizers import L2
 from quietgrad.tables.table import Affine
 from quietgrad.tables.whitening import FeatureMean, SecondMomentMatrix, WhitenedGradient, Whitening
-from tests.questions import Interrogation, pairs
-from tests.talk import ask, opened, people, say
+from tests.federation.questions import Interrogation, pairs
+from tests.federation.talk import ask, opened, people, say
 
 D, N = 63, 40
 SUBNORMAL = 2e-323  # four of the smallest steps: each of 63 coordinates would be rounded up to one

@@ -14,7 +14,7 @@ import pytest
 import quietgrad as qg
 from quietgrad.federation import ProtocolError, SecureSession, SecureSumConfig
 from quietgrad.federation.coordinator import FederatedCurator
-from quietgrad.federation.party import MaskingMember, SharingMember
+from quietgrad.federation.members import MaskingMember, SharingMember
 from quietgrad.federation.rounds import proved_faults
 from quietgrad.federation.secure import secret_sharing
 from quietgrad.federation.secure.channel import FrameType
@@ -30,9 +30,9 @@ from quietgrad.federation.simulation import assemble, train
 from quietgrad.federation.transport import Bytes
 from quietgrad.federation.wire import Message, decode, encode
 from quietgrad.tables.losses import Logistic
-from tests.faults import Fault, Faulty
-from tests.talk import people, say
-from tests.test_secure_faults import Masked
+from tests.federation.faults import Fault, Faulty
+from tests.federation.talk import people, say
+from tests.federation.test_secure_faults import Masked
 
 FALSE = b"\1" + bytes(32)
 

@@ -24,7 +24,6 @@ from quietgrad.federation import (
 from quietgrad.federation.secure.channel import Channel, FrameType
 from quietgrad.federation.secure.identity import SurvivorAttestation, pack_members, read_hello, write_hello
 from quietgrad.federation.secure.secret_sharing import ShareCommitments, reconstruct, split
-from quietgrad.federation.secure.servers import run_together
 
 D = 6
 NONE: Set[int] = frozenset()
@@ -281,7 +280,10 @@ class Shared:
 
     def prepare(self, t: int) -> None:
         if self.terms.mode == "mpc":
-            run_together([s.prepare(t) for s in self.servers if isinstance(s, NoiseServer)])
+            servers = [server for server in self.servers if isinstance(server, NoiseServer)]
+            frames = [server.sample_noise(t, None) for server in servers]
+            while all(frames):  # i's frame goes to i − 1
+                frames = [server.sample_noise(t, frames[(i + 1) % 3]) for i, server in enumerate(servers)]
 
     def receive(self, t: int, frames: dict[int, Frames]) -> dict[int, Frames]:
         return {s.me: s.receive(t, {i: f[s.me] for i, f in frames.items() if s.me in f}) for s in self.servers}

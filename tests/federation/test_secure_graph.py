@@ -28,7 +28,7 @@ from quietgrad.federation.secure.graph import (
     masking_neighbours,
 )
 from quietgrad.federation.secure.identity import SurvivorAttestation, pack_members, write_hello
-from tests.test_secure_faults import Masked
+from tests.federation.test_secure_faults import Masked
 
 M = 80
 

@@ -28,7 +28,7 @@ from quietgrad.federation.secure.channel import Channel, FrameType
 from quietgrad.federation.secure.identity import WITNESS_BYTES, DropoutError, pack_members, read_hello
 from quietgrad.federation.secure.secret_sharing import SHARE_BYTES, ShareCommitments
 from quietgrad.federation.transport.tls_connection import receive
-from tests.test_secure_faults import D, Masked, Shared
+from tests.federation.test_secure_faults import D, Masked, Shared
 
 PAYLOADS = st.one_of(
     st.binary(max_size=600),

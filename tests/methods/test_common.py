@@ -15,7 +15,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
 from quietgrad.core.session import checkpoint as checkpoints
 from quietgrad.core.session.curator import CentralCurator
-from tests.common import ROWS, Row, labels, objective, problem
+from tests.methods.common import ROWS, Row, labels, objective, problem
 
 table = pytest.mark.parametrize("row", ROWS, ids=labels(ROWS))
 

@@ -14,7 +14,7 @@ from quietgrad.core.session.queries import LossQuery
 from quietgrad.federation import deal, simulate
 from quietgrad.methods.base import State
 from quietgrad.objectives import L2, Logistic
-from tests.common import problem
+from tests.methods.common import problem
 
 
 def table(n: int = 3000, d: int = 5) -> tuple[Any, Any]:
@@ -37,7 +37,7 @@ def test_the_variance_of_pure_noise_is_what_is_subtracted() -> None:
         state.step = step
         _, move = method.direction(state, sigma * rng.standard_normal(200))
     assert state.velocity is not None
-    spread = np.abs(state.velocity / (1 - 0.9**2000)) / np.abs(move)
+    spread = np.abs(np.asarray(state.velocity) / (1 - 0.9**2000)) / np.abs(np.asarray(move))
     left = spread**2 / 0.09
     assert np.mean(left <= 0.0101) == pytest.approx(0.62, abs=0.12)
     assert left.max() < 0.3

@@ -26,7 +26,7 @@ from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.federation import Party, simulate
 from quietgrad.objectives import Logistic
-from tests.common import interrupted, problem, resumed, spent_after
+from tests.methods.common import interrupted, problem, resumed, spent_after
 
 BUDGET = qg.Budget(1.0, 1e-5)
 METHOD = qg.DPSGD(steps=32, batch_size=38, sampling="random-allocation")  # 4 epochs of 8 steps on 300 records

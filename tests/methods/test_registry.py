@@ -13,6 +13,7 @@ import typer
 import quietgrad as qg
 from quietgrad.cli.run_spec import algorithm_from, objective_from
 from quietgrad.core.errors import DataError
+from quietgrad.federation.network import nothing_beside
 from quietgrad.federation.plan_file import objective_of
 from quietgrad.methods.learning_rates import StepDecay
 from quietgrad.methods.oracles.gradient_estimators import ORACLES, make_oracle, oracle_class
@@ -123,7 +124,7 @@ def test_losses_are_the_same_from_both(name: str) -> None:
     classes = {"binary": 2, "multiclass": 3, "regression": None}[loss.task]
     data = {"features": 2} if classes is None else {"features": 2, "classes": list(range(classes))}
     settings = {"intercept": True, "row_bound": 2, "rows": "clip", "regularizer": "l2:0.1"}
-    written, _, facts = objective_of({"name": name + knob, **settings}, data)
+    written, _, facts = objective_of({"name": name + knob, **settings}, data, nothing_beside)
     assert objective_from(facts) == written  # what a model is saved with makes the same objective
     spoken = {"objective": name + knob, **settings, "task": loss.task, "classes": classes}
     assert objective_from(spoken) == written
@@ -150,14 +151,14 @@ def test_losses_are_the_same_from_both(name: str) -> None:
 )
 def test_objectives_are_refused_in_one_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        objective_of(dict(settings), {"features": 2})
+        objective_of(dict(settings), {"features": 2}, nothing_beside)
     assert "\n" not in str(caught.value)
 
 
 def test_labels_of_another_kind_are_refused_by_both() -> None:
     for classes, words in ((3, "for binary labels"), (1, "two or more different labels")):
         with pytest.raises(ValueError, match=words):
-            objective_of({"name": "logistic"}, {"features": 2, "classes": list(range(classes))})
+            objective_of({"name": "logistic"}, {"features": 2, "classes": list(range(classes))}, nothing_beside)
     facts = {"objective": "hinge", "regularizer": None, "intercept": True, "row_bound": None, "rows": "refuse"}
     with pytest.raises(DataError, match="for binary labels"):
         objective_from({**facts, "task": "multiclass", "classes": 3})

@@ -109,11 +109,11 @@ def most_failures(runs: int, rate: float) -> int:
     [("poisson", "add-remove"), ("fixed-size", "replace-one"), ("fresh", "add-remove"), ("fresh", "replace-one")],
 )
 def test_the_stated_bound_covers_all_estimates_of_a_run(sampling: str, relation: str) -> None:
-    """60 runs of 90 estimates along a path: the largest error of a run is above the bound in few of them.
+    """60 or 32 runs of 90 estimates along a path: the largest error of a run is above the bound in few of them.
 
     The error in mean square is exceeded in nearly every run, and so is a fifth of the bound: it is no empty one.
     """
-    n, steps, runs = 30_000, 90, 60
+    n, steps, runs = 30_000, 90, 60 if sampling == "fresh" else 32
     surface = Surface("bowl", 100.0)
     oracle: Any = qg.AdaptiveSpider(500, 100, kappa=20.0)
     if sampling != "fresh":
@@ -140,11 +140,35 @@ def test_the_stated_bound_covers_all_estimates_of_a_run(sampling: str, relation:
     assert stated.risk == ("population" if sampling == "fresh" else "records")
 
 
+def test_attempts_on_a_bowl_begin_at_points_of_small_gradient() -> None:
+    """A run can stop only where its first attempt began: on a bowl none gets away, so each such point is a claim.
+
+    The bowl is about sampling alone: noise would take a longer run. With a bound in mean square instead of one for
+    all estimates 14 to 16 of 40 such claims were false.
+    """
+    n, tilt, runs, wrong = 40_000, 100.0, 40, 0
+    surface = Surface("bowl", tilt)
+    method = qg.PerturbedSGD(MiniBatch(2000, 112.5), steps=3000, failure=OMEGA)
+    plan = qg.plan(method, n=n, budget=None)
+    for seed in range(runs):
+        records = Surface("bowl", tilt, seed).prepare(n)
+        session = CentralCurator(surface, records, seed=seed).open(plan)
+        state = method.init(surface.initial(records))
+        while not state.extra["attempt"]:
+            state = method.step(state, session)
+            assert not state.done
+        assert state.extra["claim"] == "stated constants"
+        assert state.extra["risk"] == "records"
+        gradient = surface.population_gradient(state.extra["saved"]["params"])
+        gradient[1] += surface.tilted_by(records)
+        wrong += float(np.linalg.norm(gradient)) > state.extra["alpha"]
+    assert wrong <= most_failures(runs, OMEGA)
+
+
 CLAIMS: dict[str, tuple[Any, int, float, qg.Budget | None, int]] = {
-    # oracle, records, tilt, budget, runs. The bowl is about sampling alone: noise would take a longer run.
-    "bowl": (MiniBatch(2000, 112.5), 40_000, 100.0, None, 40),
-    "saddle": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 24),
-    "valley": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 24),
+    # oracle, records, tilt, budget, runs
+    "saddle": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 12),
+    "valley": (qg.AdaptiveSpider(), 600_000, 0.1, qg.Budget(8.0, 1e-6), 12),
 }
 
 
@@ -163,8 +187,7 @@ def test_false_claims_are_as_rare_as_stated(shape: str) -> None:
         said += 1
         alpha, rho = run.details["alpha"], run.details["rho"]
         gradient = surface.population_gradient(run.params)
-        if run.details["risk"] == "records":
-            gradient[1] += surface.tilted_by(records)
+        assert run.details["risk"] == "population"
         hessian = np.stack([surface.population_hessian_product(run.params, e) for e in np.eye(2)])
         least = float(np.linalg.eigvalsh(hessian)[0])
         wrong += float(np.linalg.norm(gradient)) > alpha or least < -math.sqrt(rho * alpha)

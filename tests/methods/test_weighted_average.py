@@ -19,7 +19,7 @@ from quietgrad.tables.losses import Huber, Logistic
 from quietgrad.tables.queries.local_fit import local_fit
 from quietgrad.tables.regularizers import L2
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from reproduce.printed_average import printed_average, truth, verdict
 
 Floats = npt.NDArray[np.float64]

@@ -22,7 +22,7 @@ from quietgrad.core.plans.schedule import Plan
 from quietgrad.core.sampling import RandomAllocation
 from quietgrad.core.session.curator import CentralCurator, CentralSession
 from quietgrad.core.session.queries import Batch, ClippingRule, Query, RecursiveMomentumQuery
-from quietgrad.core.vectors import Vector
+from quietgrad.core.vectors import OwnVector
 from quietgrad.objectives import Logistic
 
 Floats = npt.NDArray[np.float64]
@@ -181,7 +181,7 @@ class HalfTheCoordinates(Altered):
 class NoiseThenClip(CentralSession):
     """Clips after the noise, so that the noise is cut down too."""
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         noisy = super().release(slot, query, **more)
         return shorten(noisy[None], query.bound)[0]
 
@@ -198,7 +198,7 @@ class _Realised(CentralSession):
 class MeanOfRealisedBatch(_Realised):
     """Divides by the number of records drawn instead of the public constant."""
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         total = super().release(slot, query, **more)
         return total * (self.expected_batch(slot) / max(1.0, self.realised(slot)))
 
@@ -206,15 +206,24 @@ class MeanOfRealisedBatch(_Realised):
 class SkipsEmptyBatch(_Realised):
     """Saves the noise when nobody was drawn."""
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         total = super().release(slot, query, **more)
         return total if self.realised(slot) else total * 0.0
+
+
+class OneMultiplier(CentralSession):
+    """Takes the noise multiplier of differences for the full gradients of SPIDER too."""
+
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
+        if slot == "o1":
+            self._multipliers[slot] = self._multipliers["o2"]
+        return super().release(slot, query, **more)
 
 
 class FloatNoise(CentralSession):
     """Adds plain float noise to the plain float sum."""
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         begun = self.draw(slot)
         dim = query.dim(self._records)
         out = np.zeros(dim)
@@ -226,7 +235,7 @@ class FloatNoise(CentralSession):
 class TakesRecordsAgain(CentralSession):
     """Begins the single pass anew with every release."""
 
-    def release(self, slot: str, query: Query, **more: Any) -> Vector:
+    def release(self, slot: str, query: Query, **more: Any) -> OwnVector:
         if self._fresh is not None:
             self._fresh.position = 0  # the sampler itself refuses to hand out a record twice
         self._fresh_at = 0

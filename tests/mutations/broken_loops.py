@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.queries import GradientQuery
 from quietgrad.torch import opacus
 from quietgrad.torch.loops import base as loops
-from quietgrad.torch.loops import distributed, private_loop, recorded_loop
+from quietgrad.torch.loops import distributed, handle_loop, private_loop
 from quietgrad.torch.loops import wrappers as loop_wrappers
-from quietgrad.torch.loops.private_batch import Handle, RecordBlock, Sample
+from quietgrad.torch.loops.private_batch import Handle, Sample
 from quietgrad.torch.networks.randomness import RecordSeeds
 
 Patch = pytest.MonkeyPatch
@@ -23,7 +21,7 @@ Patch = pytest.MonkeyPatch
 
 def samples_serve_again(patch: Patch) -> None:
     """A sample stays in hand after its step."""
-    write = recorded_loop.CustomLoop.write_gradients
+    write = handle_loop.HandleLoop.write_gradients
 
     def kept(self: Any) -> bool:
         sample, drawn = self.sample, self._drawn
@@ -32,22 +30,12 @@ def samples_serve_again(patch: Patch) -> None:
         self._drawn, self.sample = drawn, sample
         return written
 
-    patch.setattr(recorded_loop.CustomLoop, "write_gradients", kept)
+    patch.setattr(handle_loop.HandleLoop, "write_gradients", kept)
 
 
 def old_batches_accepted(patch: Patch) -> None:
     """Rows of any sample are those of the last."""
-    stacked = Sample.stacked
-
-    def of_anyone(self: Any, tensors: Any) -> Any:
-        for tensor in tensors:
-            if isinstance(tensor, Handle) and tensor._sample is not self:
-                (part,) = tensor._parts
-                places = torch.from_numpy(np.resize(np.arange(len(part.rows)), len(self)))
-                tensor._sample, tensor._parts = self, [RecordBlock(np.arange(len(self)), part.values[places])]
-        return stacked(self, tensors)
-
-    patch.setattr(Sample, "stacked", of_anyone)
+    patch.setattr(Sample, "refuse_others", lambda self, tensors: None)
 
 
 def two_iterators(patch: Patch) -> None:
@@ -72,7 +60,7 @@ def opaque_batches_serve_again(patch: Patch) -> None:
 
 def looks_are_free(patch: Patch) -> None:
     """What the loop's own code reads leaves ε as it was."""
-    patch.setattr(recorded_loop.CustomLoop, "rest_on_code", lambda self: None)
+    patch.setattr(handle_loop.HandleLoop, "rest_on_code", lambda self: None)
 
 
 def sizes_are_free(patch: Patch) -> None:
@@ -129,7 +117,7 @@ def records_drawn(patch: Patch) -> None:
         _, indices, key = self._session.batch(drawn)
         return Sample(self, RecordSeeds.of(key, indices * 3), None)
 
-    patch.setattr(recorded_loop.CustomLoop, "_sample", sample)
+    patch.setattr(handle_loop.HandleLoop, "_sample", sample)
 
 
 def processes_by_settings(patch: Patch) -> None:

@@ -136,7 +136,7 @@ def uses_measured_apart(patch: Patch) -> None:
 
 def buffers_kept(patch: Patch) -> None:
     """What a program writes into a buffer stays there."""
-    patch.setattr(one_record, "_copied", lambda buffer: buffer)
+    patch.setattr(one_record.RecordProgram, "_stand_in_for", lambda self, buffer: buffer)
     patch.setattr(program_state.ProgramState, "_put_back", lambda self: None)
 
 
@@ -234,7 +234,7 @@ def person_on_two_processes(patch: Patch) -> None:
         sizes = np.bincount(kept)
         sizes = sizes[sizes > 0]
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        some = UnitGrouping(held.order[rows], starts, held.combine, held.records_per_person)
+        some = UnitGrouping(held.order[rows], starts, held.rule)
         return batch._replace(records=UserLevelRecords(batch.records.rows, some), indices=np.arange(len(some)))
 
     patch.setattr(distributed, "share_of", share_of)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests import broken_loops as broken
+from tests.mutations import broken_loops as broken
 from tests.probes.loops import probe_loop_charges, probe_loop_conditions, probe_loop_reuse
 from tests.probes.networks import probe_agreement, probe_people_drawn
 

@@ -39,7 +39,7 @@ from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import RecursiveMomentumQuery
 from quietgrad.federation.secure.identity import SumOutOfBoundsError
 from quietgrad.objectives import Logistic
-from tests import broken
+from tests.mutations import broken
 from tests.probes.parties import (
     probe_federation,
     probe_lost_rounds,
@@ -191,6 +191,23 @@ def forgotten(forget: bool) -> Findings:
     return audited(algorithm=algorithm, claimed=claimed)
 
 
+# Differences with the smaller multiplier: full gradients have 6.3 ÷ 2.1 times theirs.
+SPIDER = qg.DPSpider(steps=6, period=3, split=0.05, learning_rate=0.1)
+
+
+def two_noises(curator: CuratorFactory = central) -> Findings:
+    return audited(curator, algorithm=SPIDER, runs=200)
+
+
+def free_restart(forget: bool) -> Findings:
+    """The bug: a chain that begins again is not charged, so the plan claims one full gradient of three."""
+    algorithm = replace(SPIDER, period=2, split=0.9)
+    plan = qg.plan(algorithm, n=4, budget=REPLACE)
+    full, differences = plan.schedule.slots
+    claimed = replace(plan, schedule=Schedule((replace(full, count=1), differences))) if forget else plan
+    return audited(algorithm=algorithm, claimed=claimed, runs=400)
+
+
 def averaged_noise(parties: int) -> Findings:
     """WD-DP as printed: every party adds N(0, σ²) to its model and the models are averaged."""
     rng = np.random.default_rng(4)
@@ -216,16 +233,17 @@ def same_seed(patched: bool) -> Findings:
 def reused_masks(patched: bool) -> Findings:
     from quietgrad.federation.secure import masking
 
-    def constant(*arguments: Any) -> Any:
-        size = arguments[2] if len(arguments) == 3 else arguments[0].terms.dimension
-        return np.random.default_rng(5).integers(0, 2**63, size, dtype=np.uint64)
+    class Constant:
+        """A stream whose blocks are all the same."""
+
+        def words(self, block: int, size: int, kind: Any, first: int = 0) -> Any:
+            words = np.random.default_rng(5).integers(0, 2**63, first + size, dtype=np.uint64)
+            return words[first:].astype(kind)
 
     with pytest.MonkeyPatch.context() as patch:
         if patched:
-            for room in (masking, masking):
-                for name in ("self_mask_words", "pair_mask_words"):
-                    if hasattr(room, name):
-                        patch.setattr(room, name, constant)
+            for name in ("self_mask", "pair_mask"):
+                patch.setattr(masking, name, lambda *arguments: Constant())
         return [probe_masks()]
 
 
@@ -395,6 +413,8 @@ TABLE = [
     replaced("WD-DP as printed", SCALE, averaged_noise, 8, 1),
     replaced("swapped C1 and C2", "L0 sensitivity", tight_bound, broken.SwappedClips, RecursiveMomentumQuery),
     switched("forgotten step 0", "L1", forgotten),
+    session("a difference's multiplier on full gradients", SCALE, two_noises, broken.OneMultiplier),
+    switched("a restart without a charge", "L1", free_restart),
     switched("ledger charged after release", "L0 ledger", charged),
     session("fresh record used twice", "L0 reuse", fresh_records, broken.TakesRecordsAgain),
     switched("spare round not charged", CHARGE, lost_rounds),

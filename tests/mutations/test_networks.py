@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quietgrad.assurance.audit.networks import distinguish, fit_releases, loop_releases
-from tests import broken_networks as broken
+from tests.mutations import broken_networks as broken
 from tests.probes.networks import (
     probe_gradients,
     probe_long_sums,

@@ -36,7 +36,7 @@ from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch
 from quietgrad.federation.journal import Journal
 from quietgrad.objectives import Logistic
 from quietgrad.tables.queries.counts import MeanScore
-from tests.kept_runs import BUDGET, SampledRun, TableRun, World, rows
+from tests.behaviour.kept_runs import BUDGET, SampledRun, TableRun, World, rows
 
 Patch = pytest.MonkeyPatch
 Probe = Callable[[Path], None]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from quietgrad.assurance.audit.networks import steep_loss as loss
 from quietgrad.assurance.audit.networks import steep_table as table
 from quietgrad.assurance.audit.report import AuditFinding
+from quietgrad.core.session.clipping import FLAT, Automatic, Clipping, PerLayer
 from quietgrad.core.session.queries import Batch, ClippingRule
-from quietgrad.tables.privacy_units import Combine, RecordsWithIds, UserLevelObjective
+from quietgrad.tables.privacy_units import Combine, PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import vectors_by_autograd
 from quietgrad.torch.networks.module import ModuleObjective
@@ -218,6 +220,8 @@ def probe_networks() -> Iterator[AuditFinding]:
     yield probe_network("dropout", micro_batch=3)
     yield probe_network("dropout", processes=2)
     yield probe_network("layers", augmented=True)
+    yield probe_network("layers", clipping=Automatic())
+    yield probe_network("tied weights", clipping=PerLayer(within=Automatic()))
     yield probe_long_sums()
     yield from (probe_mixing(name) for name in MIXERS)
     yield probe_agreement()
@@ -231,14 +235,17 @@ def probe_networks() -> Iterator[AuditFinding]:
 
 
 def probe_network(
-    name: str, *, micro_batch: int | None = None, processes: int = 1, augmented: bool = False
-) -> AuditFinding:
+    name: str, *, micro_batch: int | None = None, processes: int = 1, augmented: bool = False,
+    clipping: Clipping = FLAT,
+) -> AuditFinding:  # fmt: skip
     """Neighbours in one record: the largest ‖q(D) − q(D′)‖/Δ, and whether a replay has the same bits."""
     torch.manual_seed(0)
     objective = ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch)
     what = f"network: {name}" + ", augmented" * augmented + ", 2 processes" * (processes > 1)
     what += f", passes of {micro_batch}" if micro_batch else ""
-    return _probe_records(objective, Augmented if augmented else Plain, what, "L0 sensitivity", processes)
+    what += "" if clipping == FLAT else f", {clipping.kind} clipping"
+    made = Augmented if augmented else Plain
+    return _probe_records(objective, made, what, "L0 sensitivity", processes, clipping=clipping)
 
 
 def probe_mixing(name: str) -> AuditFinding:
@@ -250,17 +257,19 @@ def probe_mixing(name: str) -> AuditFinding:
 
 
 def _probe_records(
-    objective: ModuleObjective, made: Any, what: str, layer: str, processes: int, n: int = 10
-) -> AuditFinding:
+    objective: ModuleObjective, made: Any, what: str, layer: str, processes: int, n: int = 10,
+    clipping: Clipping = FLAT,
+) -> AuditFinding:  # fmt: skip
     x, y = table(n)
     others = []
-    for row in (-x[0], 1e3 * x[1], torch.full((8,), 1e38)):  # opposite, large, overflowing
+    for row in (-x[0], 1e3 * x[1], torch.full((8,), 1e38), 0 * x[0]):  # opposite, large, overflowing, zero
         other = x.clone()
         other[n // 3] = row
         others.append(objective.prepare(made(other, y)))
     records = objective.prepare(made(x, y))
     theta = objective.initial(records)
-    asked = [*((rule, (theta, theta - 0.05)) for rule in _RULES), (_RULES[0], (-3 * theta, theta))]
+    rules = [replace(rule, clipping=clipping) for rule in _RULES]
+    asked = [*((rule, (theta, theta - 0.05)) for rule in rules), (rules[0], (-3 * theta, theta))]
     return _worst(objective, records, others, (0, n - 1), asked, processes, layer, what)
 
 
@@ -343,7 +352,7 @@ def probe_recorded(name: str, tolerance: float = 1e-4) -> AuditFinding:
     passes = engine.record([RecordGroup(group.rows, ((x,), {}))], keys)
     torch.autograd.backward(loss(stacked(passes, 10).flatten(0, 1), y.flatten()).sum())
     made = torch.zeros_like(wanted)
-    engine.add_recorded(passes, 10, None, 1.0, made)
+    engine.add_recorded(passes, 10, None, _RULES[0], made)
     return _compared("L0 recorded", name, made, wanted, tolerance)
 
 
@@ -387,11 +396,12 @@ def probe_people(
     micro_batch: int | None = None,
     processes: int = 1,
     records_per_person: int | None = None,
+    clipping: Clipping = FLAT,
 ) -> AuditFinding:
     """Neighbours in one person of 1, 7 or 500 records; passes of few records split people over several."""
     torch.manual_seed(0)
     asked = UserLevelObjective(
-        ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch), combine, records_per_person
+        ModuleObjective(MODELS[name](), loss, micro_batch=micro_batch), PersonRule(combine, records_per_person)
     )
     # Everybody's records lie scattered.
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(len(_SIZES)), _SIZES))
@@ -409,7 +419,8 @@ def probe_people(
     what = f"network: {name}, people by {combine}" + ", 2 processes" * (processes > 1)
     what += f", passes of {micro_batch}" if micro_batch else ""
     what += f", {records_per_person} records each" if records_per_person else ""
-    queries = [(rule, (theta, theta - 0.05)) for rule in (_RULES[0], _RULES[2])]
+    rules = [replace(rule, clipping=clipping) for rule in (_RULES[0], _RULES[2])]
+    queries = [(rule, (theta, theta - 0.05)) for rule in rules]
     gone = [place[person] for person in (0, 1, 2)]
     return _worst(asked, records, others, gone, queries, processes, "L0 sensitivity", what)
 

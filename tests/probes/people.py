@@ -19,7 +19,7 @@ from quietgrad.core.session.curator import CentralCurator
 from quietgrad.core.session.queries import GradientQuery, Query
 from quietgrad.objectives import Squared
 from quietgrad.tables.losses import LOSSES
-from quietgrad.tables.privacy_units import Combine, RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.tables.privacy_units import Combine, PersonRule, RecordsWithIds, UnitGrouping, UserLevelObjective
 from tests.probes import found
 from tests.probes.records import every_query, example_loss, labels, probe_sensitivity
 
@@ -75,7 +75,7 @@ def probe_people(
     for (name, loss), relation, combine in itertools.product(losses.items(), relations, combines):
         pairs = neighbouring_people(loss, relation, combine=combine)
         what = f"people, {name}, {combine}, {relation}"
-        yield probe_sensitivity(asking(loss, combine), pairs, _asked, relation, what)
+        yield probe_sensitivity(asking(loss, PersonRule(combine)), pairs, _asked, relation, what)
 
 
 def _asked(records: Any) -> Iterator[Query]:

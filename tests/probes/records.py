@@ -44,7 +44,13 @@ from quietgrad.tables.queries.counts import (
     Tabulation,
     TargetRecords,
 )
-from quietgrad.tables.queries.second_order import GradientNorm, LeastEigenvalue, StationarityGap
+from quietgrad.tables.queries.groups import Grouping, GroupSums
+from quietgrad.tables.queries.second_order import (
+    GradientNorm,
+    GradientsAndHessians,
+    LeastEigenvalue,
+    StationarityGap,
+)
 from quietgrad.tables.range_queries import (
     FEW_PIECES,
     BoxedQuery,
@@ -272,6 +278,7 @@ SECOND_ORDER: dict[str, Callable[[Any, Relation], Query]] = {
     "gradient norm": lambda x, relation: GradientNorm(x, 0.5, 5.0),
     "least eigenvalue": lambda x, relation: LeastEigenvalue(x, 0.2, 5.0),
     "excess": lambda x, relation: StationarityGap(x, 0.1, 1.0, 0.5, 0.2, 5.0),
+    "gradients and Hessians": lambda x, relation: GradientsAndHessians(np.stack([x, -x]), 0.5, 0.2, 1),
 }
 
 
@@ -381,6 +388,9 @@ def probe_table_queries() -> Iterator[AuditFinding]:
         what = f"CellSums, {relation}"
         yield probe_sensitivity(Tabulation(), _cells(relation), lambda _, q=cells: q, relation, what, whole=True)  # type: ignore[misc]
         yield _probe_labels(relation)
+        groups: list[Query] = [GroupSums(3, 3, relation)]
+        what = f"GroupSums, {relation}"
+        yield probe_sensitivity(Grouping(), _groups(relation), lambda _, q=groups: q, relation, what, whole=True)  # type: ignore[misc]
     scores = [0.0, 1.0, 5.0, -2.0, np.nan, np.inf]
     pairs = [
         tuple((np.array([[score], [0.5]]), np.array([1, 0])) for score in pair)  # type: ignore[misc]
@@ -408,6 +418,18 @@ def _cells(relation: Relation) -> Pairs:
             if i is None
             else (np.vstack([cells, places[i][0]]), np.vstack([weights, places[i][1]]))
         )
+
+    return _neighbours(table, len(places), relation)
+
+
+def _groups(relation: Relation) -> Pairs:
+    """Rows at the corners of a group's cube, of no group, and of values that are none."""
+    odd = [-1.0, 0.4, 1.0, 9.0, np.nan, -np.inf]
+    places = list(itertools.product((0, 2, -1, 5), itertools.product(odd, odd)))
+
+    def table(i: int | None = None) -> Any:
+        rows = [(0, (0.1, -0.7)), (1, (0.9, 0.2)), *([] if i is None else [places[i]])]
+        return np.array([group for group, _ in rows]), np.array([values for _, values in rows])
 
     return _neighbours(table, len(places), relation)
 

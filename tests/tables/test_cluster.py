@@ -16,6 +16,7 @@ from quietgrad.core.errors import ClusterError, DataError
 from quietgrad.core.session.queries import Batch, GradientQuery
 from quietgrad.data.scanning import scan
 from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.tables.privacy_units import PersonRule
 from quietgrad.tables.scanned import Task
 
 pa = pytest.importorskip("pyarrow")
@@ -150,7 +151,7 @@ def test_people_are_those_of_this_machine(client: Any, tmp_path: Path) -> None:
     assert ids[99] == ids[100]
 
     def summed(table: Any, key: bytes = b"k" * 32) -> Any:
-        objective, data = with_privacy_unit(qg.objectives.Logistic(), table, None, "mean", 2)
+        objective, data = with_privacy_unit(qg.objectives.Logistic(), table, None, PersonRule("mean", 2))
         records = objective.prepare(data)
         out = np.zeros(2)
         records.answer(GradientQuery(np.ones(2), 0.5), Batch(records, None, key), out)

@@ -21,7 +21,7 @@ from quietgrad.objectives import Hinge, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables import full_batch
 from quietgrad.tables.losses import OneVsRestHinge
 from quietgrad.tables.person_ids import hashed_ids, kind_of
-from quietgrad.tables.privacy_units import RecordsWithIds, UnitGrouping, UserLevelObjective
+from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UnitGrouping, UserLevelObjective
 from quietgrad.tables.table import Affine
 
 SIZES = (1, 7, 500, 1, 3, 2, 12, 90)
@@ -81,7 +81,7 @@ def reference(
     for p in who:
         mine = people.order[people.starts[p] : people.starts[p + 1]]
         combined = [g[mine].reshape(len(mine), -1).sum(axis=0) for g in grads]
-        if people.combine == "mean":
+        if people.rule.combine == "mean":
             combined = [g / len(mine) for g in combined]
         now, before = combined[0], combined[-1]
         moved = now - rule.beta * before
@@ -98,7 +98,7 @@ def test_sums_are_those_of_combined_records(name: str, combine: Any, layout: str
     loss, rng = losses()[name], np.random.default_rng(3)
     X, ids, _ = crowd(rng)
     y = targets(loss, rng, len(X))
-    asked = UserLevelObjective(loss, combine)
+    asked = UserLevelObjective(loss, PersonRule(combine))
     records = asked.prepare(RecordsWithIds((X if layout == "dense" else sparse.csr_array(X), y), ids))
     points = [rng.normal(size=records.dim) for _ in range(2)]
     for rule, who in itertools.product(RULES.values(), (None, np.array([2, 0, 5]), np.array([], np.int64))):
@@ -106,7 +106,7 @@ def test_sums_are_those_of_combined_records(name: str, combine: Any, layout: str
         given = points if rule.beta else points[:1]
         asked.add(Batch(records, who), given, rule, out)
         everyone = range(len(records)) if who is None else who
-        expected = reference(loss, X, y, UnitGrouping.of(ids, combine=combine), given, rule, everyone)
+        expected = reference(loss, X, y, UnitGrouping.of(ids, PersonRule(combine)), given, rule, everyone)
         np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-11)
 
 
@@ -166,7 +166,7 @@ def test_one_person_moves_a_gradient_by_no_more_than_the_bound(name: str, layout
     loss, rng = losses()[name], np.random.default_rng(5)
     X, ids, _ = crowd(rng, (1, 7, 2, 30, 1))
     y = targets(loss, rng, len(X))
-    asked = UserLevelObjective(loss, combine)
+    asked = UserLevelObjective(loss, PersonRule(combine))
     points = None
     for size, kind in itertools.product((1, 7, 500), ("plain", "aligned", "huge", "mixed", "cancelling", "zero")):
         sums = []
@@ -196,11 +196,11 @@ def _unchecked(ids: Any, combine: Any = "mean", most: int | None = None) -> Unit
     """People without the check that nobody has nearly all records: tests are about one who does."""
     codes = np.unique(ids, return_inverse=True)[1]
     starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
-    return UnitGrouping(np.argsort(codes, kind="stable"), starts, combine, most)
+    return UnitGrouping(np.argsort(codes, kind="stable"), starts, PersonRule(combine, most))
 
 
 def test_records_are_chosen_evenly_and_by_the_key_alone() -> None:
-    people = UnitGrouping.of(np.repeat(np.arange(20), 13), records_per_person=4)
+    people = UnitGrouping.of(np.repeat(np.arange(20), 13), PersonRule(records_per_person=4))
     counts = np.zeros(260)
     for k in range(400):
         rows, starts = people.groups(np.arange(20), bytes([k % 256] * 31 + [k // 256])).flat()

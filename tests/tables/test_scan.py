@@ -363,9 +363,9 @@ def test_frames_are_scanned_without_a_copy() -> None:
         if frame is table:
             assert pa.total_allocated_bytes() == before
         found = PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], random_state=5).fit(seen)
-        np.testing.assert_allclose(found.coef_, expected, rtol=1e-9)
+        np.testing.assert_allclose(found.coef_, expected, rtol=1e-6)
     named = PrivateLogisticRegression(epsilon=4.0, classes=[0, 1], random_state=5).fit(frames[2], "y")
-    np.testing.assert_allclose(named.coef_, expected, rtol=1e-9)
+    np.testing.assert_allclose(named.coef_, expected, rtol=1e-6)
 
 
 def test_any_file_system(tmp_path: Path) -> None:
@@ -445,6 +445,7 @@ print(model.coef_.shape, table.passes)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_larger_than_the_memory_allowed(tmp_path: Path) -> None:
     """The table takes 0.8 GB unpacked, the process may grow by 0.6 GB of addresses, libraries' arenas too."""
     rng = np.random.default_rng(0)

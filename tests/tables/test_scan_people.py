@@ -21,7 +21,7 @@ from quietgrad.core.accounting.budget import Relation
 from quietgrad.core.errors import ChangedError, DataError
 from quietgrad.core.session.queries import Batch, GradientQuery, LossQuery
 from quietgrad.estimators import PrivateLogisticRegression, private_score
-from quietgrad.tables.privacy_units import with_privacy_unit
+from quietgrad.tables.privacy_units import PersonRule, with_privacy_unit
 from quietgrad.tables.queries.counts import LabelCounts, LabelSet
 from quietgrad.tables.whitening import FeatureMean
 
@@ -70,8 +70,8 @@ def test_a_scan_sums_people_as_the_table_in_memory(
     ids, X, y = table
     people = qg.data.scan(write(tmp_path / "p", ids, X, y), target="y", person="id", threads=2)
     people = replace(people, rows_at_once=90)
-    there, scanned = with_privacy_unit(LOSS, people, None, combine, most)
-    here, held = with_privacy_unit(LOSS, (X, y), ids, combine, most)
+    there, scanned = with_privacy_unit(LOSS, people, None, PersonRule(combine, most))
+    here, held = with_privacy_unit(LOSS, (X, y), ids, PersonRule(combine, most))
     scanned, held = there.prepare(scanned), here.prepare(held)
     assert len(scanned) == len(held) == len(np.unique(ids))
     queries: list[Any] = [GradientQuery(np.full(4, 0.3), 0.5), LossQuery(np.full(4, 0.3), 1.0)]
@@ -118,7 +118,7 @@ def test_one_person_moves_a_sum_by_no_more_than_the_clip(tmp_path: Path, table: 
     )
     query, sums = GradientQuery(np.zeros(4), 0.5), []
     for scan in (people, others):
-        objective, data = with_privacy_unit(LOSS, scan, None, "sum")
+        objective, data = with_privacy_unit(LOSS, scan, None, PersonRule("sum"))
         records = objective.prepare(data)
         out = np.zeros(4)
         records.answer(query, Batch(records, None, KEY), out)

@@ -22,7 +22,7 @@ import quietgrad.torch as qt
 from quietgrad.core.errors import QuietgradError
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import examples_of
-from tests.one_record.cases import CLASSES, FAR, FEATURES, Case, N, clipped_sum, moved, table
+from tests.torch.one_record.cases import CLASSES, FAR, FEATURES, Case, N, clipped_sum, moved, table
 
 AT_MOST = 1.0001
 HIDDEN = 4

@@ -15,7 +15,7 @@ from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.one_record import each_record
 from quietgrad.torch.networks.vectors import UnitAssignment
-from tests.autograd import KEY, gradients, grouped, in_passes_of, ruled, start, summed
+from tests.torch.autograd import KEY, gradients, grouped, in_passes_of, ruled, start, summed
 
 RULES = [ClippingRule.gradient(0.7), ClippingRule.momentum(0.3, 0.7, 0.2)]
 N = 16

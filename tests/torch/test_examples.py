@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

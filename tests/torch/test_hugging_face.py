@@ -18,7 +18,7 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.events import poisson_gaussian
-from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.errors import DataError
 
 transformers = pytest.importorskip("transformers", reason="needs quietgrad[hf]")
 pytest.importorskip("peft", reason="needs quietgrad[hf]")
@@ -261,7 +261,7 @@ def test_a_stop_before_the_end_costs_the_plan(how: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_trainer_trains_once_and_another_is_charged(tmp_path: Path) -> None:
+def test_a_second_training_is_a_new_charge_and_the_card_says_what_all_cost(tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     for _ in range(2):
         made = trainer(
@@ -270,10 +270,15 @@ def test_a_trainer_trains_once_and_another_is_charged(tmp_path: Path) -> None:
         made.train()
         assert (made.privacy.releases, made._loop.expected_batch) == ({"stretch-0": 2}, 12.0)
         assert made.epsilon(1e-5) == pytest.approx(epsilon(2))
-        with pytest.raises(BudgetError, match="make another DPTrainer"):
-            made.train()
+    made.train()
+    assert made.privacy.releases == {"stretch-0": 2}
+    assert made.epsilon(1e-5) == pytest.approx(epsilon(4), rel=1e-3)
     spent = qg.Ledger(ledger).spent("default", delta=1e-5, relation="add-remove").epsilon
-    assert spent == pytest.approx(epsilon(4), rel=1e-3)
+    assert spent == pytest.approx(epsilon(6), rel=1e-3)
+    made.create_model_card(model_name="private")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert f"{made.privacy}" in card
+    assert f"its 2 trainings together: ε = {made.epsilon(1e-5):.4g}" in card
 
 
 def killed(folder: Path, **settings: Any) -> Any:
@@ -352,7 +357,7 @@ def test_what_a_training_goes_on_from_is_its_own(tmp_path: Path) -> None:
 
 def test_an_example_moves_the_adapters_and_nothing_else() -> None:
     """The example checks that itself; here that it says so, with the ε that was asked for."""
-    path = Path(__file__).parent.parent / "examples" / "lora_causal_lm.py"
+    path = Path(__file__).parents[2] / "examples" / "lora_causal_lm.py"
     told = runpy.run_path(str(path))["main"](
         ["--records", "80", "--epochs", "1", "--batch-size", "20", "--public-steps", "2", "--epsilon", "3"]
     )

@@ -23,7 +23,7 @@ from quietgrad.core.session import checkpoint
 from quietgrad.core.session.kept import FILE, is_kept
 from quietgrad.core.session.transcript import plan_key
 from quietgrad.methods.result import ledger_of, problems_of
-from tests.kept_runs import Killed, LoopRun, NetworkRun
+from tests.behaviour.kept_runs import Killed, LoopRun, NetworkRun
 
 BUDGET = qg.Budget(2.0, 1e-5)
 
@@ -237,7 +237,7 @@ def test_pause_and_close() -> None:
     assert loop_of().handed_out == 0  # what is over is over: a new loop, with its own charge
 
 
-def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_kept() -> None:
     with pytest.raises(ValueError, match="needs its length"):
         loop_of(steps=None, budget=None, noise_multiplier=1.0)
     with pytest.warns(UserWarning, match="not private"):
@@ -251,9 +251,6 @@ def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         loop_of(seed=3)
     with pytest.raises(DataError, match="a loop run"):
         qg.resume(folder="run", data=([[0.0]], [0.0]))
-    monkeypatch.setattr("quietgrad.torch.loops.private_loop.is_distributed", lambda: True)
-    with pytest.raises(ValueError, match="several processes"):
-        loop_of()
 
 
 def test_a_loop_that_was_refused_leaves_nothing() -> None:

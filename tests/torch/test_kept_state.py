@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import quietgrad.torch as qt
-from tests.one_record.cases import CLASSES, CLIP, FAR, FEATURES, Case, by_autograd, clipped_sum, moved, table
-from tests.one_record.keeping import MEMORIES, WHOLE_MODULES, Keeps
-from tests.one_record.modules import Between
-from tests.test_torch_one_record import by_fit, by_loop, by_verbs, without
+from tests.torch.one_record.cases import CLASSES, CLIP, FAR, FEATURES, Case, by_autograd, clipped_sum, moved, table
+from tests.torch.one_record.keeping import MEMORIES, WHOLE_MODULES, Keeps
+from tests.torch.one_record.modules import Between
+from tests.torch.test_one_record import by_fit, by_loop, by_verbs, without
 
 AT_MOST = 1.0001
 FRONTS: dict[str, Any] = {"fit": by_fit, "loop": by_loop, "verbs": by_verbs}

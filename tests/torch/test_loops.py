@@ -20,7 +20,7 @@ from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.events import gaussian, poisson_gaussian
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger, project_ledger
-from tests.loops import network, table
+from tests.torch.loops import network, table
 
 F: Any = nn.functional
 QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
@@ -238,7 +238,7 @@ def test_untouched_handles_are_unconditional(reduction: str) -> None:
         loss = criterion(made(x), y.long())
         loss = loss.mean() if reduction == "none" else loss
         loss.backward()
-        assert all(param.grad is None for param in model.parameters())
+        assert all(type(param.grad).__name__ == "PendingGradient" for param in model.parameters())
         optimizer.step()
         assert_gradients(model, expected)
         assert (number, loader.privacy.condition) == (loader.loop.handed_out - 1, None)
@@ -611,7 +611,7 @@ def test_the_private_model_is_the_plain_module_to_everyone_else() -> None:
         made.load_state_dict(best, assign=True)
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(optimizer)
-    with pytest.raises(TypeError, match="closure"):
+    with pytest.raises(RuntimeError, match=r"no loss.backward\(\)"):
         optimizer.step(lambda: 0.0)
     for name in ("noise_multiplier", "max_grad_norm"):
         with pytest.raises(AttributeError, match=name):  # what is chosen on the way may follow what was seen

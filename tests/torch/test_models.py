@@ -22,7 +22,7 @@ from quietgrad.torch.networks import taps
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.randomness import RecordSeeds
-from tests.autograd import KEY, gradients, grouped, ruled, start, summed
+from tests.torch.autograd import KEY, gradients, grouped, ruled, start, summed
 
 BUDGET = qg.Budget(3.0, 1e-5)
 CE = nn.CrossEntropyLoss()
@@ -219,7 +219,7 @@ def test_autocast_does_not_reach_what_is_clipped() -> None:
     torch.autograd.backward(F.cross_entropy(passes[0].outputs[:, 0], data()[1], reduction="sum"))
     with torch.autocast("cpu", torch.bfloat16):
         total = torch.zeros(engine.dim, dtype=torch.float64)
-        engine.add_recorded(passes, len(group.rows), None, 0.3, total)
+        engine.add_recorded(passes, len(group.rows), None, ClippingRule.gradient(0.3), total)
     expected = torch.cat([each.flatten() for each in plain[0].values()]).double()
     torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5)
 

@@ -21,7 +21,7 @@ import quietgrad.torch as qt
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.torch.networks.module import ModuleObjective
-from tests.one_record.cases import (
+from tests.torch.one_record.cases import (
     CLASSES,
     CLIP,
     FAR,
@@ -34,8 +34,8 @@ from tests.one_record.cases import (
     moved,
     table,
 )  # fmt: skip
-from tests.one_record.losses import LOSSES, contrastive, mined, plain, triplet
-from tests.one_record.modules import MIXING, MODULES, REMEMBERING, STATEFUL, Between, Mean
+from tests.torch.one_record.losses import LOSSES, contrastive, mined, plain, triplet
+from tests.torch.one_record.modules import MIXING, MODULES, REMEMBERING, STATEFUL, Between, Mean
 
 AT_MOST = 1.0001
 CASES = {**MODULES, **{f"loss: {name}": case for name, case in LOSSES.items()}}

@@ -27,7 +27,7 @@ from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.events import gaussian, poisson_gaussian
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
-from tests.loops import network, table
+from tests.torch.loops import network, table
 
 QUIET = 1e-7  # a noise multiplier that leaves the clipped sum readable
 DELTA = 1e-5
@@ -186,7 +186,7 @@ def test_a_shuffled_loader_becomes_poisson_or_is_accounted_without_amplification
 @pytest.mark.parametrize(("settings", "message"), [
     ({"grad_sample_mode": "no_op"}, "nothing could bound"), ({"batch_first": False}, "batch to the front"),
     ({"noise_generator": torch.Generator()}, "can be predicted"),
-    ({"clipping": "per_layer"}, "use 'flat'"), ({"max_grad_norm": [1.0]}, "finite number > 0"),
+    ({"clipping": "adaptive"}, "second release"), ({"max_grad_norm": [1.0]}, "a list of 1 bounds"),
     ({"loss_reduction": "none"}, "must be 'mean'"), ({"target_epsilon": 1.0}, "give one of them"),
     ({"ledger": "ledger.jsonl"}, "needs the number of epochs"), ({"records_per_person": 3}, "person"),
     ({"model": nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))}, r"'1' \(BatchNorm1d\)"),

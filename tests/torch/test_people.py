@@ -16,11 +16,11 @@ import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.session.queries import Batch, ClippingRule
-from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.vectors import UnitAssignment
-from tests.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, summed
+from tests.torch.autograd import KEY, gradients, grouped, in_passes_of, one_at_a_time, ruled, summed
 
 RULES = [
     ClippingRule.gradient(0.3),
@@ -142,7 +142,7 @@ def test_people_with_records_of_several_shapes(combine: Any, micro_batch: int | 
     """Whose records are in groups of their own is clipped once, as a whole."""
     model, ids = Lengths().double(), scattered(SIZES)
     records = Visited(len(ids))
-    asked = UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), combine)
+    asked = UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), PersonRule(combine))
     prepared = asked.prepare(RecordsWithIds(records, ids))
     theta: Any = asked.initial(prepared)
     points = theta, theta + 0.1 * torch.randn_like(theta)
@@ -201,7 +201,7 @@ def test_a_person_with_a_record_that_is_not_finite_counts_as_zero_and_nobody_els
 def objective(dropout: float = 0.5, **settings: Any) -> UserLevelObjective:
     micro_batch = settings.pop("micro_batch", None)
     model = perceptron(dropout)
-    return UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), **settings)
+    return UserLevelObjective(ModuleObjective(model, LOSS, micro_batch=micro_batch), PersonRule(**settings))
 
 
 def asked_sum(asked: UserLevelObjective, records: Any, people: Any, key: bytes = KEY) -> Tensor:

@@ -18,7 +18,7 @@ from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import recorded
 from quietgrad.torch.networks.randomness import RecordSeeds
-from tests.autograd import KEY, clipped, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
+from tests.torch.autograd import KEY, clipped, gradients, grouped, in_passes_of, one_at_a_time, ruled, start, summed
 
 RULES = [
     ClippingRule.gradient(0.7),

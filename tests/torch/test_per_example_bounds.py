@@ -21,7 +21,7 @@ from quietgrad.torch.networks.gradients import Collector, ProgramProfile
 from quietgrad.torch.networks.one_record import Pass
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.vectors import GradientTerms, Workspace
-from tests.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
+from tests.torch.autograd import KEY, gradients, grouped, one_at_a_time, ruled, start, summed
 
 WAYS: dict[str, Callable[..., PerExampleEngine]] = {
     "written out": lambda module, loss, groups: PerExampleEngine(module, loss),
@@ -33,7 +33,7 @@ cross_entropy = nn.CrossEntropyLoss()
 
 
 def papers_models() -> Any:
-    path = Path(__file__).parents[1] / "reproduce" / "models.py"
+    path = Path(__file__).parents[2] / "reproduce" / "models.py"
     spec = importlib.util.spec_from_file_location("papers_models", path)
     assert spec is not None
     assert spec.loader is not None

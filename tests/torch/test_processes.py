@@ -120,10 +120,6 @@ def refusal(rank: int) -> dict[str, str]:
             )  # fmt: skip
         except (DataError, QuietgradError) as error:
             said[name] = str(error)
-    try:
-        qt.fit(network("plain"), nn.CrossEntropyLoss(), data(), qg.DPSGD(steps=2, batch_size=9), budget=None)
-    except ValueError as error:
-        said["fit"] = str(error)
     return said
 
 
@@ -243,7 +239,6 @@ def test_a_condition_of_one_process_is_that_of_all(both: tuple[Path, list[dict[s
         ("combine", "whose"),
         ("frozen", "frozen parameters"),
         ("start", "training begins"),
-        ("fit", "one process"),
     ],
 )
 def test_processes_that_hold_different_things_are_refused(

@@ -17,7 +17,7 @@ from quietgrad.core.session.queries import Batch, ClippingRule
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.randomness import RecordSeeds
 from quietgrad.torch.networks.records import examples_of
-from tests.autograd import KEY
+from tests.torch.autograd import KEY
 
 CROSS = nn.CrossEntropyLoss()
 N = 20

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.session.queries import Batch, ClippingRule
-from quietgrad.tables.privacy_units import RecordsWithIds, UserLevelObjective
+from quietgrad.tables.privacy_units import PersonRule, RecordsWithIds, UserLevelObjective
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.randomness import RecordSeeds
 
@@ -111,7 +111,7 @@ def test_two_points_see_the_same_views() -> None:
 def test_views_of_people_s_records(combine: Any) -> None:
     data, model = made()
     plain, objective = ModuleObjective(model, LOSS), ModuleObjective(model, LOSS, views=VIEWS)
-    asked = UserLevelObjective(objective, combine)
+    asked = UserLevelObjective(objective, PersonRule(combine))
     records = asked.prepare(RecordsWithIds(data, [0, 0, 1, 2, 2, 2, 1]))
     rows: Any = records.rows
     theta = objective.initial(rows)

@@ -14,8 +14,8 @@ from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import GRADIENT, Gradients
 from quietgrad.torch.networks.kernels import TiedGradients
-from tests.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
-from tests.zoo import CASES, Case, continued
+from tests.torch.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
+from tests.torch.zoo import CASES, Case, continued
 
 CLIP = 0.3
 EXACT = 2e-5  # of norms and sums, in float32
@@ -68,9 +68,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     seen: list[list[Any]] = []
     norms = Gradients.norms
 
-    def measured_pieces(self: Gradients) -> Tensor:
+    def measured_pieces(self: Gradients, *groups: Any) -> Tensor:
         seen.append([piece for _, piece in self.pieces])
-        return norms(self)
+        return norms(self, *groups)
 
     monkeypatch.setattr(Gradients, "norms", measured_pieces)
     return seen

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tests.one_record.cases import CLASSES, FEATURES
+from tests.torch.one_record.cases import CLASSES, FEATURES
 
 Memory = Callable[[nn.Module, float], float]
 HIDDEN = 4
@@ -223,12 +223,12 @@ def in_a_list_of_the_file(module: nn.Module) -> Memory:
 
 def in_another_file(module: nn.Module) -> Memory:
     """An attribute of a Python module, by its name."""
-    other = types.ModuleType("tests.one_record.other_file")
+    other = types.ModuleType("tests.torch.one_record.other_file")
     other.kept = []  # type: ignore[attr-defined]
     sys.modules[other.__name__] = other
 
     def memory(own: nn.Module, number: float) -> float:
-        import tests.one_record.other_file as there  # type: ignore[import-not-found]
+        import tests.torch.one_record.other_file as there  # type: ignore[import-not-found]
 
         there.kept = [*there.kept, number]
         return float(sum(there.kept))

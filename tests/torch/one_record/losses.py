@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.one_record.cases import CLASSES, Case, of_model
-from tests.one_record.modules import Between
+from tests.torch.one_record.cases import CLASSES, Case, of_model
+from tests.torch.one_record.modules import Between
 
 
 def each(output: Tensor, y: Tensor) -> Tensor:

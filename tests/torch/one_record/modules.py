@@ -1,7 +1,7 @@
 """Modules that mix rows, keep state, draw numbers or differentiate inside, and losses and programs around them.
 
-Ordinary layers are compared with autograd in tests/test_per_example.py. What a program keeps between records has a
-table of its own in tests/one_record/keeping.py.
+Ordinary layers are compared with autograd in tests/torch/test_per_example.py. What a program keeps between records
+has a table of its own in tests/torch/one_record/keeping.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.data import TensorDataset
 
-from tests.one_record.cases import CLASSES, FAR, FEATURES, Case, Texts, images, of_model, table, tokens
+from tests.torch.one_record.cases import CLASSES, FAR, FEATURES, Case, Texts, images, of_model, table, tokens
 
 H = 8
 

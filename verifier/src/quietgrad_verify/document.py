@@ -155,7 +155,7 @@ def _check_parts(claim: Claim, name: str) -> None:
         good
         and all(isinstance(note, str) for note in stated["notes"])
         and all(isinstance(key, str) and type(number) is int for key, number in stated["releases"].items())
-        and stated["unit"] in ("record", "person")
+        and stated["unit"] in ("record", "person", "party")
         and all(isinstance(body[part], dict) for part in ("data", "event", "versions"))
         and all(isinstance(body[part], dict | None) for part in ("federation", "ledger", "model", "plan"))
         and isinstance(body["issued"], str)

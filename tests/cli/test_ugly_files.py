@@ -1,0 +1,92 @@
+"""Three ugly files go from draft to certificate with one edit: what is public of them is filled into the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quietgrad.cli import main
+
+
+def clinic(rng: np.random.Generator) -> tuple[str, dict[str, str]]:
+    """Semicolons, cp1252, decimal commas, gaps as -, a yes/no label in two spellings, an empty column."""
+    lines = ["Größe (cm);Gewicht;Station;leer;Bemerkung;entlassen"]
+    for k in range(4000):
+        height = "-" if k % 37 == 0 else f"{rng.normal(172, 9):.1f}".replace(".", ",")
+        weight = f"{rng.normal(78, 12):.1f}".replace(".", ",")
+        ward = rng.choice(["Süd", "Nord", "Ost"])
+        home = rng.random() < (0.8 if ward == "Nord" else 0.25)
+        answer = ("Yes" if k % 3 else "yes") if home else "no"
+        lines.append(f"{height};{weight};{ward};;Patient kam um {k % 24} Uhr zu uns auf Station;{answer}")
+    Path("klinik.csv").write_bytes("\n".join(lines).encode("cp1252"))
+    return "klinik.csv", {'[columns."Station"]': 'categories = ["Süd", "Nord", "Ost"]'}
+
+
+def visits(rng: np.random.Generator) -> tuple[str, dict[str, str]]:
+    """Tabs, people with several rows, times with a zone, money, 999 for a gap, words among numbers."""
+    lines = ["visit_id\tperson_id\twhen\tpaid\tage\tdose\tback"]
+    for k in range(4500):
+        person = k // 3
+        age = 999 if person % 41 == 0 else 20 + person % 60
+        dose = "as needed" if k % 300 == 0 else f"{rng.gamma(2.0):.2f}"
+        paid = f"$ {rng.integers(1, 9)},{rng.integers(0, 999):03d}.{rng.integers(0, 99):02d}"
+        when = f"2023-{1 + k % 12:02d}-{1 + k % 28:02d}T09:30:00+01:00"
+        back = int(rng.random() < (0.85 if age != 999 and age > 50 else 0.2))
+        lines.append(f"V{k:05d}\tP{person:04d}\t{when}\t{paid}\t{age}\t{dose}\t{back}")
+    Path("visits.tsv").write_text("\n".join(lines) + "\n")
+    return "visits.tsv", {'[columns."age"]': "bounds = [0, 120]"}
+
+
+def flats(rng: np.random.Generator) -> tuple[str, dict[str, str]]:
+    """Parquet, a regression, categories of words, a list column that cannot be read, a constant column."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = rng.gamma(6.0, 12.0, 12000)
+    town = rng.choice(["Lyon", "Lille"], 12000)
+    rent = 300.0 + 9.0 * size + 200.0 * (town == "Lyon") + rng.normal(0, 60, 12000)
+    floor = [None if k % 29 == 0 else float(k % 8) for k in range(12000)]
+    odd = {"tags": [[k] for k in range(12000)], "country": ["FR"] * 12000}
+    pq.write_table(pa.table({"m2": size, "town": town, "floor": floor, **odd, "rent": rent}), "flats.parquet")
+    return "flats.parquet", {
+        '[columns."town"]': 'categories = ["Lyon", "Lille"]', '[columns."country"]': 'categories = ["FR", "BE"]',
+        "[label]": "bounds = [0, 3000]",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [clinic, visits, flats], ids=lambda make: str(make.__name__))
+def test_an_ugly_file_becomes_a_model_with_a_certificate(
+    make: Callable[[np.random.Generator], tuple[str, dict[str, str]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUIETGRAD_STATE", str(tmp_path / "state"))
+    file, public = make(np.random.default_rng(5))
+    assert main(["data", "schema", file, "-o", "schema.toml"]) == 0
+    advised = capsys.readouterr().err
+    sections = Path("schema.toml").read_text().split("\n\n")
+    for head, line in public.items():  # the one edit: open the file, fill in what is public
+        place = next(k for k, section in enumerate(sections) if head in section)
+        key = line.partition(" ")[0]
+        sections[place] = "\n".join(
+            line if old.startswith(f"{key} = []") else old for old in sections[place].split("\n")
+        )
+    Path("schema.toml").write_text("\n\n".join(sections))
+    who = ["--person", "person_id"] if "--person person_id" in advised else []
+    asked = [file, "--schema", "schema.toml", "--epsilon", "3", "--holdout", "0.25", "--model", "linear", *who]
+    assert main(["check", *asked]) == 0, capsys.readouterr()
+    assert main(["train", *asked, "--out", "run", "--quiet"]) == 0, capsys.readouterr().err
+    metrics = json.loads(Path("run/result.json").read_text())["metrics"]
+    if make is flats:
+        assert metrics["test_mae"] < 150.0  # always the mean: 230
+    else:
+        assert metrics["test_accuracy"] - metrics["majority_accuracy"] > 0.05
+    assert main(["report", "run"]) == 0
+    assert main(["certificate", "run", "-o", "claim.json"]) == 0
+    assert main(["verify", "claim.json"]) == 0, capsys.readouterr()

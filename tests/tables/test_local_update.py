@@ -1,0 +1,76 @@
+"""The bound of a local update by brute force: whatever a party's records are, it contributes no more than C."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quietgrad.core.session.queries import Batch
+from quietgrad.core.session.summing import batch_sum
+from quietgrad.objectives import L2, Huber, Logistic, Multinomial, Squared
+from quietgrad.tables.parties import PartyLevelObjective
+from quietgrad.tables.privacy_units import RecordsWithIds
+from quietgrad.tables.queries.local_update import LocalUpdateQuery
+
+LOSSES = [
+    (Logistic(), 2), (Huber(1.0), 0), (Squared(), 0), (Multinomial(classes=3, intercept=True), 3),
+    (Logistic(regularizer=L2(0.1, unpenalized=1), intercept=True, row_bound=1.0), 2),
+]  # fmt: skip
+
+
+def _sum(loss: Any, X: Any, y: Any, ids: Any, query: LocalUpdateQuery, indices: Any = None) -> Any:
+    asked = PartyLevelObjective(loss)
+    records = asked.prepare(RecordsWithIds((X, y), ids))
+    like = asked.initial(records)
+    return batch_sum(query, asked, Batch(records, indices, bytes(32)), like, private=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize(("loss", "classes"), LOSSES)
+def test_no_partys_contribution_exceeds_the_bound(loss: Any, classes: int, share: float) -> None:
+    rng = np.random.default_rng(1)
+    for trial in range(60):
+        sizes = rng.integers(1, 30, 4)
+        n = int(sizes.sum())
+        X = rng.standard_normal((n, 3)) * 10.0 ** rng.integers(-6, 12, (n, 1))
+        if trial % 7 == 0:
+            X[: sizes[0]] = 1e160  # overflows on the way
+        y = rng.integers(0, classes, n) if classes else rng.standard_normal(n) * 10.0 ** rng.integers(-3, 9)
+        ids = np.repeat(np.arange(4), sizes)
+        dim = loss.initial(loss.prepare((X, y))).size
+        query = LocalUpdateQuery(
+            rng.standard_normal(dim) * 10.0 ** rng.integers(-3, 3), int(rng.integers(1, 6)),
+            10.0 ** rng.integers(-3, 4), int(rng.integers(1, 40)), 10.0 ** rng.integers(-3, 3), share,
+        )  # fmt: skip
+        with_it, without = (_sum(loss, X, y, ids, query, np.array(there)) for there in ([0, 1, 2, 3], [0, 1, 3]))
+        assert np.isfinite(with_it).all()
+        slack = 1e-9 * (abs(with_it).max() + query.bound)
+        assert np.linalg.norm(with_it - without) <= query.bound + slack
+
+
+def test_the_bound_is_attained_and_turned_round_by_one_record() -> None:
+    query = LocalUpdateQuery(np.zeros(2), 3, 0.1, 20, 1.0)
+    X, y = np.array([[1e6, 0.0], [1.0, 0.0]]), np.array([1.0, 1.0])
+    ahead = _sum(Logistic(), X, y, [0, 0], query)
+    back = _sum(Logistic(), np.vstack([X, [-1e8, 0.0]]), np.append(y, 1.0), [0, 0, 0], query)
+    assert np.linalg.norm(ahead - back) == pytest.approx(2.0, rel=1e-9)  # a record's distance is 2C, a party's C
+
+
+def test_undrawn_parties_add_nothing_and_drawn_ones_their_bit() -> None:
+    X, y, ids = np.zeros((6, 2)), np.zeros(6), [0, 0, 1, 1, 2, 2]
+    query = LocalUpdateQuery(np.zeros(2), 3, 0.1, 20, 1.0, 0.2)
+    none = _sum(Logistic(), X, y, ids, query, np.array([], np.int64))
+    two = _sum(Logistic(), X, y, ids, query, np.array([0, 2]))
+    assert none.tolist() == [0.0, 0.0, 0.0]
+    assert two == pytest.approx([0.0, 0.0, 2 * query.bit])
+
+
+def test_a_party_trains_alike_whoever_else_takes_part() -> None:
+    rng = np.random.default_rng(2)
+    X, ids = rng.standard_normal((60, 3)), np.repeat(np.arange(4), [5, 30, 15, 10])
+    y = (X[:, 0] > 0) * 1.0
+    query = LocalUpdateQuery(np.zeros(3), 7, 0.5, 4, 100.0)
+    alone = [_sum(Logistic(), X, y, ids, query, np.array([k])) for k in range(4)]
+    assert _sum(Logistic(), X, y, ids, query) == pytest.approx(np.sum(alone, axis=0), rel=1e-12)

@@ -1,0 +1,24 @@
+"""A sample of the ordinary scripts of ``benchmarks/scripts.py``: each does what is written beside it."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.scripts import SHAPES, outcome
+
+SAMPLE = (
+    "closure", "clipped_by_norm", "gradient_norms_logged", "accumulated_samples", "cosine_schedule", "lbfgs",
+    "parameter_groups", "averaged_weights", "per_layer_clipping", "adaptive_clipping", "subset_sampler",
+    "weighted_sampler", "stream_of_public_length", "without_noise", "penalty_in_the_loss",
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_script_does_what_is_written_beside_it(name: str) -> None:
+    run, models, expected = SHAPES[name]
+    made, said = outcome(run, models[0])
+    assert made == expected, said
+
+
+def test_there_are_a_hundred_scripts() -> None:
+    assert sum(len(models) for _, models, _ in SHAPES.values()) >= 100
