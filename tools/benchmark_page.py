@@ -2,7 +2,7 @@
 """Write docs/benchmarks.md and the README's five numbers from the JSON files of benchmarks and reproductions.
 
 ``python tools/benchmark_page.py`` reads ``benchmarks/results`` and ``reproduce/results`` and writes both. No number is
-typed: every one is a named cell of a file, rounded here. ``tests/test_docs_numbers.py`` compares what is committed with
+typed: every one is a named cell of a file, rounded here. ``tests/docs/test_numbers.py`` compares what is committed with
 what this script writes.
 """
 
@@ -159,6 +159,33 @@ def methods() -> list[str]:
         ", ".join(f"{words} {short(loss[name], 4)}" for name, words in named.items()),
         f"DP-SRM in its paper {short(paper, 4)}",
         file("reproduce/nonconvex_logistic"),
+    ]
+
+
+def scan_fit() -> list[str]:
+    """Whole fits of scans, in reads of the file."""
+    cells = read("scan_fit")["cells"]
+    reads = each([cells[name]["reads of cpu"] for name in ("1000000x20:1", "200000x100:1")], ".1")
+    return [
+        "a whole default fit of a scan, 10⁶ × 20 / 2·10⁵ × 100, one thread",
+        f"{reads} reads of CPU time; with two threads {cells['1000000x20:2']['reads of cpu']:.1f} for the first",
+        "one pyarrow read of the file",
+        file("scan_fit"),
+    ]
+
+
+def regression_tables() -> list[str]:
+    """Regression tables of packages."""
+    result = read("regression_tables")
+    number = len(result["tables"])
+    counts = {name: round(share * number) for name, share in result["share with R² > 0"].items()}
+    own = f"linear {counts['linear']}, additive {counts['additive']}"
+    peers = ", ".join(f"{name} {counts[name]}" for name in ("AdaSSP", "diffprivlib"))
+    return [
+        f"{number} regression tables of packages, ε = 1: how many have a median R² > 0",
+        own,
+        f"{peers} (the first written by us after its paper)",
+        file("regression_tables"),
     ]
 
 
@@ -476,7 +503,7 @@ run. δ = 10⁻⁵ unless a row says otherwise. More detail: [tables and rivals]
 
 ## Tables
 
-{grid(COLUMNS, [linear(), frontier(), gaps(), additive(), coverage(), people(), methods(), scan()])}
+{grid(COLUMNS, [linear(), frontier(), gaps(), additive(), coverage(), people(), methods(), regression_tables(), scan(), scan_fit()])}
 
 ## Networks and images
 

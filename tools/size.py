@@ -2,8 +2,8 @@
 
 Counts lines, files, functions and words that make a reader stop (``Any``, ``type: ignore``, ``getattr``, imports
 inside functions), and lists class names that mean two things. ``--beside opacus optax`` adds a column for packages
-that are installed, without their tests. ``--rooms`` adds a line for every package; ``--trace`` the functions and
-files that one `quietgrad train` on the embedded data calls (functions only: no bodies of classes, no templates).
+that are installed, without their tests. ``--rooms`` adds a line for every package; ``--trace`` the functions,
+files and changes of room of one ``fit`` and of one `quietgrad train` on the embedded data.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from types import FrameType
@@ -80,30 +82,47 @@ def rooms(root: Path = ROOT) -> dict[str, tuple[int, int]]:
     return {name: (len(counts), sum(counts)) for name, counts in sorted(found.items())}
 
 
-def trace(root: Path = ROOT) -> tuple[int, int]:
-    """(functions, files) that one `quietgrad train` calls; lambdas and comprehensions do not count."""
-    called: set[tuple[str, str]] = set()
+def trace(run: Callable[[], object], root: Path = ROOT) -> tuple[int, int, int]:
+    """(functions, files, changes of room) of ``run``; lambdas and comprehensions do not count.
+
+    A room is a package of the first level. A change of room is counted along the functions in the order of their
+    first calls: it is how often a reader who follows the run walks through a door.
+    """
+    called: dict[tuple[str, str], None] = {}
 
     def profile(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         function = code.co_flags & inspect.CO_OPTIMIZED and "<" not in code.co_name
-        if (
-            event == "call"
-            and function
-            and code.co_filename.startswith(str(root))
-            and code.co_filename.endswith(".py")
-        ):
-            called.add((code.co_filename, code.co_qualname))
+        if event == "call" and function and code.co_filename.startswith(str(root)):
+            called.setdefault((code.co_filename, code.co_qualname))
 
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        sys.setprofile(profile)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+    rooms = [Path(name).relative_to(root).parts[0] for name, _ in called]
+    changes = sum(here != there for here, there in pairwise(rooms))
+    return len(called), len({name for name, _ in called}), changes
+
+
+def one_train(folder: str) -> None:
+    """One `quietgrad train` on the embedded data."""
     from quietgrad.cli import main as quietgrad
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        sys.argv = ["quietgrad", *f"train breast-cancer --epsilon 1 --delta 1e-5 --out {folder}/run".split()]
-        sys.setprofile(profile)
-        with contextlib.suppress(SystemExit):
-            quietgrad()
-        sys.setprofile(None)
-    return len(called), len({name for name, _ in called})
+    quietgrad(f"train breast-cancer --epsilon 1 --delta 1e-5 --out {folder}/run".split())
+
+
+def one_fit(folder: str) -> None:
+    """One ``fit`` of a linear model, paid by a ledger."""
+    import numpy as np
+
+    from quietgrad.estimators import PrivateLogisticRegression
+
+    X = np.random.default_rng(0).uniform(-1.0, 1.0, (600, 3))
+    bounds, ledger = [(-1.0, 1.0)] * 3, f"{folder}/ledger.jsonl"
+    PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], feature_bounds=bounds, ledger=ledger).fit(X, X[:, 0] > 0)
 
 
 @cache
@@ -160,8 +179,10 @@ def main() -> None:
         for name, (files, lines) in rooms().items():
             print(f"{name:<28}{files:>6} files{lines:>8} lines")
     if options.trace:
-        functions, files = trace()
-        print(f"one `train`: {functions} functions in {files} files")
+        for name, run in (("fit", one_fit), ("train", one_train)):
+            with tempfile.TemporaryDirectory() as folder:
+                functions, files, changes = trace(partial(run, folder))
+            print(f"one `{name}`: {functions} functions in {files} files, {changes} changes of room")
     for name, homes in doubles().items():
         print(f"{name}: {', '.join(homes)}")
 
