@@ -202,7 +202,7 @@ def test_a_mistake_in_usage_is_one_sentence_and_exit_code_two(
     [
         (["--epsilon", "-1"], "--epsilon -1.0: must be > 0", "budget="),
         (["--epsilon", "-1"], "--non-private", "epsilon="),
-        (["--epsilon", "1", "--delta", "0"], "output-perturbation --set mechanism=pure", "Perturbation("),
+        (["--epsilon", "1", "--delta", "0"], "--set mechanism=pure", "Perturbation("),
         (["--epsilon", "1", "--task", "regresion"], "Did you mean 'regression'?", "task="),
         (["--epsilon", "1", "--algorithm", "dp-srm", "--set", "joint-clp=1"], "'joint_clip'?", "clip="),
         (["--epsilon", "1", "--algorithm", "dp-sgd", "--steps", "0"], "--steps 0: must be", "steps="),

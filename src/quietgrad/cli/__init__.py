@@ -11,13 +11,13 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any, cast
 
 from quietgrad import __version__
-from quietgrad.core.errors import QuietgradError
+from quietgrad.core.errors import QuietgradError, SettingError
 from quietgrad.core.files import os_error_text
 from quietgrad.core.sanitize import sanitize, sanitize_lines
 from quietgrad.data.address import public
@@ -146,13 +146,17 @@ def _refuse(name: str, error: Exception) -> int:
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # an error of the argument parser
         context = vars(error).get("ctx")
         path = f"quietgrad {name}" if context is None else context.command_path
-        text = to_flag_names(" ".join(str(error.format_message()).split())) or "no command was given."
+        text = " ".join(str(error.format_message()).split()) or "no command was given."
         print(sanitize(f"quietgrad {name}: {text} (see `{path} --help`)"), file=sys.stderr)
         return int(error.exit_code)
+    if isinstance(error, SettingError):  # a mistake on the command line, as those of the parser
+        text = " ".join(error.spelled(_spelling(name)).split())
+        print(sanitize(f"quietgrad {name}: {text} [{error.code}] (see `quietgrad {name} --help`)"), file=sys.stderr)
+        return 2
     if isinstance(error, QuietgradError):
-        text = f"{to_flag_names(str(error))} [{error.code}]"
+        text = f"{error.spelled(_spelling(name))} [{error.code}]"
     elif isinstance(error, ValueError):
-        text = to_flag_names(str(error))
+        text = str(error)
     elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {os_error_text(error)}." if error.filename else f"{os_error_text(error)}."
     else:
@@ -161,43 +165,57 @@ def _refuse(name: str, error: Exception) -> int:
     return 1
 
 
-_FLAGS = (
-    "epsilon", "delta", "relation", "steps", "batch_size", "learning_rate", "clip", "gamma", "sampling",
-    "algorithm", "objective", "regularizer", "row_bound", "rows", "label", "classes", "task", "n_features",
-    "n_public", "model", "holdout", "score_share", "class_weight", "encoding", "delimiter", "schema", "account",
-    "noise_multiplier", "rate", "accountant", "cap_epsilon", "head",
-)  # fmt: skip
-_PHRASES = {
-    "allow_http=True": "--allow-http",
-    "For a non-private run pass budget=None.": "For a run without noise pass --non-private to `quietgrad train`.",
-    "OutputPerturbation(mechanism='pure')": "--algorithm output-perturbation --set mechanism=pure",
-    "pass budget=None, or use its private form": "pass --non-private, or use its private form",
-    "budget=None": "--non-private",
-    "Budget(..., relation='replace-one')": "relation='replace-one'",
-}
-_ARGUMENT = re.compile(rf"(?<![\w.])({'|'.join(_FLAGS)})=('[^']*'|\"[^\"]*\"|\([^)]*\)|[-+\w.]+)?")
+_SPELLINGS = {("budget", "None"): "--non-private"}  # arguments of Python whose options have another name
 
 
-def to_flag_names(text: str) -> str:
-    """``text`` with arguments of Python as flags.
+def _spelling(name: str) -> Callable[[str, str], str]:
+    """Return how a command spells an argument of Python: as its own option, else as ``--set``, else as Python does.
 
-    >>> to_flag_names("epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.")
-    '--epsilon -1.0: must be > 0 and finite. For a run without noise pass --non-private to `quietgrad train`.'
-    >>> to_flag_names("relation='add-remove': not proved; pass Budget(..., relation='replace-one').")
-    '--relation add-remove: not proved; pass --relation replace-one.'
-    >>> to_flag_names("say what they are: classes=(1, 2, 3), or task='regression'; batch_size=9: must be ≤ n=4.")
-    'say what they are: --classes 1,2,3, or --task regression; --batch-size 9: must be ≤ n=4.'
+    >>> train = _spelling("train")
+    >>> train("epsilon", "-1.0"), train("classes", "(1, 2)"), train("relation", "'replace-one'"), train("n", "4")
+    ('--epsilon -1.0', '--classes 1,2', '--relation replace-one', 'n=4')
+    >>> train("budget", "None"), train("allow_http", "True"), train("mechanism", "'pure'")
+    ('--non-private', '--allow-http', '--set mechanism=pure')
+    >>> _spelling("calibrate")("budget", "None")
+    '--non-private to `quietgrad train`'
     """
-    for python, here in _PHRASES.items():
-        text = text.replace(python, here)
-    return _ARGUMENT.sub(_flag, text)
+    options = _options_of(name)
+
+    def spelled(argument: str, value: str) -> str:
+        text = ",".join(part.strip().strip("'\"") for part in value.strip("([])").split(",") if part.strip())
+        flag = f"--{argument.replace('_', '-')}"
+        if (argument, value) in _SPELLINGS:
+            flag = _SPELLINGS[argument, value]
+            return flag if flag in options else f"{flag} to `quietgrad train`"
+        if flag in options:
+            return flag if options[flag] else f"{flag} {text}".rstrip()
+        if "--set" in options and argument in _settings():
+            return f"--set {argument}={text}"
+        return f"{argument}={value}"
+
+    return spelled
 
 
-def _flag(found: re.Match[str]) -> str:
-    flag, value = f"--{found[1].replace('_', '-')}", found[2] or ""
-    if value.startswith("("):
-        value = ",".join(part.strip().strip("'\"") for part in value[1:-1].split(",") if part.strip())
-    return f"{flag} {value.strip(chr(39) + chr(34))}".rstrip()
+def _options_of(name: str) -> dict[str, bool]:
+    """The options of a command and of those below it, and whether each is a flag without a value."""
+    from typer.main import get_command
+
+    commands: list[Any] = [get_command(app_of(name))] if name in COMMANDS else []
+    options: dict[str, bool] = {}
+    while commands:
+        command = commands.pop()
+        commands.extend(getattr(command, "commands", {}).values())
+        for parameter in command.params:
+            options |= {each: getattr(parameter, "is_flag", False) for each in parameter.opts}
+    return options
+
+
+def _settings() -> set[str]:
+    """The settings that algorithms take by ``--set``."""
+    from quietgrad.core.settings import fields_of
+    from quietgrad.methods.registry import ALGORITHMS
+
+    return {setting for entry in ALGORITHMS.values() for setting in fields_of(entry.kind)}
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:

@@ -26,7 +26,7 @@ from quietgrad import data as datasets
 from quietgrad.cli.options import Delta, RelationName, budget, class_labels, usage
 from quietgrad.cli.scanned_data import open_scan
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.files import is_multi_file, read_json, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.state import LONGEST, check_account_name
@@ -159,10 +159,7 @@ class RunSpec:
     @classmethod
     def from_options(cls, **values: Any) -> RunSpec:
         """The run that the options describe; the same from wherever it is resumed, so files get their full path."""
-        try:
-            check_task(values.get("task"))
-        except DataError as error:
-            raise BadParameter(str(error)) from error
+        check_task(values.get("task"))
         if isinstance(values.get("classes"), str):
             values["classes"] = class_labels(values["classes"])
         values |= {name: list(values[name]) or None for name in _LISTS if values.get(name) is not None}
@@ -312,7 +309,7 @@ class RunSpec:
         The same account pays both; together they are all of ε and δ.
         """
         if not 0.0 < self.score_share < 1.0:
-            raise ValueError(f"score_share={self.score_share:g}: must be between 0 and 1.")
+            raise SettingError("{score_share}: must be between 0 and 1.", score_share=self.score_share)
         if self.non_private or (of_score and not self.scores_privately):
             return None
         whole = budget(self.epsilon, self.delta, self.relation)

@@ -19,7 +19,7 @@ from quietgrad.cli.options import say
 from quietgrad.cli.run_spec import RunSpec, objective_from
 from quietgrad.cli.scanned_data import ScannedData
 from quietgrad.cli.scoring import exact_scores, plain_scores
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.sanitize import did_you_mean
@@ -187,7 +187,9 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
 
     name, _, knob = (spec.model or "linear").partition(":")
     if name not in MODELS:
-        raise ValueError(f"model={name!r}: must be one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}")
+        raise SettingError(
+            f"{{model}}: must be one of {', '.join(MODELS)}.{did_you_mean(name, MODELS)}", model=name
+        )
     regression = data.task == "regression"
     kind = MODELS[name][regression]
     if kind is None:
@@ -234,4 +236,6 @@ def _weights(text: str) -> Any:
             name.strip(): float(weight) for name, _, weight in (part.rpartition("=") for part in text.split(","))
         }
     except ValueError:
-        raise ValueError(f"class_weight={text!r}: must be CLASS=WEIGHT,… such as no=1,yes=5.") from None
+        raise SettingError(
+            "{class_weight}: must be CLASS=WEIGHT,… such as no=1,yes=5.", class_weight=text
+        ) from None

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
 from quietgrad.core.sanitize import sanitize
+
+_SHOWN = 200  # characters of a value in a message
+_ARGUMENT = re.compile(r"\{([a-z_]+)(?:=([^{}]*))?\}")
 
 
 class QuietgradError(Exception):
@@ -15,16 +19,54 @@ class QuietgradError(Exception):
     Its text may quote a column, an account or another party, so :func:`quietgrad.core.sanitize.sanitize` cleans it.
     ``code`` names the kind of error in every version; the command line prints it behind the message.
 
+    An argument of the caller's stands in the text as ``{name}``, with its value given by keyword, or as
+    ``{name=value}`` where the text recommends a value. Python shows both as ``name=value``. The command line shows
+    them as its own options, because it reads the arguments and not the text (:meth:`spelled`).
+
     >>> print(QuietgradError("no column \x1b[2J"))
     no column \x1b[2J
     >>> DataError.code
     'QG-DATA'
+    >>> error = SettingError("{epsilon}: must be > 0. For a non-private run pass {budget=None}.", epsilon=-1.0)
+    >>> print(error)
+    epsilon=-1.0: must be > 0. For a non-private run pass budget=None.
+    >>> error.param
+    'epsilon'
+    >>> print(error.spelled(lambda name, value: f"--{name} {value}"))
+    --epsilon -1.0: must be > 0. For a non-private run pass --budget None.
     """
 
     code: ClassVar[str] = "QG-ERROR"
 
+    def __init__(self, *args: object, **arguments: object) -> None:
+        super().__init__(*args)
+        self.arguments = arguments
+
+    @property
+    def param(self) -> str | None:
+        """The argument that is wrong, if one is: the first that the caller gave a value for."""
+        return next(iter(self.arguments), None)
+
+    def spelled(self, spelling: Callable[[str, str], str]) -> str:
+        """Return the text with every argument as ``spelling(name, value)``; ``value`` is Python's text of it."""
+        arguments = self.arguments
+
+        def argument(match: re.Match[str]) -> str:
+            name, value = match[1], match[2]
+            if value is None and name not in arguments:
+                return match[0]  # braces of somebody's own, such as a file name's
+            return spelling(name, sanitize(repr(arguments[name]), most=_SHOWN) if value is None else value)
+
+        return sanitize(_ARGUMENT.sub(argument, super().__str__()))
+
     def __str__(self) -> str:
-        return sanitize(super().__str__())
+        return self.spelled(lambda name, value: f"{name}={value}")
+
+
+class SettingError(QuietgradError, ValueError):
+    """A setting has a value that it may not have; nothing was reserved and nothing was spent."""
+
+    code = "QG-SETTING"
 
 
 class UnprovableError(QuietgradError, ValueError):

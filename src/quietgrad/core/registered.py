@@ -14,7 +14,7 @@ unknown kind, a missing field and a field too many are refused.
 Circle(radius=2.0)
 >>> Shape.read({"shape": "circle", "radius": 2.0, "colour": "red"})
 Traceback (most recent call last):
-ValueError: shape={'shape': 'circle', 'radius': 2.0, 'colour': 'red'}: must be one of circle with its settings.
+quietgrad.core.errors.SettingError: shape={'shape': 'circle', ...}: must be one of circle with its settings.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from abc import ABC
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, ClassVar, Self
+
+from quietgrad.core.errors import SettingError
 
 
 class Registered:
@@ -59,8 +61,8 @@ class Registered:
         name = fields.pop(cls.key, None)
         kind = cls.kinds.get(name) if isinstance(name, str) else None
         if kind is None or set(fields) != set(kind.__match_args__):
-            known = ", ".join(sorted(cls.kinds))
-            raise ValueError(f"{cls.family}={data!r}: must be one of {known} with its settings.")
+            kinds = ", ".join(sorted(cls.kinds))
+            raise SettingError(f"{{{cls.family}}}: must be one of {kinds} with its settings.", **{cls.family: data})
         value: Self = kind(**{name: cls._from_json(fields[name]) for name in kind.__match_args__})
         return value
 

@@ -60,8 +60,8 @@ def _visible(character: str) -> bool:
 
 def _spelt(character: str) -> str:
     code = ord(character)
-    known = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
-    return known or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
+    escaped = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}.get(character)
+    return escaped or (f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}")
 
 
 def html_facts(title: str, rows: Sequence[tuple[str, object]]) -> str:

@@ -16,6 +16,7 @@ from datetime import date, datetime
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.sanitize import did_you_mean, sanitize
 
 Readers = Mapping[Any, Callable[[Any], Any]]
@@ -37,17 +38,16 @@ class Within:
     def check(self, name: str, value: object) -> None:
         """Raise ``ValueError`` unless ``value``, called ``name``, is a number in the range."""
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise ValueError(f"{name}={value!r}: must be a {'whole ' * self.whole}number.")
+            raise SettingError(f"{{{name}}}: must be a {'whole ' * self.whole}number.", **{name: value})
         try:
             number = float(value)
         except OverflowError:
-            raise ValueError(f"{name}: the number is too large.") from None
+            raise SettingError(f"{name}: the number is too large.") from None
         if self.whole and (not number.is_integer() or number < self.low):
-            raise ValueError(f"{name}={value!r}: must be a whole number ≥ {self.low}.")
+            raise SettingError(f"{{{name}}}: must be a whole number ≥ {self.low}.", **{name: value})
         if not (self.low <= number if self.closed else self.low < number) or not number <= self.high:
-            raise ValueError(
-                f"{name}={value!r}: must be in {'[' if self.closed else '('}{self.low:g}, {self.high:g}]."
-            )
+            interval = f"{'[' if self.closed else '('}{self.low:g}, {self.high:g}]"
+            raise SettingError(f"{{{name}}}: must be in {interval}.", **{name: value})
 
 
 Count = Annotated[int, Within(1, whole=True)]
@@ -72,14 +72,14 @@ def check_fields(settings: object) -> None:
     >>> from quietgrad.methods.dp_sgd import DPGD
     >>> DPGD(momentum=1.0)
     Traceback (most recent call last):
-    ValueError: momentum=1.0: must be in [0, 1].
+    quietgrad.core.errors.SettingError: momentum=1.0: must be in [0, 1].
     """
     kind: Any = type(settings)
     limits, values = _limits(kind), field_values(settings)
     for name, (ranges, choices, optional) in limits.items():
         value = values[name]
         if choices and value not in choices:
-            raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}.")
+            raise SettingError(f"{{{name}}}: must be one of {', '.join(map(str, choices))}.", **{name: value})
         for limit in () if optional and value is None else ranges:
             limit.check(name, value)
 
@@ -97,8 +97,8 @@ def _limits(kind: Any) -> dict[str, tuple[list[Within], tuple[object, ...], bool
         ranges = [limit for option in options for limit in getattr(option, "__metadata__", ())]
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         limits_of[name] = (ranges, choices, type(None) in options)
-    known = {field.name for field in dataclasses.fields(kind)}
-    return {name: limits for name, limits in limits_of.items() if name in known and any(limits[:2])}
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: limits for name, limits in limits_of.items() if name in names and any(limits[:2])}
 
 
 def fields_of(kind: type) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def parse_setting(key: str, given: object, wanted: object, readers: Readers | No
     (1000, None)
     >>> parse_setting("steps", True, int)
     Traceback (most recent call last):
-    ValueError: steps=True: must be a whole number.
+    quietgrad.core.errors.SettingError: steps=True: must be a whole number.
     """
     options = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
     readers = readers or {}
@@ -214,7 +214,7 @@ def parse_setting(key: str, given: object, wanted: object, readers: Readers | No
             return _of_text(given.strip(), option) if isinstance(given, str) else _of_value(given, option)
         except (ValueError, OverflowError):
             continue
-    raise ValueError(f"{key}={sanitize(repr(given), most=_SHOWN)}: must be {_describe(options)}.")
+    raise SettingError(f"{{{key}}}: must be {_describe(options)}.", **{key: given})
 
 
 def _of_text(text: str, wanted: object) -> Any:

@@ -163,7 +163,7 @@ def open_addresses(addresses: Sequence[Address], *, allow_http: bool = False) ->
         if not allow_http and any(link is not None and _is_plain(link) for link in links):
             raise DataError(
                 f"{sanitize(address)}: plain http shows records and login to every machine on the way, and lets "
-                "it change them. Use https; or pass allow_http=True on a network of your own. Nothing was read."
+                "it change them. Use https; or pass {allow_http=True} on a network of your own. Nothing was read."
             )
     single = [links[0] for links in wholes if len(links) == 1 and links[0] is not None]
     if len(single) == len(addresses) and all(link.scheme in _WEB for link in single):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, get
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.sanitize import did_you_mean
 from quietgrad.tables.labels import ClassLabels
 
@@ -28,8 +28,8 @@ Task: TypeAlias = Literal["binary", "multiclass", "regression"]
 Labels: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 LABELS_ARE_WORDS = (
-    "labels are not numbers. Pass the public label set, classes=('no', 'yes'), or a schema. No privacy budget was "
-    "spent."
+    "labels are not numbers. Pass the public label set, {classes=('no', 'yes')}, or a schema. No privacy budget "
+    "was spent."
 )
 SPLIT_SEED = 20190
 """The public seed of every train/test split and subsample in the registry."""
@@ -143,7 +143,9 @@ def check(data: Dataset) -> Dataset:
                 )
     if data.task != "regression":
         if data.classes is None:
-            raise DataError(f"{data.name}: a {data.task} data set needs its public classes; pass classes=(...).")
+            raise DataError(
+                f"{data.name}: a {data.task} data set needs its public classes; pass {{classes=(...)}}."
+            )
         for part, y in (("", data.y), ("test ", data.y_test)):
             if y is not None and not np.isin(y, data.classes).all():
                 raise DataError(f"{data.name}: the {part}labels hold values outside the classes {data.classes}.")
@@ -154,7 +156,7 @@ def check_task(task: str | None) -> None:
     """Refuse a task that is none, before anything is read."""
     if task is not None and task not in get_args(Task):
         near = did_you_mean(task, get_args(Task))
-        raise DataError(f"task={task!r}: must be binary, multiclass or regression.{near}")
+        raise SettingError(f"{{task}}: must be binary, multiclass or regression.{near}", task=task)
 
 
 class EncodedLabels(NamedTuple):
@@ -196,14 +198,14 @@ def encode_labels(
         if classes is None:
             raise DataError(
                 f"{name}: labels are neither 0/1 nor -1/+1. For classification pass the public label set, "
-                "classes=(1, 2, 3); for regression pass task='regression'. No privacy budget was spent."
+                "{classes=(1, 2, 3)}; for regression pass {task='regression'}. No privacy budget was spent."
             )
     try:
         known = ClassLabels.of(classes)
     except ValueError as error:
         raise DataError(f"{name}: {error}") from None
     if task == "binary" and len(known) != 2:
-        raise DataError(f"{name}: task='binary' with {len(known)} classes; use task='multiclass'.")
+        raise DataError(f"{name}: {{task='binary'}} with {len(known)} classes; use {{task='multiclass'}}.")
     return EncodedLabels(
         known.encode_known(raw), "binary" if len(known) == 2 else "multiclass", tuple(range(len(known))),
         known.names, int(np.sum(known.encode(raw) < 0)),
@@ -290,7 +292,7 @@ def uneven_sizes(n: int, m: int, u: float) -> list[int]:
     for k in np.argsort(sizes - exact, kind="stable")[: n - int(sizes.sum())]:
         sizes[k] += 1
     if sizes.min() < 1:
-        raise DataError(f"n={n}, m={m}, u={u}: the smallest party would have no rows; lower m or u.")
+        raise DataError(f"{{n}}, m={m}, u={u}: the smallest party would have no rows; lower m or u.", n=n)
     return [int(s) for s in sizes]
 
 
@@ -332,4 +334,4 @@ def _order(n: int, seed: int | None) -> npt.NDArray[np.int64]:
 
 def _check_parties(n: int, m: int) -> None:
     if m < 1 or n < m:
-        raise DataError(f"m={m} parties for n={n} rows: need 1 ≤ m ≤ n.")
+        raise DataError(f"m={m} parties for {{n}} rows: need 1 ≤ m ≤ n.", n=n)

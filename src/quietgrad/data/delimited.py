@@ -148,7 +148,9 @@ class CSVDialect:
 
 
 _ROWS = 16_384  # that the csv module reads before they become Arrow columns
-_NOT_TEXT = "{}: the file is not UTF-8 text. Say its encoding (such as encoding='cp1252'), or is it no CSV file?"
+_NOT_TEXT = (
+    "{}: the file is not UTF-8 text. Say its encoding (such as {{encoding='cp1252'}}), or is it no CSV file?"
+)
 
 
 def as_utf8(content: bytes, encoding: str | None, name: str) -> bytes:
@@ -158,6 +160,8 @@ def as_utf8(content: bytes, encoding: str | None, name: str) -> bytes:
             return content
         return content.decode(encoding).encode()
     except LookupError:
-        raise DataError(f"encoding={encoding!r}: not a known encoding, such as utf-8, cp1252 or utf-16.") from None
+        raise DataError(
+            "{encoding}: not a known encoding, such as utf-8, cp1252 or utf-16.", encoding=encoding
+        ) from None
     except UnicodeDecodeError:
         raise DataError(f"{name}: the file is not {encoding} text.") from None

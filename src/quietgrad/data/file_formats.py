@@ -120,7 +120,7 @@ def parse_libsvm(
         raise DataError(f"{name}: the file holds no rows.")
     widest = int(X.indices.max(initial=-1)) + 1
     if n_features is not None and widest > n_features:
-        raise DataError(f"{name}: a feature index exceeds n_features={n_features}.")
+        raise DataError(f"{name}: a feature index exceeds {{n_features}}.", n_features=n_features)
     if n_features is None and widest > MOST_FEATURES:
         raise DataError(f"{name}: a feature index exceeds {MOST_FEATURES}. If that is meant, declare n_features.")
     X.resize((len(y), widest if n_features is None else n_features))

@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
-from quietgrad.core.errors import DataError, TooNoisyError
+from quietgrad.core.errors import DataError, SettingError, TooNoisyError
 from quietgrad.core.noise.mechanisms import GaussianPartitionSelection
 from quietgrad.core.plans.counting import NOMINAL, PublicCount
 from quietgrad.core.plans.schedule import Slot
@@ -87,7 +87,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         self.classes_ = session.discover("labels", LabelCounts(self._budget().relation))
         if len(self.classes_) < 2:
             raise TooNoisyError(
-                "y: fewer than two labels could be detected privately. Pass classes=[...] if the label set is "
+                "y: fewer than two labels could be detected privately. Pass {classes=[...]} if the label set is "
                 "public. The whole budget of this fit was charged, because the stop depends on a release."
             )
         labels = ClassLabels.of(self.classes_)
@@ -128,7 +128,7 @@ class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
         if 2.0 * least > n:
             raise DataError(
                 f"y: at this budget one class is detected only if about {math.ceil(least)} records have it, and "
-                "the table is too small for two such classes. Pass classes=[...] if the label set is public. "
+                "the table is too small for two such classes. Pass {classes=[...]} if the label set is public. "
                 f"{what_counting_cost(size)}"
             )
         return slot
@@ -181,8 +181,8 @@ def declared_classes(classes: Sequence[object], y: Any) -> ClassLabels:
     try:
         declared = ClassLabels(np.unique(values))
     except (TypeError, ValueError):  # no order, one class, a gap
-        raise ValueError(
-            f"classes={list(classes)!r}: must be at least two different classes, all texts or all numbers."
+        raise SettingError(
+            "{classes}: must be at least two different classes, all texts or all numbers.", classes=list(classes)
         ) from None
     texts = [np.asarray(each).dtype.kind in "US" for each in (declared.values, y)]
     if np.asarray(y).dtype.kind in "biufUS" and len(y) and texts[0] != texts[1]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quietgrad.core.accounting.accounting import sensitivity_factor
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
-from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.files import read_bytes, write_atomically
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.keys import KeyFile
@@ -65,7 +65,7 @@ def hold_out_records(data: Dataset, share: float, key: str, *, fixed: bool) -> D
     ``fixed`` holds out a fixed number by position: under replace-one the sizes of both parts are public.
     """
     if not 0.0 < share < 1.0:
-        raise ValueError(f"holdout={share:g}: must be between 0 and 1, such as 0.2.")
+        raise SettingError("{holdout}: must be between 0 and 1, such as 0.2.", holdout=share)
     if data.X_test is not None:
         raise DataError(f"{data.name}: has held-out records of its own; leave --holdout out.")
     if fixed and data.person is not None:

@@ -26,7 +26,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account as price_of
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
-from quietgrad.core.errors import DataError, TooNoisyWarning, UnprovableError
+from quietgrad.core.errors import DataError, SettingError, TooNoisyWarning, UnprovableError
 from quietgrad.core.ledger.account import Charge
 from quietgrad.core.noise.rng import SecureStream, fresh_key
 from quietgrad.core.plans.counting import NOMINAL
@@ -310,7 +310,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         if not 1.0 < self.mean_rounds <= _MOST_ROUNDS:
             raise ValueError(f"mean_rounds={self.mean_rounds!r}: must be between 1 and {_MOST_ROUNDS}.")
         if not 0.0 < self.holdout < 1.0:
-            raise ValueError(f"holdout={self.holdout!r}: must be strictly between 0 and 1.")
+            raise SettingError("{holdout}: must be strictly between 0 and 1.", holdout=self.holdout)
         if not isinstance(self.estimator, PrivateModel):
             raise TypeError("estimator: must be one of quietgrad's linear estimators.")
         if self.estimator.random_state is not None:

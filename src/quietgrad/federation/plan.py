@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
-from quietgrad.core.errors import BudgetError
+from quietgrad.core.errors import BudgetError, SettingError
 from quietgrad.core.noise.correlated import BufferedToeplitzNoise
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot, check_records_public
 from quietgrad.core.sampling import Sampling
@@ -91,7 +91,7 @@ class FederatedPlan(Plan):
         super().__post_init__()
         self._check_people()
         if self.trust not in get_args(Trust):
-            raise ValueError(f"trust={self.trust!r}: must be 'curator', 'secure' or 'local'.")
+            raise SettingError("{trust}: must be 'curator', 'secure' or 'local'.", trust=self.trust)
         if (self.trust == "secure") != (self.secure is not None):
             named = f"trust={self.trust!r}, secure={self.secure!r}"
             raise ValueError(f"{named}: name 'masks', 'servers' or 'mpc' exactly when trust is 'secure'.")
@@ -151,14 +151,15 @@ class FederatedPlan(Plan):
         for sampling in (slot.sampling for slot in self.schedule.slots):
             if sampling.coordinator_draws is not None and self.trust == "curator" and replaced:
                 # That a cap costs nothing is proved for a party that holds nothing in the other world.
-                raise ValueError(
-                    "sampling='coordinator' with a trusted curator: under add-remove; or use 'poisson'."
+                raise SettingError(
+                    "{sampling='coordinator'} with a trusted curator: under add-remove; or use 'poisson'."
                 )
             drawn = sampling.probability < 1.0 and not sampling.in_turns
             if drawn and self.trust != "curator" and sampling.answer_after is None is sampling.coordinator_draws:
-                raise ValueError(
-                    f"trust={self.trust!r}: no trusted curator draws the parties. Use sampling='turns' (nothing is "
-                    "secret), 'self' (each party draws for itself) or 'coordinator' (with most_rounds)."
+                raise SettingError(
+                    "{trust}: no trusted curator draws the parties. Use {sampling='turns'} (nothing is "
+                    "secret), 'self' (each party draws for itself) or 'coordinator' (with most_rounds).",
+                    trust=self.trust,
                 )
 
     def _check_people(self) -> None:
@@ -177,7 +178,7 @@ class FederatedPlan(Plan):
         # dominated by one draw of all of them, which is proved for add-remove alone; for fixed batches nothing is.
         samplings = [slot.sampling for slot in self.schedule.slots]
         if any(sampling.counts_exactly for sampling in samplings):
-            raise ValueError("parties_per_person > 1: not with fixed local batches; use sampling='poisson'.")
+            raise SettingError("parties_per_person > 1: not with fixed local batches; use {sampling='poisson'}.")
         sampled = any(sampling.known_to(times) != sampling for sampling in samplings)
         if sampled and not self.own_noise and self.budget.relation is Relation.REPLACE_ONE:
             raise ValueError("parties_per_person > 1: sampled under add-remove only; or use the full batch.")

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.explain import explain as of_one_table
 from quietgrad.core.plans.schedule import calibrate_plan
@@ -195,7 +196,9 @@ def federate(
         raise ValueError(f"sizes={sizes}: must be one whole number ≥ 1 for each of {len(names)} parties.")
     n = sum(sizes)
     if budget is not None and not algorithm.private:
-        raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
+        raise SettingError(
+            f"{algorithm.name} is a non-private baseline: pass {{budget=None}}, or use its private form."
+        )
     schedule = algorithm.schedule(n)
     schedule = replace(schedule, slots=tuple(slot.lengthened(spare) for slot in schedule.slots))
     count = {None: 0, "masks": 0, "servers": 2, "mpc": 3}.get(secure, 0)
@@ -283,7 +286,7 @@ def declared(
             continue
         query, allowed = template(asked)
         if math.isinf(query.bound) and plan.secure is not None:
-            raise ValueError("a secure sum needs a finite bound on every record: clip, or use trust='curator'.")
+            raise SettingError("a secure sum needs a finite bound on every record: clip, or use {trust='curator'}.")
         templates[slot] = (*templates.get(slot, ()), allowed)
         dims[slot] = query.dim(plan.shape)
     if missing := [slot.name for slot in plan.schedule.slots if slot.name not in templates]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.data.dataset import encode_labels
 from quietgrad.federation.table_format import SETTINGS as TABLE_SETTINGS
 from quietgrad.federation.table_format import TableFormat
@@ -116,7 +116,7 @@ class RecordFormat:
         if form == "tokens" and (vocabulary is None or not 1 <= vocabulary < 1 << 31):
             raise ValueError("[data] vocabulary: must be how many different tokens there are.")
         if classes is not None and (len(classes) < 2 or len({str(each) for each in classes}) < len(classes)):
-            raise ValueError(f"[data] classes={classes}: must be two or more different labels.")
+            raise SettingError("[data] {classes}: must be two or more different labels.", classes=classes)
         named = None if classes is None else tuple(classes)
         return cls(form, shape, named, vocabulary, data.get("label"), data.get("person"))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.data.schema import Schema, read_schema
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TableFormat:
             raise ValueError(f"[data] features={self.features}: must be between 1 and 2^25.")
         names = self.class_names
         if names is not None and (len(names) < 2 or len(set(names)) < len(names)):
-            raise ValueError(f"[data] classes={names}: must be two or more different labels.")
+            raise SettingError("[data] {classes}: must be two or more different labels.", classes=names)
 
     @classmethod
     def of(cls, data: Mapping[str, Any], task: str) -> TableFormat:

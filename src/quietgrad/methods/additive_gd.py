@@ -214,12 +214,12 @@ class AdditiveGD(Algorithm):
                 sizes[part.start + 1 : part.stop] = f.wave_sizes
         ratios, chances = lines.tested("shapes", session, cut, groups, sizes)
         kept = []
-        told = iter(zip(ratios, chances, strict=True))
+        verdicts = iter(zip(ratios, chances, strict=True))
         for f in cut.features:
             if f.values or f.width == 1:
                 kept.append(f)
                 continue
-            ratio, chance = next(told)
+            ratio, chance = next(verdicts)
             weight = 1.0 - 1.0 / ratio if chance < _FEATURE_ALARM / len(groups) else 0.0
             kept.append(replace(f, weight=float(max(weight, 0.0))))
         return tuple(kept)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from quietgrad.core.accounting.events import round_law
+from quietgrad.core.errors import SettingError
 from quietgrad.core.plans.method import HasSchedule
 from quietgrad.core.plans.schedule import Law, Plan, Schedule
 from quietgrad.core.session.base import Session
@@ -106,7 +107,7 @@ class FirstOrder(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.returns == "random" and self.first_round + self.steps < 2:
-            raise ValueError("steps=1: returns='random' needs 2 steps or more.")
+            raise SettingError("{steps=1}: returns='random' needs 2 steps or more.")
         object.__setattr__(self, "_rate", self.rate())
         object.__setattr__(self, "_oracle", self.oracle())
 

@@ -72,8 +72,8 @@ class Progress:
 
     def row(self, *, metrics: bool = False) -> dict[str, float]:
         """The public numbers by name; with ``metrics`` the scores too, which are data."""
-        known = {"epsilon": self.epsilon, "estimate_norm": self.estimate_norm}
-        public = {name: value for name, value in known.items() if value is not None and not math.isnan(value)}
+        numbers = {"epsilon": self.epsilon, "estimate_norm": self.estimate_norm}
+        public = {name: value for name, value in numbers.items() if value is not None and not math.isnan(value)}
         return {"step": self.step, **public, **(self.metrics if metrics else {})}
 
 

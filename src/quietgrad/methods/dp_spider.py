@@ -50,7 +50,7 @@ from typing import Any, ClassVar
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.accounting.budget import Budget
-from quietgrad.core.errors import ExhaustedError
+from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.plans.schedule import Schedule
 from quietgrad.core.sampling import SamplingName
 from quietgrad.core.session.base import Session
@@ -172,9 +172,10 @@ class DPSpider(FirstOrder):
                 last = {"returns": "random" if growth is None else "last", "period": -(-steps // chains)}
                 best = bound, cls(clip=lipschitz, smoothness=record, **settings, **last)
         if best is None:
-            raise ValueError(
-                f"n={n}: too small for the bound under growth={growth!r}: the noise of differences would outweigh "
-                "what they save. Use more records, or practical settings."
+            raise SettingError(
+                f"{{n}}: too small for the bound under growth={growth!r}: the noise of differences would outweigh "
+                "what they save. Use more records, or practical settings.",
+                n=n,
             )
         return best[1]
 

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Literal
 
 from quietgrad.core.accounting.accounting import prove
 from quietgrad.core.accounting.budget import PrivacyUnit, Relation
-from quietgrad.core.errors import UnprovableError
+from quietgrad.core.errors import SettingError, UnprovableError
 from quietgrad.core.plans.schedule import Plan, Schedule
 from quietgrad.core.sampling import CoordinatorSampled, CyclicCohorts, FullBatch, Poisson, Sampling, SelfSampled
 from quietgrad.core.session.base import Session
@@ -93,12 +93,12 @@ class FedAvg(Algorithm):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.sampling == "coordinator") != (self.most_rounds is not None):
-            raise ValueError(
-                f"most_rounds={self.most_rounds}: say how often a party takes part at most, exactly when "
-                "sampling='coordinator'."
+            raise SettingError(
+                "{most_rounds}: say how often a party takes part at most, exactly when {sampling='coordinator'}.",
+                most_rounds=self.most_rounds,
             )
         if not SMALLEST_CLIP * _RANGE <= self.clip <= LARGEST_CLIP / _RANGE:
-            raise ValueError(f"clip={self.clip!r}: must be a length at which arithmetic keeps its precision.")
+            raise SettingError("{clip}: must be a length at which arithmetic keeps its precision.", clip=self.clip)
 
     # --- what is released ---------------------------------------------------------------------------------------
 

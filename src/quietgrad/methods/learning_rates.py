@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.settings import Count, Within, build_dataclass, check_fields
 
 
@@ -21,7 +22,7 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.start < math.inf:
-            raise ValueError(f"learning_rate={self.start!r}: must be a finite number > 0.")
+            raise SettingError("{learning_rate}: must be a finite number > 0.", learning_rate=self.start)
         check_fields(self)
 
     def __call__(self, step: int, steps: int) -> float:
@@ -118,8 +119,12 @@ def as_rate(given: float | str | LearningRate | Mapping[str, object]) -> Learnin
         return Constant(float(given))
     name, _, start = given.partition(":")
     if name not in RATES:
-        raise ValueError(f"learning_rate={given!r}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}.")
+        raise SettingError(
+            f"{{learning_rate}}: must be a number or NAME:NUMBER, NAME of {', '.join(RATES)}.", learning_rate=given
+        )
     try:
         return RATES[name](float(start or 1.0))
     except ValueError:
-        raise ValueError(f"learning_rate={given!r}: {start!r} must be a finite number > 0.") from None
+        raise SettingError(
+            f"{{learning_rate}}: {start!r} must be a finite number > 0.", learning_rate=given
+        ) from None

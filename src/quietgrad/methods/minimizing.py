@@ -90,13 +90,13 @@ def run(
     spent = session.close(state.stopped_by, data_dependent=data_dependent)
     privacy = privacy_statement(session, spent, account, (*notes, *algorithm.notes(session.plan)))
     result = result_of(session, algorithm.output(state), privacy, state.stopped_by)
-    told = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
+    facts = {key: value for key, value in state.extra.items() if isinstance(value, (int, float, str, bool, list))}
     return replace(
         result,
         algorithm=algorithm.name,
         history=history,
         seconds=time.perf_counter() - started + (0.0 if kept is None else kept.seconds),
-        details={**told, **result.details},
+        details={**facts, **result.details},
     )
 
 

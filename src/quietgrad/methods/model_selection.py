@@ -40,7 +40,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from quietgrad.core.errors import ExhaustedError
+from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.noise.mechanisms import AboveThreshold
 from quietgrad.core.plans.schedule import Plan, Schedule, Slot
 from quietgrad.core.sampling import SinglePass
@@ -117,7 +117,9 @@ class ModelSelection(Algorithm):
         """The oracle's slots and one search, all on disjoint records."""
         kept = int(self.held_out * n_public)
         if kept < 1 or n_public - kept < self.oracle.batches(n_public)[0]:
-            raise ValueError(f"n={n_public}: too small for one full query and a held-out part of {kept} records.")
+            raise SettingError(
+                f"{{n}}: too small for one full query and a held-out part of {kept} records.", n=n_public
+            )
         search = Slot("select", SinglePass(n_public, kept))
         if self.search == "threshold":
             search = Slot("select", SinglePass(n_public, kept), noise=_SEARCH_NOISE, mechanism=AboveThreshold())

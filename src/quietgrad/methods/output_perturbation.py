@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from quietgrad.core.accounting.budget import Budget, Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.mechanisms import from_json
 from quietgrad.core.plans.schedule import Schedule, Slot
 from quietgrad.core.sampling import FullBatch
@@ -124,9 +125,10 @@ class OutputPerturbation(Algorithm):
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under the relation the proof is for."""
         if budget.relation is not Relation.REPLACE_ONE:
-            raise ValueError(
-                f"relation={str(budget.relation)!r}: output perturbation is proved under 'replace-one' only; "
-                "pass Budget(..., relation='replace-one')."
+            raise SettingError(
+                "{relation}: output perturbation is proved under 'replace-one' only; "
+                "pass {relation='replace-one'}.",
+                relation=str(budget.relation),
             )
 
     def schedule(self, n_public: int) -> Schedule:
@@ -208,9 +210,10 @@ class WeightedAverage(Algorithm):
     def check_budget(self, budget: Budget) -> None:
         """Raise unless the budget is stated under a relation that is proved."""
         if self.method == "one-shot" and budget.relation is not Relation.REPLACE_ONE:
-            raise ValueError(
-                f"relation={str(budget.relation)!r}: a fit's stability is proved under 'replace-one' only; "
-                "pass Budget(..., relation='replace-one'), or method='rounds'."
+            raise SettingError(
+                "{relation}: a fit's stability is proved under 'replace-one' only; "
+                "pass {relation='replace-one'}, or method='rounds'.",
+                relation=str(budget.relation),
             )
 
     def schedule(self, n_public: int) -> Schedule:
@@ -246,7 +249,7 @@ def step_size(given: float | None, objective: Objective) -> float:
     constants = objective.constants()
     mu, beta = constants.strong_convexity, constants.smoothness
     if beta is None:
-        raise ValueError("learning_rate=None: this loss is not smooth, so no step follows from it; give one.")
+        raise SettingError("{learning_rate=None}: this loss is not smooth, so no step follows from it; give one.")
     return 2.0 / (mu + beta) if mu else 1.0 / beta
 
 

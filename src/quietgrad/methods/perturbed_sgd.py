@@ -54,7 +54,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from quietgrad.core.accounting.budget import Budget
-from quietgrad.core.errors import ExhaustedError
+from quietgrad.core.errors import ExhaustedError, SettingError
 from quietgrad.core.plans.schedule import Plan, Schedule
 from quietgrad.core.sampling.schemes import Risk
 from quietgrad.core.session.base import Session
@@ -149,10 +149,11 @@ def check_tolerance(
     else:
         limit, what = smoothness, f"β={smoothness:.3g}"
     if gamma >= limit:
-        raise ValueError(
-            f"n={n}: too small. α={alpha:.3g} means √(ρα)={gamma:.3g}, not below {what}, so a stop would say "
+        raise SettingError(
+            f"{{n}}: too small. α={alpha:.3g} means √(ρα)={gamma:.3g}, not below {what}, so a stop would say "
             "nothing: a saddle would pass. Use more records, a larger ε, larger batches or a smaller clip; or "
-            "mode='practical', which leaves saddles but proves nothing."
+            "mode='practical', which leaves saddles but proves nothing.",
+            n=n,
         )
     return gamma
 

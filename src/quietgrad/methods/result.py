@@ -158,34 +158,34 @@ def load(folder: str | Path) -> Result:
 def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
     """What refutes a saved result: its own events, its schedule, the options of its run, its ledger."""
     privacy, stated = result.privacy, result.privacy.epsilon
-    found = [note.removeprefix(f"{REFUTED}: ") for note in privacy.refuted]
-    if not found and (problem := contradiction(privacy)) is not None:
-        found.append(problem)
+    problems = [note.removeprefix(f"{REFUTED}: ") for note in privacy.refuted]
+    if not problems and (problem := contradiction(privacy)) is not None:
+        problems.append(problem)
     # Releases beyond what was planned, and a curve that ends elsewhere than the statement.
     slots = {str(slot.get("name")): slot for slot in result.details.get("slots", ()) if isinstance(slot, Mapping)}
     for name, made in privacy.releases.items():
         if name in slots and made > slots[name].get("count", made):
-            found.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
+            problems.append(f"{made} releases of {name!r} are stated where {slots[name]['count']} were planned")
     curve = result.details.get("epsilon_curve") or ()
     if stated is not None and curve and max(float(point[1]) for point in curve) > stated * (1.0 + SLACK) + 1e-9:
-        found.append(f"its curve of ε goes beyond the stated {stated:.4g}")
+        problems.append(f"its curve of ε goes beyond the stated {stated:.4g}")
     named = (unit for unit in PrivacyUnit if re.search(rf"\b({unit}|{unit.plural})\b", str(privacy.sampling)))
     words = next(named, PrivacyUnit.RECORD)
     if words is not privacy.unit:
-        found.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
+        problems.append(f"its samples are of a {words} each, and it is stated about a {privacy.unit}")
     if stated is None:
-        return found
+        return problems
     # Of a federation whose parties are the unit the options name no unit: the method has it.
     party = privacy.unit is PrivacyUnit.PARTY and "trust" in result.details
-    found += _against_options(privacy, folder, PrivacyUnit.PARTY if party else None)
+    problems += _against_options(privacy, folder, PrivacyUnit.PARTY if party else None)
     if ledger is None or not ledger.exists() or privacy.events is None:
-        return found
+        return problems
     try:
         held = list(Ledger(ledger).book().held.values())
     except (LedgerError, DataError) as error:
-        return [*found, f"its ledger is cut or altered: {error}"]
+        return [*problems, f"its ledger is cut or altered: {error}"]
     said_by = "said_by" in result.details
-    return [*found, *unpaid(privacy, result.details.get("run"), held, ledger.name, of_a_party=said_by)]
+    return [*problems, *unpaid(privacy, result.details.get("run"), held, ledger.name, of_a_party=said_by)]
 
 
 def _against_options(privacy: Privacy, folder: Path, unit: PrivacyUnit | None = None) -> list[str]:
@@ -200,13 +200,13 @@ def _against_options(privacy: Privacy, folder: Path, unit: PrivacyUnit | None = 
         return []
     if epsilon is None or not private or privacy.delta is None:
         return []
-    found = []
+    problems = []
     if not math.isclose(float(delta), privacy.delta, rel_tol=SLACK) or str(relation) != str(privacy.relation):
         stated = f"δ = {privacy.delta:g} under {privacy.relation}"
-        found.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
+        problems.append(f"δ = {delta} under {relation} was asked for, {stated} is stated")
     if unit is not privacy.unit:
-        found.append(f"a guarantee for a {unit} was asked for, one to a {privacy.unit} is stated")
-    return found
+        problems.append(f"a guarantee for a {unit} was asked for, one to a {privacy.unit} is stated")
+    return problems
 
 
 def unpaid(

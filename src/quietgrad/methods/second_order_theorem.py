@@ -8,6 +8,7 @@ from typing import NamedTuple
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import calibrate_event
 from quietgrad.core.accounting.budget import Budget
+from quietgrad.core.errors import SettingError
 from quietgrad.core.session.queries import LossConstants
 from quietgrad.core.settings import Within
 
@@ -135,11 +136,12 @@ def solve(
         low, high = (low, middle) if found(math.exp(middle)).excess <= 0.0 else (middle, high)
     settings = found(math.exp(high))
     if (gamma := math.sqrt(rho * settings.alpha)) > m:
-        raise ValueError(
-            f"n={n}: too small for the paper's settings, which give α={settings.alpha:.3g} and √(ρα)={gamma:.3g} "
+        raise SettingError(
+            f"{{n}}: too small for the paper's settings, which give α={settings.alpha:.3g} and √(ρα)={gamma:.3g} "
             f"> M={m:.3g}, so that every point of small gradient would pass. Use more records, or practical "
-            "settings."
+            "settings.",
+            n=n,
         )
     if settings.batch_size > n:
-        raise ValueError(f"n={n}: too small for one full query of b₁={settings.batch_size} records.")
+        raise SettingError(f"{{n}}: too small for one full query of b₁={settings.batch_size} records.", n=n)
     return settings

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.core.errors import SettingError
+
 Codes = npt.NDArray[np.int64]
 
 
@@ -43,12 +45,16 @@ class ClassLabels:
         labels = _listed(self.values)
         texts = {_text(label): code for code, label in enumerate(labels)}
         if self.values.ndim != 1 or len(texts) < 2 or len(texts) < len(labels) or any(map(_is_gap, labels)):
-            raise ValueError(f"classes={labels!r}: must be two or more different labels, none of them a gap.")
+            raise SettingError(
+                "{classes}: must be two or more different labels, none of them a gap.", classes=labels
+            )
         numbers = {number: code for code, label in enumerate(labels) if math.isfinite(number := _number(label))}
         are_texts = all(isinstance(label, str | bytes) for label in labels)
         if len(numbers) < len(labels):
             if not are_texts and all(math.isfinite(_number(label)) for label in labels):  # 1 and True, say
-                raise ValueError(f"classes={labels!r}: must be two or more different labels, none of them a gap.")
+                raise SettingError(
+                    "{classes}: must be two or more different labels, none of them a gap.", classes=labels
+                )
             numbers = {}  # not all are numbers, or two texts such as "7" and "007" are one
         object.__setattr__(self, "_by_text", texts)
         object.__setattr__(self, "_by_number", numbers)

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT, scale_factors
 from quietgrad.core.session.queries import (
     BaseObjective,
@@ -108,7 +108,7 @@ class StrictSaddle(BaseObjective):
             raise ValueError(f"descending={self.descending!r}, d={self.d!r}: must be 1 ≤ descending ≤ d.")
         for name, value in {"curvature": self.curvature, "wall": self.wall}.items():
             if not 0.0 < value < math.inf:
-                raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+                raise SettingError(f"{{{name}}}: must be a finite number > 0.", **{name: value})
         if not (0.0 <= self.curvature_noise < 1.0 and 0.0 <= self.slope_noise < math.inf):
             raise ValueError("curvature_noise must be in [0, 1) and slope_noise finite and ≥ 0.")
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT
 from quietgrad.core.session.queries import (
     BaseObjective,
@@ -99,11 +99,13 @@ class LinearObjective(BaseObjective, ABC):
                 "For no intercept pass intercept=False."
             )
         if self.row_bound is not None and not (math.isfinite(self.row_bound) and self.row_bound > 0.0):
-            raise ValueError(f"row_bound={self.row_bound!r}: must be a finite number > 0, or None for no bound.")
+            raise SettingError(
+                "{row_bound}: must be a finite number > 0, or None for no bound.", row_bound=self.row_bound
+            )
         if self.rows not in ("clip", "normalize"):
-            raise ValueError(f"rows={self.rows!r}: must be 'clip' or 'normalize'.")
+            raise SettingError("{rows}: must be 'clip' or 'normalize'.", rows=self.rows)
         if self.rows == "normalize" and self.row_bound is None:
-            raise ValueError("rows='normalize': needs a public row_bound to normalize to.")
+            raise SettingError("{rows='normalize'}: needs a public row_bound to normalize to.")
         weights = self.class_weights
         if weights is not None and (
             self.task == "regression"
@@ -161,7 +163,9 @@ class LinearObjective(BaseObjective, ABC):
         """
         bound = self.row_bound if row_bound is None else row_bound
         if bound is None:
-            raise ValueError("row_bound=None: constants hold for bounded rows only. Declare a public row_bound.")
+            raise SettingError(
+                "{row_bound=None}: constants hold for bounded rows only. Declare a public row_bound."
+            )
         full = math.hypot(bound, self.column)
         moduli = self.moduli()
         lipschitz, smoothness, curvature = (
@@ -227,8 +231,8 @@ class LinearObjective(BaseObjective, ABC):
             return np.ascontiguousarray(y, dtype=np.float64)
         classes = max(self.outputs, 2)
         if not ((y >= 0) & (y < classes) & (y == np.floor(y))).all():
-            known = "0 and 1" if classes == 2 else f"the whole numbers 0 to {classes - 1}"
-            raise DataError(f"y: labels must be {known}. Encode the classes first.")
+            labels = "0 and 1" if classes == 2 else f"the whole numbers 0 to {classes - 1}"
+            raise DataError(f"y: labels must be {labels}. Encode the classes first.")
         return np.ascontiguousarray(y, dtype=np.float64 if self.task == "binary" else np.int64)
 
     def _table(self, X: Matrix, y: Targets | None) -> Table:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.session.queries import Indices, Numbers
 from quietgrad.tables.linear import LinearObjective, Task
 from quietgrad.tables.table import Floats, Packed, Targets
@@ -309,7 +310,7 @@ class _ClassScores(LinearObjective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.classes < 2:
-            raise ValueError(f"classes={self.classes!r}: must be >= 2, a public number.")
+            raise SettingError("{classes}: must be >= 2, a public number.", classes=self.classes)
 
     @property
     def outputs(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quietgrad.core import settings
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.tables.linear import LinearObjective
 from quietgrad.tables.losses import LOSSES
@@ -47,8 +47,8 @@ def loss_entry(text: str) -> tuple[type[LinearObjective], dict[str, float]]:
     name, number = _name_and_number("objective", text)
     kind = LOSSES.get(name)
     if kind is None:
-        said = [n if k.number is None else f"{n}[:{k.number.upper()}]" for n, k in LOSSES.items()]
-        raise ValueError(f"objective {name!r}: must be {', '.join(said[:-1])} or {said[-1]}.")
+        forms = [n if k.number is None else f"{n}[:{k.number.upper()}]" for n, k in LOSSES.items()]
+        raise ValueError(f"objective {name!r}: must be {', '.join(forms[:-1])} or {forms[-1]}.")
     if number is None:
         return kind, {}
     if kind.number is None:
@@ -139,14 +139,14 @@ def make_regularizer(text: object, unpenalized: int) -> Regularizer | None:
         return None
     name, strength = _name_and_number("regularizer", text)
     if name not in _PENALTIES or strength is None:
-        said = ", ".join(f"{known}:STRENGTH" for known in _PENALTIES)
-        raise ValueError(f"regularizer {text!r}: must be {said} or none.")
+        forms = ", ".join(f"{penalty}:STRENGTH" for penalty in _PENALTIES)
+        raise ValueError(f"regularizer {text!r}: must be {forms} or none.")
     return _PENALTIES[name](strength, unpenalized=unpenalized)
 
 
 def _name_and_number(what: str, text: object) -> tuple[str, float | None]:
     if not isinstance(text, str):
-        raise ValueError(f"{what}={text!r}: must be a text.")
+        raise SettingError(f"{{{what}}}: must be a text.", **{what: text})
     name, colon, number = text.partition(":")
     try:
         return name, float(number) if colon else None

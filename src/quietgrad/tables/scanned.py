@@ -256,8 +256,8 @@ class _BoxedSum:
     @property
     def transform(self) -> Affine | None:
         """The transform by which the sum sees rows, and needs their lengths."""
-        seen = [query.whitening.transform for query in self.queries if isinstance(query, WhitenedGradient)]
-        return seen[0] if seen else None
+        transforms = [query.whitening.transform for query in self.queries if isinstance(query, WhitenedGradient)]
+        return transforms[0] if transforms else None
 
     def _boxed(self, parts: PartReader, task: Task) -> Iterator[Table]:
         key = (id(self.frame), task.first)

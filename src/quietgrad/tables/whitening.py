@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.session.queries import Batch, ClippingRule, check_clip
 from quietgrad.tables.privacy_units import UserLevelObjective, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
@@ -39,7 +40,7 @@ class FeatureMean:
     def __post_init__(self) -> None:
         check_clip("clip", self.clip)
         if not (math.isfinite(self.clip) and self.clip > 0.0):
-            raise ValueError(f"clip={self.clip!r}: must be a finite number > 0.")
+            raise SettingError("{clip}: must be a finite number > 0.", clip=self.clip)
 
     @property
     def bound(self) -> float:

@@ -20,7 +20,7 @@ from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from quietgrad.core.accounting.budget import Budget, Relation
-from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.files import parse_json, read_bytes, write_atomically
 from quietgrad.core.session.kept import forget, is_kept
 from quietgrad.core.session.statement import Privacy
@@ -125,7 +125,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         for name, (allowed, why) in _ONLY.items():
             value = vars(self.args)[name]
             if value not in allowed:
-                raise ValueError(f"{name}={value!r}: {why}.")
+                raise SettingError(f"{{{name}}}: {why}.", **{name: value})
         optimizer = str(self.args.optim).lower()
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.session.clipping import Clipping, PerLayer, read_clipping
 from quietgrad.methods.custom_loop import LoopSampling
 from quietgrad.tables.privacy_units import Combine, PersonRule, with_privacy_unit
@@ -169,7 +170,7 @@ def make_private(
     if loss_reduction not in ("mean", "sum", None):
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not poisson_sampling and sampling != "poisson":
-        raise ValueError(f"poisson_sampling=False, sampling={sampling!r}: give one of them.")
+        raise SettingError("poisson_sampling=False, {sampling}: give one of them.", sampling=sampling)
     module = unwrapped(module.module if isinstance(module, PrivateModule) else module)
     clip, rule = _clipping(max_grad_norm, clipping, module)
     check_optimizer(optimizer, module.parameters())
@@ -237,7 +238,7 @@ class PrivacyEngine:
 
     >>> PrivacyEngine(accountant="gdp")
     Traceback (most recent call last):
-    ValueError: accountant='gdp': a central limit, which is no upper bound on what is spent; use 'prv' or 'rdp'.
+    quietgrad.core.errors.SettingError: accountant='gdp': a central limit, which is no upper bound ...
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = True) -> None:
@@ -245,7 +246,7 @@ class PrivacyEngine:
             why = (
                 "a central limit, which is no upper bound on what is spent" if accountant == "gdp" else "not known"
             )
-            raise ValueError(f"accountant={accountant!r}: {why}; use 'prv' or 'rdp'.")
+            raise SettingError(f"{{accountant}}: {why}; use 'prv' or 'rdp'.", accountant=accountant)
         self.accountant = Accountant()
 
     def make_private(self, **settings: Any) -> Any:

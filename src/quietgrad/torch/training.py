@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quietgrad import methods
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit
-from quietgrad.core.errors import BudgetError, DataError
+from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.plans.schedule import Plan
@@ -136,9 +136,9 @@ def fit(
     True
     """
     if errors == "raise" and budget is not None:
-        raise ValueError(
+        raise SettingError(
             'errors="raise": a run that ends at a record tells that the record is in the data. It is for debugging '
-            "on public data, without privacy: give budget=None, or leave errors out. No privacy budget was spent."
+            "on public data, without privacy: give {budget=None}, or leave errors out. No privacy budget was spent."
         )
     run = _Training(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
@@ -156,9 +156,10 @@ def fit(
             )  # fmt: skip
             if planned.epsilon() > budget.epsilon:
                 raise BudgetError(
-                    f"noise_multiplier={noise_multiplier:g}: the run would cost ε = {planned.epsilon():.4g}, above "
+                    f"{{noise_multiplier}}: the run would cost ε = {planned.epsilon():.4g}, above "
                     f"the budget of {budget.epsilon:g}. Use more noise, fewer steps or a smaller batch, or leave "
-                    "the noise to calibration."
+                    "the noise to calibration.",
+                    noise_multiplier=noise_multiplier,
                 )
         if is_distributed():
             if folder is not None:

@@ -37,7 +37,7 @@ from quietgrad.core.accounting.accounting import delta_of, gdp_mu
 from quietgrad.core.accounting.budget import Budget, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_epsilon
 from quietgrad.core.accounting.events import ZCDP
-from quietgrad.core.errors import UnprovableError
+from quietgrad.core.errors import SettingError, UnprovableError
 from quietgrad.core.plans.schedule import Plan
 from quietgrad.methods import plan as make_plan
 from quietgrad.methods.base import Algorithm
@@ -254,7 +254,7 @@ def run(
     """
     started = time.perf_counter()
     if budget is None:
-        raise ValueError("budget=None: a run without a budget claims nothing, so there is nothing to audit.")
+        raise SettingError("{budget=None}: a run without a budget claims nothing, so there is nothing to audit.")
     if not 0.5 <= confidence < 1.0:
         raise ValueError(f"confidence={confidence!r}: must be in [0.5, 1), such as 0.999999.")
     alpha = 1.0 - confidence

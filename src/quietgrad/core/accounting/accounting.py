@@ -52,7 +52,7 @@ from quietgrad.core.accounting.events import (
     PoissonSampled,
     repeated,
 )
-from quietgrad.core.errors import BudgetError, UnprovableError
+from quietgrad.core.errors import BudgetError, SettingError, UnprovableError
 
 ACCOUNTANTS = ("gaussian-exact", "pure", "pld", "zcdp", "rdp")
 _TOLERANCE = 1e-3  # of ε
@@ -204,7 +204,7 @@ def delta_of(event: Event, *, epsilon: float, relation: str | Relation, accounta
     0.126937
     """
     if not isinstance(epsilon, (int, float)) or not 0.0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon={epsilon!r}: must be ≥ 0 and finite.")
+        raise SettingError("{epsilon}: must be ≥ 0 and finite.", epsilon=epsilon)
     relation = Relation.parse(relation)
     failure = total_failure(event)
     upfront, choices = _taken_apart(event, relation)
@@ -273,7 +273,9 @@ def _best(
     }
     if accountant != "best":
         if accountant not in attempts:
-            raise ValueError(f"accountant={accountant!r}: must be 'best' or one of {', '.join(ACCOUNTANTS)}.")
+            raise SettingError(
+                f"{{accountant}}: must be 'best' or one of {', '.join(ACCOUNTANTS)}.", accountant=accountant
+            )
         attempts = {accountant: attempts[accountant]}
     best, winner = math.inf, ""
     refusals: list[AccountantRefusal] = []
@@ -327,24 +329,26 @@ def sampled_gaussian(noise_multiplier: float, steps: int, **sampled: Unpack[Samp
     one, sampling = Gaussian(noise_multiplier), sampled.get("sampling", "poisson")
     n, batch_size, rate = sampled.get("n"), sampled.get("batch_size"), sampled.get("rate")
     if n is not None and batch_size is not None and not 1 <= batch_size <= n:
-        raise ValueError(f"batch_size={batch_size!r}: must be between 1 and n={n}.")
+        raise SettingError("{batch_size}: must be between 1 and {n}.", batch_size=batch_size, n=n)
     match sampling:
         case "full":
             if batch_size not in (None, n) or rate not in (None, 1.0):
-                raise ValueError("sampling='full': takes neither batch_size nor rate; every record takes part.")
+                raise SettingError("{sampling='full'}: takes neither batch_size nor rate; every record takes part.")
             return repeated(one, steps)
         case "poisson":
             if (rate is None) == (n is None or batch_size is None):
-                raise ValueError("sampling='poisson': needs either rate, or both n and batch_size.")
+                raise SettingError("{sampling='poisson'}: needs either rate, or both n and batch_size.")
             return repeated(PoissonSampled((batch_size or 0) / (n or 1) if rate is None else rate, one), steps)
         case "fixed-size" | "random-allocation":
             if n is None or batch_size is None or rate is not None:
-                raise ValueError(f"sampling={sampling!r}: needs n and batch_size, and no rate.")
+                raise SettingError("{sampling}: needs n and batch_size, and no rate.", sampling=sampling)
             if sampling == "fixed-size":
                 return repeated(FixedSizeSampled(n, batch_size, one), steps)
             epoch = -(-n // batch_size)
             return repeated(AllocationSampled(epoch, one), -(-steps // epoch))
-    raise ValueError(f"sampling={sampling!r}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.")
+    raise SettingError(
+        "{sampling}: must be 'poisson', 'random-allocation', 'fixed-size' or 'full'.", sampling=sampling
+    )
 
 
 def calibrate(
@@ -432,8 +436,9 @@ def calibrate_steps(
     epsilon = epsilon_at(1)
     if epsilon > budget.epsilon:
         raise BudgetError(
-            f"epsilon={budget.epsilon:g}: steps=1 already costs ε = {epsilon:.4g}. "
-            "Use a larger noise multiplier or a larger epsilon."
+            f"{{epsilon}}: {{steps=1}} already costs ε = {epsilon:.4g}. "
+            "Use a larger noise multiplier or a larger epsilon.",
+            epsilon=budget.epsilon,
         )
     count, tries = 1, 0  # ε grows about like √count
     while high - low > 1:
@@ -467,8 +472,9 @@ def _least_noise(epsilon_at: Callable[[float], float], budget: Budget, guess: fl
             low = z
             if low >= _MOST_NOISE:
                 raise BudgetError(
-                    f"epsilon={target:g}: cannot be reached, because releases with fixed noise already cost "
-                    f"ε = {epsilon:.4g}. Raise epsilon above that, or remove those releases."
+                    f"{{epsilon}}: cannot be reached, because releases with fixed noise already cost "
+                    f"ε = {epsilon:.4g}. Raise epsilon above that, or remove those releases.",
+                    epsilon=target,
                 )
             if high <= low * (1 + 1e-7):
                 return high

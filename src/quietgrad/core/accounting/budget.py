@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from quietgrad.core.errors import SettingError
+
 _LONGEST_CONDITION = 300  # characters: it stands in one sentence with ε
 
 Json = Mapping[str, Any]
@@ -24,9 +26,9 @@ class _Named(StrEnum):
         try:
             return cls(value)
         except ValueError:
-            known = " or ".join(repr(str(one)) for one in cls)
+            choices = " or ".join(repr(str(one)) for one in cls)
             what = "relation" if cls is Relation else "unit"
-            raise ValueError(f"{what}={value!r}: must be {known}.") from None
+            raise SettingError(f"{{{what}}}: must be {choices}.", **{what: value}) from None
 
 
 class Relation(_Named):
@@ -77,9 +79,10 @@ class PrivacyUnit(_Named):
 def check_delta(delta: float) -> float:
     """Return ``delta`` if it is a probability strictly between 0 and 1, else raise."""
     if not isinstance(delta, (int, float)) or not 0.0 < delta < 1.0:
-        raise ValueError(
-            f"delta={delta!r}: must be strictly between 0 and 1, and well below 1/n. "
-            "For pure ε use OutputPerturbation(mechanism='pure'), whose claim holds with δ = 0."
+        raise SettingError(
+            "{delta}: must be strictly between 0 and 1, and well below 1/n. "
+            "For pure ε use {algorithm='output-perturbation'} with {mechanism='pure'}: its claim holds with δ = 0.",
+            delta=delta,
         )
     return float(delta)
 
@@ -113,7 +116,7 @@ class Budget:
     >>> Budget(epsilon=-1.0, delta=1e-5)
     Traceback (most recent call last):
     ...
-    ValueError: epsilon=-1.0: must be > 0 and finite. For a non-private run pass budget=None.
+    quietgrad.core.errors.SettingError: epsilon=-1.0: must be > 0 and finite. ...
     """
 
     epsilon: float
@@ -123,7 +126,9 @@ class Budget:
     def __post_init__(self) -> None:
         e = self.epsilon
         if not isinstance(e, (int, float)) or not 0.0 < e < math.inf:
-            raise ValueError(f"epsilon={e!r}: must be > 0 and finite. For a non-private run pass budget=None.")
+            raise SettingError(
+                "{epsilon}: must be > 0 and finite. For a non-private run pass {budget=None}.", epsilon=e
+            )
         object.__setattr__(self, "epsilon", float(e))
         object.__setattr__(self, "delta", check_delta(self.delta))
         object.__setattr__(self, "relation", Relation.parse(self.relation))

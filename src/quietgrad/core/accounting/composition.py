@@ -185,7 +185,7 @@ def _check_number(event: Event, number: int) -> None:
 def _undominated(events: list[Event]) -> list[Event]:
     """Drop what another choice covers: same kind of release, no less noise, no higher rate, no more often."""
     keys = [_strength(event) for event in events]
-    kept = []
+    undominated = []
     for i, (event, key) in enumerate(zip(events, keys, strict=True)):
         covered = key is not None and any(
             other is not None
@@ -196,8 +196,8 @@ def _undominated(events: list[Event]) -> list[Event]:
             if j != i
         )
         if not covered:
-            kept.append(event)
-    return kept
+            undominated.append(event)
+    return undominated
 
 
 def _strength(event: Event) -> tuple[tuple[str, ...], tuple[float, ...]] | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from quietgrad.core.accounting.budget import Json, Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.registered import Registered
 
 
@@ -63,7 +64,7 @@ def _number(low: float, high: float, words: str, *, whole: bool = False) -> Call
 
     def check(name: str, value: object) -> float:
         if not _is_number(value) or not low <= value <= high or (whole and int(value) != value):
-            raise ValueError(f"{name}={value!r}: must be {words}.")
+            raise SettingError(f"{{{name}}}: must be {words}.", **{name: value})
         return int(value) if whole else float(value)
 
     return check
@@ -81,7 +82,7 @@ _probability = _number(0.0, _BELOW_ONE, "in [0, 1)")
 
 def _event(name: str, value: object) -> Event:
     if not isinstance(value, Event):
-        raise ValueError(f"{name}={value!r}: is not an event.")
+        raise SettingError(f"{{{name}}}: is not an event.", **{name: value})
     return value
 
 
@@ -162,7 +163,7 @@ class FixedSizeSampled(Event, kind="fixed-size"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch_size > self.n:
-            raise ValueError(f"batch_size={self.batch_size}: must be ≤ n={self.n}.")
+            raise SettingError("{batch_size}: must be ≤ {n}.", batch_size=self.batch_size, n=self.n)
 
     @property
     def rate(self) -> float:

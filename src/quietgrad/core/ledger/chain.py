@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.core.accounting.budget import Json
-from quietgrad.core.errors import DataError, LedgerError
+from quietgrad.core.errors import DataError, LedgerError, SettingError
 from quietgrad.core.files import check_regular, os_error_text, read_json, sync_folder, write_atomically
 from quietgrad.core.ledger.log import append_whole
 
@@ -86,7 +86,7 @@ def anchor(entry: ChainEntry) -> str:
 def check_anchor(entries: Sequence[ChainEntry], text: str) -> str:
     """Compare a chain with its anchor. Returns one sentence that says what is wrong, or ''."""
     if not re.fullmatch(rf"[1-9][0-9]{{0,17}}-[0-9a-f]{{{_ANCHOR_DIGITS}}}", text):
-        raise ValueError(f"head={text!r}: must be what `quietgrad ledger head` printed, such as 12-3f9a….")
+        raise SettingError("{head}: must be what `quietgrad ledger head` printed, such as 12-3f9a….", head=text)
     seq = int(text.partition("-")[0])
     if seq > len(entries):
         lines = len(entries)

@@ -370,7 +370,7 @@ def _check_charge(book: LedgerState, account: str, cost: Cost, cap: Budget | Non
     unit = cost.unit
     # A table that no account was named for may be read by record and by person: its totals are stated by unit, and
     # where a cap bounds one, the other is refused below.
-    others = [known for known in book.units(account) if known is not unit]
+    others = [counted for counted in book.units(account) if counted is not unit]
     if not is_unnamed(account) and others:
         other = others[0]
         raise BudgetError(
@@ -398,7 +398,8 @@ def _check_charge(book: LedgerState, account: str, cost: Cost, cap: Budget | Non
                 f"{whose}: its cap is stated under {bound.relation}, and its releases have no proof "
                 f"under that relation: {error} Nothing was charged. Set a cap that every run can be compared with: "
                 "`quietgrad ledger cap FILE ACCOUNT --epsilon E --delta D --relation replace-one`, or plan under "
-                f"{bound.relation}: relation={str(bound.relation)!r}."
+                f"{bound.relation}: {{relation}}.",
+                relation=str(bound.relation),
             ) from None
         raise BudgetError(
             f"{whose}: this run would exceed the cap. "

@@ -30,7 +30,7 @@ from pathlib import Path
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 from quietgrad.core.accounting.cost import Cost
-from quietgrad.core.errors import LedgerError
+from quietgrad.core.errors import LedgerError, SettingError
 from quietgrad.core.files import write_atomically
 from quietgrad.core.ledger.chain import ChainEntry
 
@@ -57,14 +57,18 @@ def canonical_account_name(name: str) -> str:
 def check_account_name(name: object) -> str:
     """Return the name as it is shown, without spaces around; ``ValueError`` says what is wrong with it."""
     if not isinstance(name, str) or not name.strip():
-        raise ValueError(f"account={name!r}: must be a name that is not empty.")
+        raise SettingError("{account}: must be a name that is not empty.", account=name)
     shown = name.strip()
     if len(shown) > LONGEST:
-        raise ValueError(f"account={shown[:20]!r}…: has {len(shown)} characters; use at most {LONGEST}.")
+        raise SettingError(
+            f"{{account}}: has {len(shown)} characters; use at most {LONGEST}.", account=f"{shown[:20]}…"
+        )
     if any(unicodedata.category(c) in _INVISIBLE for c in shown):
-        raise ValueError(f"account={shown!r}: holds characters that cannot be seen; use letters, digits and signs.")
+        raise SettingError(
+            "{account}: holds characters that cannot be seen; use letters, digits and signs.", account=shown
+        )
     if "/" in shown or "\\" in shown or not canonical_account_name(shown):
-        raise ValueError(f"account={shown!r}: name the people, not a file; leave out / and \\.")
+        raise SettingError("{account}: name the people, not a file; leave out / and \\.", account=shown)
     return shown
 
 
@@ -223,8 +227,8 @@ class LedgerState:
             self.names.setdefault(who, account)
             # Old ledgers capped each spelling by itself: until a cap for all of them is set, all of those hold.
             others = {} if "identity" in body else self.caps.get(who, {})
-            kept = {spelling: cap for spelling, cap in others.items() if spelling != account}
-            self.caps[who] = {**kept, account: Budget.from_json(body)}
+            spellings = {spelling: cap for spelling, cap in others.items() if spelling != account}
+            self.caps[who] = {**spellings, account: Budget.from_json(body)}
         elif kind == "resume":
             run, number = str(body["run"]), body["opening"]
             if number != self.openings.get(run, 0) + 1:

@@ -43,7 +43,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Relation
-from quietgrad.core.errors import BudgetError
+from quietgrad.core.errors import BudgetError, SettingError
 from quietgrad.core.noise.grid import add_discretized_gaussian, sigma_for
 from quietgrad.core.noise.mechanisms import Mechanism, NoiseSource, Probe, Sampled, StandardNormals
 
@@ -113,7 +113,9 @@ class CorrelatedNoise(Mechanism, ABC):
     def _check(self, numbers: Mapping[str, object], lists: Mapping[str, object]) -> None:
         for name, value in numbers.items():
             if type(value) is not int or not 1 <= value <= _MOST_RELEASES:
-                raise ValueError(f"{name}={value!r}: must be a whole number between 1 and {_MOST_RELEASES}.")
+                raise SettingError(
+                    f"{{{name}}}: must be a whole number between 1 and {_MOST_RELEASES}.", **{name: value}
+                )
         for name, values in lists.items():
             if not isinstance(values, tuple | list) or not all(isinstance(v, float) for v in values):
                 raise ValueError(f"{name}: must be a list of numbers.")
@@ -254,9 +256,9 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
         """Refuse releases that the sensitivity is not proved for."""
         if participation is None:
-            raise ValueError(
+            raise SettingError(
                 f"correlated noise on {sampling}: it must be certain how often and how far apart a record takes "
-                "part; use sampling='single-pass' or 'turns', or 'poisson-turns' for secret samples. The whole "
+                "part; use {sampling='single-pass'} or 'turns', or 'poisson-turns' for secret samples. The whole "
                 "table in every release (DP-GD) gains nothing from it."
             )
         k, b = participation
@@ -333,7 +335,9 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
         (1.0, 0.5, 0.375, 0.3125)
         """
         if not 2 <= bands <= _MOST_BANDS:
-            raise ValueError(f"cohorts={bands}: noise that cancels over them needs 2 to {_MOST_BANDS}.")
+            raise SettingError(
+                f"{{cohorts}}: noise that cancels over them needs 2 to {_MOST_BANDS}.", cohorts=bands
+            )
         return cls(releases, tuple(np.cumprod([1.0, *(1.0 - 0.5 / k for k in range(1, bands))]).tolist()))
 
     @property
@@ -379,9 +383,9 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
         """Refuse releases that the windows are not proved for."""
         if participation is None:
-            raise ValueError(
+            raise SettingError(
                 f"noise in bands on {sampling}: a record's releases must be certain to be as far apart as there "
-                "are bands; use sampling='poisson-turns'."
+                "are bands; use {sampling='poisson-turns'}."
             )
         k, b = participation
         if count > self.releases or (k > 1 and b < self.cohorts):

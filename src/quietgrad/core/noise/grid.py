@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.device import DeviceStream
 from quietgrad.core.noise.rng import ZEROS, SecureStream
 
@@ -143,7 +144,9 @@ def sigma_for(noise_multiplier: float, bound: float, dim: int) -> tuple[float, f
     zero (SPIDER's difference of two equal iterates): its noise is 0 too, and so is what is released.
     """
     if not 0.0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier={noise_multiplier!r}: must be > 0. A non-private run adds no noise.")
+        raise SettingError(
+            "{noise_multiplier}: must be > 0. A non-private run adds no noise.", noise_multiplier=noise_multiplier
+        )
     if bound == 0.0:
         return 0.0, 0.0
     if not 0.0 < bound < math.inf:
@@ -194,7 +197,7 @@ def add_discretized_gaussian(
 def _check_positive(**numbers: float) -> None:
     for name, value in numbers.items():
         if not 0.0 < value < math.inf:
-            raise ValueError(f"{name}={value!r}: must be a finite number > 0.")
+            raise SettingError(f"{{{name}}}: must be a finite number > 0.", **{name: value})
 
 
 def l2_laplace_for(epsilon: float, sensitivity: float, dim: int) -> tuple[float, float]:

@@ -33,6 +33,7 @@ from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.closed_form_accountants import gaussian_mu
 from quietgrad.core.accounting.composition import AccountantRefusal, count_releases, parallel_branches
 from quietgrad.core.accounting.events import Composed, Event, Gaussian, MaxOverParties, Pure, Upfront, composed
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.mechanisms import GaussianNoise, L2LaplaceNoise
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class PublicCount:
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or int(self.n) != self.n or self.n < 1:
-            raise ValueError(f"n={self.n!r}: must be a whole number ≥ 1.")
+            raise SettingError("{n}: must be a whole number ≥ 1.", n=self.n)
         if self.multiplier is not None:
             self.event(Relation.ADD_REMOVE)  # refuses what is no multiplier
 
@@ -113,7 +114,7 @@ class PublicCount:
                 "with Laplace noise (gaussian=False), whose ε is added to that of any plan."
             )
         if isinstance(event, MaxOverParties):
-            return MaxOverParties(tuple(Composed((first, own)) for own in event.parties))
+            return MaxOverParties(tuple(Composed((first, party)) for party in event.parties))
         return Composed((first, event))
 
     def rest_of(self, event: Event, relation: Relation) -> Event:

@@ -46,8 +46,8 @@ _UNITS = {
 
 def _records(plan: Plan) -> str:
     unit = _UNITS[plan.unit]
-    known = "a public number" if plan.counted is None else "counted privately"
-    head = f"{plan.algorithm} on n = {plan.n_public} records ({known}{unit})"
+    origin = "a public number" if plan.counted is None else "counted privately"
+    head = f"{plan.algorithm} on n = {plan.n_public} records ({origin}{unit})"
     if plan.budget is None:
         return f"{head}\nNOT PRIVATE: no noise is added, and no ε can be stated."
     relation = plan.budget.relation

@@ -21,7 +21,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.accounting import account, calibrate_event, delta_of, prove
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 from quietgrad.core.accounting.cost import Cost
-from quietgrad.core.errors import BudgetError, UnprovableError
+from quietgrad.core.errors import BudgetError, SettingError, UnprovableError
 from quietgrad.core.plans.counting import PublicCount
 from quietgrad.core.plans.explain import explain
 from quietgrad.core.plans.slots import Composition, Law, Schedule, Slot
@@ -390,7 +390,9 @@ def plan(
     n, counted = size.n, size if size.counted else None
     check_records_public(records_public, int(n), kind)
     if budget is not None and not algorithm.private:
-        raise ValueError(f"{algorithm.name} is a non-private baseline: pass budget=None, or use its private form.")
+        raise SettingError(
+            f"{algorithm.name} is a non-private baseline: pass {{budget=None}}, or use its private form."
+        )
     schedule = algorithm.schedule(int(n))
     if looks:
         if schedule.composition != "sequential":

@@ -188,8 +188,8 @@ class Schedule:
         for slot in self.slots:
             if slot.name == name:
                 return slot
-        known = ", ".join(repr(slot.name) for slot in self.slots)
-        raise BudgetError(f"release {name!r} is not in the plan (it holds {known}); plan again with it.")
+        names = ", ".join(repr(slot.name) for slot in self.slots)
+        raise BudgetError(f"release {name!r} is not in the plan (it holds {names}); plan again with it.")
 
     @property
     def releases(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.sampling.participation import CyclicCohorts, CyclicPoisson, SinglePass
 from quietgrad.core.sampling.parties import CoordinatorSampled, SelfSampled
 from quietgrad.core.sampling.samplers import Sampler
@@ -56,8 +57,12 @@ def sampling_of(name: SamplingName, n_public: int, batch_size: int | None, cohor
     Poisson(rate=0.01)
     """
     if name not in get_args(SamplingName):
-        raise ValueError(f"sampling={name!r}: must be one of {', '.join(map(repr, get_args(SamplingName)))}.")
+        raise SettingError(
+            f"{{sampling}}: must be one of {', '.join(map(repr, get_args(SamplingName)))}.", sampling=name
+        )
     kind = KINDS[name]
     if kind.in_turns != (cohorts is not None):
-        raise ValueError(f"sampling={name!r}, cohorts={cohorts}: name the cohorts exactly when they take turns.")
+        raise SettingError(
+            "{sampling}, {cohorts}: name the cohorts exactly when they take turns.", sampling=name, cohorts=cohorts
+        )
     return FullBatch() if batch_size is None and cohorts is None else kind.of(n_public, batch_size, cohorts)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.sampling.samplers import (
     BernoulliSubsampler,
@@ -62,9 +63,10 @@ class SinglePass(Sampling, kind="single-pass"):
 
     def check_count(self, count: int) -> None:
         if count * self.batch_size > self.n:
-            raise ValueError(
-                f"{count} steps of {self.batch_size} fresh records are more than n={self.n}: in a single pass "
-                f"every record is used once. Plan {self.n // self.batch_size} steps, or smaller batches."
+            raise SettingError(
+                f"{count} steps of {self.batch_size} fresh records are more than {{n}}: in a single pass "
+                f"every record is used once. Plan {self.n // self.batch_size} steps, or smaller batches.",
+                n=self.n,
             )
 
     @classmethod
@@ -139,14 +141,14 @@ class CyclicCohorts(Sampling, kind="turns"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.cohorts < 2:
-            raise ValueError(f"cohorts={self.cohorts}: must be ≥ 2; one cohort is the full batch.")
+            raise SettingError("{cohorts}: must be ≥ 2; one cohort is the full batch.", cohorts=self.cohorts)
 
     @classmethod
     def of(cls, n_public: int, batch_size: int | None, cohorts: int | None) -> CyclicCohorts:
         """Return the turns of ``cohorts``; a batch is then n ÷ cohorts, whatever is given for it."""
         participation = cls(cohorts or 0)
         if participation.cohorts > n_public:
-            raise ValueError(f"cohorts={cohorts}: must be at most n={n_public}.")
+            raise SettingError("{cohorts}: must be at most {n}.", cohorts=cohorts, n=n_public)
         return participation
 
     def event(self, inner: events.Event, steps: int = 1) -> events.Event:
@@ -257,9 +259,11 @@ class CyclicPoisson(Sampling, kind="poisson-turns"):
         if batch_size is None:
             return turns
         if not 1 <= batch_size * turns.cohorts <= n_public:
-            raise ValueError(
-                f"batch_size={batch_size}, cohorts={cohorts}: a cohort has about n ÷ cohorts = "
-                f"{n_public / turns.cohorts:.4g} records; take smaller batches or fewer cohorts."
+            raise SettingError(
+                f"{{batch_size}}, {{cohorts}}: a cohort has about n ÷ cohorts = "
+                f"{n_public / turns.cohorts:.4g} records; take smaller batches or fewer cohorts.",
+                batch_size=batch_size,
+                cohorts=cohorts,
             )
         return cls(turns.cohorts, turns.cohorts * batch_size / n_public)
 

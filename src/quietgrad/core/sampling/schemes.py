@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Json, Relation
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.core.registered import Registered
 from quietgrad.core.sampling.samplers import (
@@ -69,13 +70,13 @@ class Sampling(Registered, ABC, family="sampling"):
                 object.__setattr__(self, name, Relation.parse(value))
             elif name == "rate":
                 if not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
-                    raise ValueError(f"rate={value!r}: must be in (0, 1]; it is the expected batch ÷ n.")
+                    raise SettingError("{rate}: must be in (0, 1]; it is the expected batch ÷ n.", rate=value)
             elif name not in _WHOLE_NUMBERS:
                 continue
             elif isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
+                raise SettingError(f"{{{name}}}: must be a whole number ≥ 1.", **{name: value})
             elif name == "batch_size" and value > vars(self).get("n", value):
-                raise ValueError(f"batch_size={value}: must be ≤ n={vars(self)['n']}.")
+                raise SettingError("{batch_size}: must be ≤ {n}.", batch_size=value, n=vars(self)["n"])
 
     @classmethod
     def of(cls, n_public: int, batch_size: int | None, cohorts: int | None) -> Sampling:
@@ -210,7 +211,7 @@ def from_json(data: Json) -> Sampling:
 def batch_of(n_public: int, batch_size: int | None) -> int:
     """Return ``batch_size`` if it can be one of n records."""
     if batch_size is None or not 1 <= batch_size <= n_public:
-        raise ValueError(f"batch_size={batch_size}: must be between 1 and n={n_public}.")
+        raise SettingError("{batch_size}: must be between 1 and {n}.", batch_size=batch_size, n=n_public)
     return batch_size
 
 
@@ -218,7 +219,7 @@ def check_records(scheme: Sampling, n_records: int, n: int) -> None:
     """Raise ValueError unless a scheme that was declared for n records is given as many."""
     if n_records != n:
         name = type(scheme).__name__
-        raise ValueError(f"{n_records} records: {name} was declared for n={n}. Declare the true n.")
+        raise SettingError(f"{n_records} records: {name} was declared for {{n}}. Declare the true n.", n=n)
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ class Poisson(Sampling, kind="poisson"):
     >>> Poisson(1.5)
     Traceback (most recent call last):
     ...
-    ValueError: rate=1.5: must be in (0, 1]; it is the expected batch ÷ n.
+    quietgrad.core.errors.SettingError: rate=1.5: must be in (0, 1]; it is the expected batch ÷ n.
     """
 
     rate: float

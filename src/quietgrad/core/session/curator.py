@@ -229,7 +229,9 @@ class CentralCurator:
             return
         if len(self.records) != plan.n_public:
             what = plan.unit.in_words("records")
-            raise DataError(f"the plan is for n={plan.n_public} but the data has another number of {what}: {why}.")
+            raise DataError(
+                f"the plan is for {{n}} but the data has another number of {what}: {why}.", n=plan.n_public
+            )
 
 
 def public_count(

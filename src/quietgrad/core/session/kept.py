@@ -101,8 +101,8 @@ class Header:
     def from_json(cls, data: Mapping[str, Any]) -> Header:
         """Rebuild it from :meth:`to_json`."""
         cap = None if data["cap"] is None else Budget.from_json(data["cap"])
-        known = {**data, "plan": Plan.from_json(data["plan"]), "cap": cap, "notes": tuple(data["notes"])}
-        return cls(**known)
+        fields = {**data, "plan": Plan.from_json(data["plan"]), "cap": cap, "notes": tuple(data["notes"])}
+        return cls(**fields)
 
 
 class Run:

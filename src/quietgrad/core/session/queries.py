@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quietgrad.core.accounting.budget import PrivacyUnit
+from quietgrad.core.errors import SettingError
 from quietgrad.core.session.clipping import FLAT, Clipping
 from quietgrad.core.vectors import OwnVector, zeros_like
 
@@ -108,7 +109,9 @@ _SMALLEST_WEIGHT = 2.0**-60
 def check_clip(name: str, value: float) -> None:
     """Refuse a clip outside of the range in which arithmetic keeps it; 0 lets nothing through, ∞ everything."""
     if not (value == 0.0 or SMALLEST_CLIP <= value <= LARGEST_CLIP or value == math.inf):
-        raise ValueError(f"{name}={value!r}: must be 0, or between {SMALLEST_CLIP:.3g} and {LARGEST_CLIP:.3g}.")
+        raise SettingError(
+            f"{{{name}}}: must be 0, or between {SMALLEST_CLIP:.3g} and {LARGEST_CLIP:.3g}.", **{name: value}
+        )
 
 
 def following_clip(value: float) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.federation.secure.channel import Endpoint, TranscriptRecorder
 from quietgrad.federation.secure.choreography import (
     ANSWERS,
@@ -152,7 +152,9 @@ def secure_sum(
         if row.shape != rows[0].shape or not np.isfinite(row).all():
             raise DataError(f"vector {i}: must have shape {rows[0].shape} as the first, and no NaN or infinity.")
     if not noise_multiplier >= 0.0:
-        raise ValueError(f"noise_multiplier={noise_multiplier!r}: must be ≥ 0. For no noise pass 0.")
+        raise SettingError(
+            "{noise_multiplier}: must be ≥ 0. For no noise pass 0.", noise_multiplier=noise_multiplier
+        )
     sigma = float(noise_multiplier) * float(clip)
     terms = SecureSumConfig(
         mode, len(rows), rows[0].size, float(clip), sigma, honest=honest, colluders=colluders, servers=servers

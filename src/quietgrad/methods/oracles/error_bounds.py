@@ -118,14 +118,14 @@ def chain_error(parts: tuple[Part, ...], *, chains: int) -> EstimateError:
     Noises of different multipliers add like those of one: a chain's variance is the sum of its parts'.
     """
     # Without a proof of its own a batch is taken for one of independent draws: a scale, which no claim may rest on.
-    known = [(part.error or MeanError(1.0 / part.size, 2.0 / part.size, None), part.length) for part in parts]
-    risks = {error.risk for error, _ in known}
+    errors = [(part.error or MeanError(1.0 / part.size, 2.0 / part.size, None), part.length) for part in parts]
+    risks = {error.risk for error, _ in errors}
     return EstimateError(
-        sampling=math.sqrt(math.fsum(error.variance * length**2 for error, length in known)),
+        sampling=math.sqrt(math.fsum(error.variance * length**2 for error, length in errors)),
         noise=math.hypot(*(part.deviation for part in parts)),
         first_noise=parts[0].deviation,
-        longest=max(error.longest * length for error, length in known),
+        longest=max(error.longest * length for error, length in errors),
         chains=chains,
-        odds=max(error.odds for error, _ in known),
+        odds=max(error.odds for error, _ in errors),
         risk=risks.pop() if len(risks) == 1 else None,
     )

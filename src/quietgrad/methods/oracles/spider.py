@@ -43,6 +43,7 @@ from typing import Literal
 
 import numpy as np
 
+from quietgrad.core.errors import SettingError
 from quietgrad.core.noise.correlated import CorrelatedNoise
 from quietgrad.core.plans.schedule import Slot
 from quietgrad.core.sampling import FullBatch, Sampling, SamplingName, SinglePass, sampling_of
@@ -196,7 +197,9 @@ class AdaptiveSpider(SpiderOracle):
         """(b₁, b₂): as given, else n/60 and a tenth of b₁."""
         full = n_public // 60 if self.batch_size is None else self.batch_size
         if not 1 <= full <= n_public:
-            raise ValueError(f"n={n_public}: too small for one full query of batch_size={full or 'n/60'} records.")
+            raise SettingError(
+                "{n}: too small for one full query of {batch_size} records.", n=n_public, batch_size=full or "n/60"
+            )
         difference = max(1, full // 10) if self.difference_batch_size is None else self.difference_batch_size
         return full, min(difference, n_public)
 
@@ -299,7 +302,7 @@ class Spider(SpiderOracle):
         super().__post_init__()
         self.check_noise()
         if self.warm_steps < 0:
-            raise ValueError(f"warm_steps={self.warm_steps}: must be ≥ 0.")
+            raise SettingError("{warm_steps}: must be ≥ 0.", warm_steps=self.warm_steps)
         if self.path is not None and self.split is None and (self.clip is None or self.smoothness is None):
             raise ValueError("path: gives the split with clip and smoothness; give those too, or split itself.")
 
@@ -307,7 +310,7 @@ class Spider(SpiderOracle):
         """``warm`` gradients, then ``o1`` and ``o2``, their multipliers by the shares."""
         left = steps - self.warm_steps
         if left < 1:
-            raise ValueError(f"warm_steps={self.warm_steps}: must be below steps={steps}.")
+            raise SettingError("{warm_steps}: must be below {steps}.", warm_steps=self.warm_steps, steps=steps)
         full, share = -(-left // (self.period or left)), self.share(steps)
         then = sampling_of(self.sampling, n_public, self.difference_batch_size or self.batch_size, self.cohorts)
         # Turns and passes leave no record for a full gradient of its own: it asks all of them.

@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.queries import LARGEST_CLIP, Batch, LossConstants, Objective, Records, check_clip
 from quietgrad.core.vectors import OwnVector, copy
 
@@ -65,7 +65,8 @@ class LocalFit:
         if records.row_bound is None or records.row_bound > self.row_bound:
             raise DataError(
                 f"records: rows are not bounded by {self.row_bound:g}. "
-                f"Give the objective row_bound={self.row_bound:g} before preparing the data."
+                f"Give the objective {{row_bound}} before preparing the data.",
+                row_bound=self.row_bound,
             )
         params = objective.initial(records) if self.start is None else copy(self.start)
         for _ in range(self.steps):
@@ -101,7 +102,7 @@ def local_fit(
     (0.02, True)
     """
     if n < 1 or steps < 1:
-        raise ValueError(f"n={n}, steps={steps}: both must be >= 1.")
+        raise SettingError("{n}, {steps}: both must be >= 1.", n=n, steps=steps)
     if not (math.isfinite(step_size) and step_size > 0.0):
         raise ValueError(f"step_size={step_size!r}: must be a finite number > 0.")
     row_bound = objective.row_bound if row_bound is None else row_bound

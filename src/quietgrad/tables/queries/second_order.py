@@ -169,10 +169,10 @@ class GradientsAndHessians:
         """
         d = self.points.shape[1]
         rows, columns = np.triu_indices(d)
-        found = []
+        pairs = []
         for part in np.asarray(total, np.float64).reshape(len(self.points), -1):
             hessian = np.zeros((d, d))
             hessian[rows, columns] = part[d:] / np.where(rows == columns, 1.0, math.sqrt(2.0))
             hessian[columns, rows] = hessian[rows, columns]
-            found.append((part[:d], hessian))
-        return found
+            pairs.append((part[:d], hessian))
+        return pairs

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quietgrad.core.accounting.accounting import account
 from quietgrad.core.accounting.budget import Budget, PrivacyUnit, Relation
 from quietgrad.core.accounting.events import Event, composed
-from quietgrad.core.errors import BudgetError, DataError, ExhaustedError
+from quietgrad.core.errors import BudgetError, DataError, ExhaustedError, SettingError
 from quietgrad.core.ledger.account import Account
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.session.base import SessionCost
@@ -81,7 +81,7 @@ class LoopTerms:
             raise ValueError("epochs and steps: give one of them.")
         for name, value in (("epochs", self.epochs), ("steps", self.steps)):
             if value is not None and (isinstance(value, bool) or int(value) != value or value < 1):
-                raise ValueError(f"{name}={value!r}: must be a whole number ≥ 1.")
+                raise SettingError(f"{{{name}}}: must be a whole number ≥ 1.", **{name: value})
         if self.noise_multiplier is None and not self.has_end:
             raise ValueError("a loop whose noise follows from its budget needs epochs= or steps= beforehand.")
 
@@ -114,7 +114,8 @@ class LoopTerms:
         if not 1 <= self.batch_size <= n:
             records = self.unit.in_words("records")
             raise DataError(
-                f"batch_size={self.batch_size}: must be between 1 and the {n} {records} of the data set."
+                f"{{batch_size}}: must be between 1 and the {n} {records} of the data set.",
+                batch_size=self.batch_size,
             )
         epochs = 1 if self.epochs is None and self.sampling == "single-pass" else self.epochs
         steps = self.steps or (_OPEN_END if epochs is None else epochs * self.epoch_length(n))

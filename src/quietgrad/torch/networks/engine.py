@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.clipping import FLAT, Clipping, scale_factors
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.gradients import (
@@ -70,7 +70,7 @@ def clip_weights(
     tensor([1.0000, 0.5000], dtype=torch.float64)
     """
     if not clip > 0:
-        raise ValueError(f"clip={clip}: must be > 0.")
+        raise SettingError("{clip}: must be > 0.", clip=clip)
     tight = clip / (1 + _SLACK[precision])
     if clipping == FLAT:
         return (tight / norms).clamp(max=1.0)
