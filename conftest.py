@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("quietgrad", deadline=None)  # machines are noisy: nothing here asserts a time
+settings.load_profile("quietgrad")
 
 _state = tempfile.TemporaryDirectory(prefix="quietgrad-state-")
 os.environ["QUIETGRAD_STATE"] = _state.name

@@ -12,7 +12,7 @@ import typer
 
 import quietgrad as qg
 from quietgrad.cli.run_spec import algorithm_from, objective_from
-from quietgrad.core.errors import DataError
+from quietgrad.core.errors import DataError, SettingError
 from quietgrad.federation.network import nothing_beside
 from quietgrad.federation.plan_file import objective_of
 from quietgrad.methods.learning_rates import StepDecay
@@ -45,7 +45,7 @@ def test_results_describe_algorithms_so_that_they_can_be_built_again() -> None:
 def from_command_line(name: str, settings: dict[str, Any]) -> Any:
     try:
         return algorithm_from(name, {}, [f"{key}={value}" for key, value in settings.items()])
-    except typer.BadParameter as error:
+    except (typer.BadParameter, SettingError) as error:
         return str(error)
 
 
