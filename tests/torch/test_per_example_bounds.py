@@ -377,3 +377,20 @@ def test_long_vectors_are_measured_in_float64() -> None:
     x, y = torch.full((1, 1), 1.9195979833602905), torch.zeros(1)
     out, _ = summed(engine, (torch.zeros(engine.dim),), grouped(x, y), ClippingRule.gradient(1.0))
     assert 1 - 1e-4 < float(out.norm()) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation"), [((3, 3), (1, 1), (1, 1)), ((2, 3), (2, 1), (1, 2)), ((1, 1), (3, 2), (1, 1))]
+)
+def test_compiled_unfolding_is_torchs(
+    kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The columns that Gram matrices and sums of convolutions are made of, in float64, no number changed."""
+    images = torch.randn((2, 3, 9, 8), dtype=dtype, generator=torch.Generator().manual_seed(0))
+    wanted = torch.nn.functional.unfold(images, kernel, dilation, stride=stride)
+    found = compiled_sums.unfold(images, kernel, stride, dilation)
+    assert found.dtype == torch.float64
+    assert torch.equal(found.mT, wanted.double())
+    turned = images.to(memory_format=torch.channels_last)  # not in one piece of memory, row after row
+    assert torch.equal(compiled_sums.unfold(turned, kernel, stride, dilation), found)

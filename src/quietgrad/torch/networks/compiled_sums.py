@@ -5,7 +5,7 @@ torch would write the wider copy out first. On accelerators, and for vectors tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,20 @@ def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Te
     tensor([[ 7.,  0., 13.]])
     """
     _correlate(grads.numpy(), inputs.numpy(), length, shifts, out.numpy(), places)
+
+
+def unfold(images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What a filter sees at each position, (n, positions, channels·entries), in float64.
+
+    >>> unfold(torch.arange(6.0).view(1, 1, 2, 3), (2, 2), (1, 1), (1, 1))
+    tensor([[[0., 1., 3., 4.],
+             [1., 2., 4., 5.]]], dtype=torch.float64)
+    """
+    steps = zip(images.shape[2:], kernel, stride, dilation, strict=True)
+    sides = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in steps]
+    out = torch.empty((len(images), *sides, images.shape[1], *kernel), dtype=torch.float64)
+    _unfold(images.contiguous().numpy(), out.numpy(), *stride, *dilation)
+    return out.flatten(3).flatten(1, 2)
 
 
 def max_pool(images: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -105,6 +119,20 @@ def _to_places(grads: Array, places: Array, back: Array) -> None:
     for m in range(len(grads)):
         for j in range(grads.shape[1]):
             back[m, places[m, j]] += grads[m, j]
+
+
+@_EXACT
+def _unfold(images: Array, out: Array, down: int, right: int, step_h: int, step_w: int) -> None:
+    examples, high, wide, channels, kernel_h, kernel_w = out.shape
+    for m in range(examples):
+        for i in range(high):
+            for j in range(wide):
+                for c in range(channels):
+                    for p in range(kernel_h):
+                        line = images[m, c, i * down + p * step_h]
+                        entries = out[m, i, j, c, p]
+                        for q in range(kernel_w):
+                            entries[q] = line[j * right + q * step_w]
 
 
 @_SUM
