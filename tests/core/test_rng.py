@@ -17,7 +17,7 @@ from scipy import special
 
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.ledger.keys import KeyFile, KeyFileError
-from quietgrad.core.noise.grid import NoiseStream
+from quietgrad.core.noise.grid import NoiseStream, add_discretized_gaussian
 from quietgrad.core.noise.rng import SecureStream, fresh_key, inversion_table, seed_key
 
 FALSE_ALARM = 1e-6
@@ -108,7 +108,7 @@ def test_inverse_cdf_is_as_accurate_as_the_docstring_says(monkeypatch: pytest.Mo
         def update_into(self, zeros: memoryview, out: memoryview) -> None:
             out[:] = words.view(np.uint8).data
 
-    monkeypatch.setattr(NoiseStream, "_open", lambda self, block: Fixed())
+    monkeypatch.setattr(NoiseStream, "_open", lambda self, block, counter=0: Fixed())
     numbers = stream().normal(0, words.size)
     more = stream().at(0, np.uint64(2**63) + np.arange(words.size, dtype=np.uint64))
     assert np.isfinite(numbers).all()
@@ -133,7 +133,7 @@ def test_the_far_tail_has_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
         def update_into(self, zeros: memoryview, out: memoryview) -> None:
             out[:] = zeros
 
-    monkeypatch.setattr(NoiseStream, "_open", lambda self, block: Zeros())
+    monkeypatch.setattr(NoiseStream, "_open", lambda self, block, counter=0: Zeros())
     x = stream().normal(0, 20_000)
     assert np.unique(x).size == x.size
     assert x.max() < special.ndtri(2.0**-64)
@@ -270,3 +270,38 @@ def test_pieces_of_a_long_vector_are_the_vector() -> None:
         for where, piece in noise.normal_pieces(7, size):
             joined[where] = piece
         np.testing.assert_array_equal(joined, noise.normal(7, size))
+
+
+def test_noise_in_one_pass_is_noise_added_piece_by_piece() -> None:
+    """A long sum meets its noise in one compiled pass: all bits are those of numpy's, far sums and NaN included."""
+    stream = NoiseStream(seed_key(5), "noise")
+    random = np.random.default_rng(0)
+    for size in (100, 1 << 14, (1 << 14) + 1, 100_003):
+        total = random.standard_normal(size) * np.exp(random.uniform(-30, 60, size))
+        total[:7] = 0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**40, 0.5 * 2.0**-20
+        wanted = total.copy()
+        add_discretized_gaussian(wanted, stream.normal(3, size), 1.37, 2.0**-20)
+        stream.add_normal(3, total, 1.37, 2.0**-20)
+        np.testing.assert_array_equal(total.view(np.uint64), wanted.view(np.uint64))
+
+
+def test_far_tail_of_long_vectors_takes_second_words() -> None:
+    """Of 64 bits the tail beyond 4.17 is continued by a second word, in compiled pieces as in numpy.
+
+    Words of a stream are chosen by the key: in 2²⁰ draws k < 2⁴⁸ is met about 32 times. There the numbers are what
+    scipy makes of all 127 bits, and no two words that agree in 64 bits would give the same number.
+    """
+    from scipy.special import ndtri
+
+    stream, size = NoiseStream(seed_key(5), "noise"), 1 << 20
+    words = stream.uint64(2, size)
+    places = np.flatnonzero(words < np.uint64(1 << 49))
+    assert 8 < len(places) < 80  # P(outside) < 1e-6 for Poisson(32)
+    k, more = words[places] >> np.uint64(1), stream.at(2, places.astype(np.uint64) + np.uint64(1 << 63))
+    p = (k + (more + 0.5) * 2.0**-64) * 2.0**-64
+    signs = np.where(words[places] & np.uint64(1), -1.0, 1.0)
+    found = stream.normal(2, size)[places]
+    np.testing.assert_array_equal(found, signs * ndtri(p))
+    assert np.all(np.abs(found) > 4.0)
+    coarse = signs * ndtri((k + 0.5) * 2.0**-64)
+    assert np.any(found != coarse)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch import clipped_sums
 from quietgrad.torch.clipped_sums import clipped_difference_sum, clipped_gradient_sum
+from quietgrad.torch.networks import compiled_sums, operations
 from quietgrad.torch.networks.engine import _SLACK, PerExampleEngine
 from quietgrad.torch.networks.gradients import Collector, ProgramProfile
 from quietgrad.torch.networks.one_record import Pass
@@ -377,3 +378,50 @@ def test_long_vectors_are_measured_in_float64() -> None:
     x, y = torch.full((1, 1), 1.9195979833602905), torch.zeros(1)
     out, _ = summed(engine, (torch.zeros(engine.dim),), grouped(x, y), ClippingRule.gradient(1.0))
     assert 1 - 1e-4 < float(out.norm()) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "dilation"), [((3, 3), (1, 1), (1, 1)), ((2, 3), (2, 1), (1, 2)), ((1, 1), (3, 2), (1, 1))]
+)
+def test_compiled_unfolding_is_torchs(
+    kernel: tuple[int, int], stride: tuple[int, int], dilation: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """The columns that Gram matrices and sums of convolutions are made of, in float64, no number changed."""
+    images = torch.randn((2, 3, 9, 8), dtype=dtype, generator=torch.Generator().manual_seed(0))
+    wanted = torch.nn.functional.unfold(images, kernel, dilation, stride=stride)
+    found = compiled_sums.unfold(images, kernel, stride, dilation)
+    assert found.dtype == torch.float64
+    assert torch.equal(found.mT, wanted.double())
+    turned = images.to(memory_format=torch.channels_last)  # not in one piece of memory, row after row
+    assert torch.equal(compiled_sums.unfold(turned, kernel, stride, dilation), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("last", [True, False])
+def test_scale_and_shift_of_norms_are_autograds(last: bool, dtype: torch.dtype) -> None:
+    """Compiled sums over positions, also of inputs far from zero, against the gradient of each example alone."""
+    random = torch.Generator().manual_seed(0)
+    x = 50 + torch.randn((3, 6, 5), dtype=dtype, generator=random)
+    g = torch.randn((3, 6, 5), dtype=dtype, generator=random)
+    width = 5 if last else 6
+    found = None
+    for k in range(3):
+        scale, shift = (
+            torch.ones(width, dtype=dtype).requires_grad_(),
+            torch.zeros(width, dtype=dtype).requires_grad_(),
+        )
+        out = F.layer_norm(x[k], (5,), scale, shift) if last else F.group_norm(x[k, None], 2, scale, shift)[0]
+        wanted = torch.autograd.grad((out * g[k]).sum(), [scale, shift])
+        if last:
+            _, mean, rstd = torch.native_layer_norm(x, [5], None, None, 1e-5)
+            mean, rstd = mean.flatten(1), rstd.flatten(1)
+        else:
+            _, mean, rstd = torch.native_group_norm(x, None, None, 3, 6, 5, 2, 1e-5)
+        found = compiled_sums.scale_and_shift(g, x, mean, rstd, last=last)
+        slow = operations._scale_and_shift(g.requires_grad_(), x, mean, rstd, last=last)
+        g.requires_grad_(False)
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-11
+        for here, there, other in zip(found, wanted, slow, strict=True):
+            assert torch.allclose(here[k], there, rtol=tolerance, atol=tolerance)
+            assert torch.allclose(here[k], other[k].detach(), rtol=tolerance, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Compiled kernels: normal quantiles, random subsets, and sums of two laws. Importing this imports numba."""
+"""Compiled kernels: Gaussian noise, random subsets, and sums of two laws. Importing this imports numba."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _SQRT_2PI = 2.50662827463100050242
 _ROOM = 8  # places in the table per displaced record: few collisions, and small batches stay in first-level cache
 
 
-def lower_quantiles(p: Floats) -> None:
+def quantile_scratch(size: int) -> tuple[npt.NDArray[np.int64], Floats, Floats]:
+    """Memory that :func:`lower_quantiles` works in."""
+    room = min(PIECE, size) + 1
+    return np.empty(room, np.int64), np.empty(room), np.empty(room)
+
+
+def lower_quantiles(p: Floats, scratch: tuple[npt.NDArray[np.int64], Floats, Floats] | None = None) -> None:
     """Replace p in (0, ½) by Φ⁻¹(p) ≤ 0, in place: scipy's `ndtri`, bit for bit, in a third of its time.
 
     The rational approximations are those of Cephes, which scipy calls one number at a time. Here a piece that stays
@@ -28,10 +34,9 @@ def lower_quantiles(p: Floats) -> None:
     the tail are set apart first, because only they need logarithms. No operation is reordered or fused, and
     logarithms are the C library's, as scipy's are: a test compares all bits.
     """
-    scratch = np.empty((2, min(PIECE, p.size) + 1))
-    places = np.empty(scratch.shape[1], np.int64)
+    scratch = scratch or quantile_scratch(p.size)
     for start in range(0, p.size, PIECE):
-        _invert(p[start : start + PIECE], places, *scratch)
+        _invert(p[start : start + PIECE], *scratch)
 
 
 @_compiled
@@ -81,6 +86,46 @@ def _invert(p: Floats, places: npt.NDArray[np.int64], tail: Floats, logs: Floats
         tail[k] = z * (top if near else far) / (low if near else deep) - (x - logs[k] / x)
     for k in range(count):
         p[places[k]] = tail[k]
+
+
+@_compiled
+def lower_probabilities(words: npt.NDArray[np.uint64], p: Floats, coarse: npt.NDArray[np.int64]) -> int:
+    """Write p = (k + ½)·2⁻⁶⁴ of the upper 63 bits k of each word; return how many k are below 2⁴⁸.
+
+    Their places are in ``coarse``.
+    """
+    count = 0
+    for i in range(len(words)):
+        p[i] = (np.float64(np.int64(words[i] >> np.uint64(1))) + 0.5) * 2.0**-64
+    for i in range(len(words)):
+        if words[i] < np.uint64(1 << 49):
+            coarse[count] = i
+            count += 1
+    return count
+
+
+@_compiled
+def give_signs(words: npt.NDArray[np.uint64], x: Floats) -> None:
+    """x, which is ≤ 0, with the sign of each word's lowest bit."""
+    for i in range(len(x)):
+        x[i] = -x[i] if words[i] & np.uint64(1) else x[i]
+
+
+@_compiled
+def add_on_grid(
+    words: npt.NDArray[np.uint64], x: Floats, ratio: float, step: float, limit: float, total: Floats
+) -> None:
+    """total = (rint(total/step), at most ± ``limit``, + rint(±x·ratio))·step, the sign from each word's lowest bit.
+
+    The operations are those of :func:`quietgrad.core.noise.grid.add_discretized_gaussian`, and so are all bits.
+    """
+    inverse = 1.0 / step
+    for i in range(len(x)):
+        units = np.rint(total[i] * inverse)
+        units = limit if units > limit else units
+        units = -limit if units < -limit else units
+        noise = -x[i] if words[i] & np.uint64(1) else x[i]
+        total[i] = (units + np.rint(noise * ratio)) * step
 
 
 @_compiled

@@ -73,6 +73,17 @@ def wide_zeros(a: OwnVector) -> OwnVector:
     return np.zeros(a.shape, np.float64) if isinstance(a, np.ndarray) else a.new_zeros(0).double().new_zeros(len(a))
 
 
+def subtracted_from(a: OwnVector, b: OwnVector) -> OwnVector:
+    """a − b, in the memory of ``b`` where it can be: of a network's length, new memory costs more than the sum.
+
+    >>> subtracted_from(np.array([3.0, 4.0]), np.array([1.0, 1.0]))
+    array([2., 3.])
+    """
+    if isinstance(a, np.ndarray) or a.dtype != b.dtype or a.requires_grad:
+        return a - b
+    return b.neg_().add_(a)
+
+
 def copy(a: OwnVector) -> OwnVector:
     """A vector equal to ``a`` that shares no memory with it."""
     return a.copy() if isinstance(a, np.ndarray) else a.detach().clone()

@@ -20,7 +20,7 @@ from quietgrad.core.session.base import Session
 from quietgrad.core.session.checkpoint import kept_state
 from quietgrad.core.session.clipping import FLAT, read_clipping
 from quietgrad.core.session.queries import Asked, Objective, public_loss
-from quietgrad.core.vectors import Vector, copy, zeros_like
+from quietgrad.core.vectors import Vector, copy, subtracted_from, zeros_like
 from quietgrad.methods.learning_rates import LearningRate, as_rate
 from quietgrad.methods.oracles.base import Estimate, Oracle
 
@@ -164,7 +164,7 @@ class FirstOrder(Algorithm):
         state.estimate = self._oracle.estimate(state.estimate, state.params, session)
         gradient = state.estimate.value + session.regularizer.gradient(state.params)
         size, direction = self.direction(state, gradient)
-        state.params = self.project(state.params - size * direction)
+        state.params = self.project(subtracted_from(state.params, size * direction))
         state.step += 1
         self._average(state)
         state.done = state.step >= (self.steps if state.stop_at is None else state.stop_at)

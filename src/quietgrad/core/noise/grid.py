@@ -79,34 +79,69 @@ class NoiseStream(SecureStream):
         They are written to ``memory``. Without it the next piece overwrites the last one: for vectors as long as a
         network's, which would otherwise be written out only to be read once.
         """
-        words = np.empty(min(_CHUNK, size), "<u8")
-        sign = np.empty(words.size, np.uint64)
-        piece = np.empty(words.size) if memory is None else memory
+        if size < _CHUNK:  # importing numba does not pay for a few numbers; the bits are the same
+            yield slice(0, size), self._few(block, size, memory)
+            return
+        from quietgrad.core.compiled import give_signs
+
+        for where, words, x in self._lower_pieces(block, size, memory):
+            give_signs(words, x)
+            yield where, x
+
+    def add_normal(self, block: int, total: Floats, sigma: float, step: float) -> None:
+        """:func:`add_discretized_gaussian` with ``normal(block, len(total))``, in one pass over a long sum."""
+        if sigma == 0.0 or len(total) < _CHUNK or total.dtype != _FLOAT64 or not total.flags.c_contiguous:
+            for where, piece in self.normal_pieces(block, len(total)):
+                add_discretized_gaussian(total[where], piece, sigma, step)
+            return
+        from quietgrad.core.compiled import add_on_grid
+
+        for where, words, x in self._lower_pieces(block, len(total)):
+            add_on_grid(words, x, sigma / step, step, float(_CLAMP), total[where])
+
+    def _few(self, block: int, size: int, memory: Floats | None) -> Floats:
+        from scipy.special import ndtri  # not needed by those who only name a stream
+
+        x = np.empty(size) if memory is None else memory
+        words = self.uint64(block, size)
+        k = words >> np.uint64(1)
+        np.add(k.view(np.int64), 0.5, out=x)
+        coarse = np.flatnonzero(k < _COARSE)
+        if coarse.size:
+            x[coarse] = self._finer(block, k[coarse], coarse)
+        x *= 2.0**-64
+        ndtri(x, out=x)
+        bits = x.view(np.uint64)
+        bits ^= words << np.uint64(63)
+        return x
+
+    def _lower_pieces(
+        self, block: int, size: int, memory: Floats | None = None
+    ) -> Iterator[tuple[slice, npt.NDArray[np.uint64], Floats]]:
+        """Where each piece belongs, its words, and Φ⁻¹(p) ≤ 0 of these, whose signs are the words' lowest bits."""
+        from quietgrad.core.compiled import lower_probabilities, lower_quantiles, quantile_scratch
+
+        room = np.empty(_CHUNK, "<u8")
+        piece = np.empty(_CHUNK) if memory is None else memory
+        places, scratch = np.empty(_CHUNK, np.int64), quantile_scratch(_CHUNK)
         stream = self._open(block)
         for start in range(0, size, _CHUNK):
             where = slice(start, min(start + _CHUNK, size))
-            x = piece[: where.stop - start] if memory is None else memory[where]
-            u, s = words[: x.size], sign[: x.size]
-            stream.update_into(ZEROS[: 8 * x.size], u.view(np.uint8).data)
-            np.left_shift(u, 63, out=s)
-            np.right_shift(u, 1, out=u)
-            np.add(u.view("<i8"), 0.5, out=x)  # signed: its conversion to float is the fast one
-            coarse = np.flatnonzero(u < _COARSE)
-            if coarse.size:
-                more = self.at(block, coarse.astype(np.uint64) + np.uint64(_UPPER + start))
-                x[coarse] = u[coarse] + (more + 0.5) * 2.0**-64
-            x *= 2.0**-64
-            if size < _CHUNK:
-                from scipy.special import ndtri  # not needed by those who only name a stream
+            x = piece[: where.stop - start] if memory is None else piece[where]
+            stream.update_into(ZEROS[: 8 * x.size], room[: x.size].view(np.uint8).data)
+            words = room[: x.size].astype(np.uint64, copy=False)
+            count = lower_probabilities(words, x, places)
+            if count:
+                coarse = places[:count]
+                x[coarse] = self._finer(block, words[coarse] >> np.uint64(1), coarse + start) * 2.0**-64
+            lower_quantiles(x, scratch)
+            yield where, words, x
 
-                ndtri(x, out=x)
-            else:  # the same bits; importing numba does not pay for a few numbers
-                from quietgrad.core.compiled import lower_quantiles
-
-                lower_quantiles(x)
-            bits = x.view(np.uint64)
-            bits ^= s
-            yield where, x
+    def _finer(self, block: int, k: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> Floats:
+        """k + a fraction of 64 more bits, of words that no draw itself reaches."""
+        more = self.at(block, places.astype(np.uint64) + np.uint64(_UPPER))
+        finer: Floats = k + (more + 0.5) * 2.0**-64
+        return finer
 
     def exponential(self, block: int, size: int) -> Floats:
         """Return independent Exp(1) numbers, both tails to full relative precision.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -250,8 +250,7 @@ class _GaussianSource(NoiseSource):
             unit = DeviceStream(self._key, label, total.device).normal(release, len(total))
             noise.add_gaussian(total, unit, *scale)
             return
-        for where, piece in self._units.pieces(release, len(total)):
-            add_discretized_gaussian(total[where], piece, *scale)
+        self._units.add(total, release, *scale)
 
 
 @dataclass(frozen=True)
@@ -526,16 +525,19 @@ class StandardNormals:
         if not 0 <= release - first < len(rows):
             size = max(1, min(_BLOCK_NUMBERS // max(dim, 1), self._count))
             number = release // size
-            stream = NoiseStream(self._key, f"{self._label}/{dim}")
-            first, rows = self._kept[dim] = number * size, stream.normal(number, (size, dim))
+            first, rows = self._kept[dim] = number * size, self._stream(dim).normal(number, (size, dim))
         units: Floats = rows[release - first]
         return units
 
-    def pieces(self, release: int, dim: int) -> Iterator[tuple[slice, Floats]]:
-        """The same numbers, of a long vector a piece at a time in memory that the next one overwrites."""
-        if dim <= _BLOCK_NUMBERS:
-            return iter([(slice(0, dim), self.row(release, dim))])
-        return NoiseStream(self._key, f"{self._label}/{dim}").normal_pieces(release, dim)
+    def add(self, total: Floats, release: int, sigma: float, step: float) -> None:
+        """Replace a sum by what may be published, with these numbers as its noise."""
+        if len(total) <= _BLOCK_NUMBERS:
+            add_discretized_gaussian(total, self.row(release, len(total)), sigma, step)
+        else:
+            self._stream(len(total)).add_normal(release, total, sigma, step)
+
+    def _stream(self, dim: int) -> NoiseStream:
+        return NoiseStream(self._key, f"{self._label}/{dim}")
 
 
 _NOTHING: Floats = np.empty((0, 0))

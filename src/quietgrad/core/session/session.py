@@ -98,6 +98,7 @@ class CentralSession:
         self._multipliers = {slot.name: slot.multiplier(plan.noise_multiplier) for slot in plan.schedule.slots}
         self._used = dict.fromkeys(self._slots, 0)
         self._begun: set[PendingRelease] = set()  # drawn and not yet released
+        self._room: OwnVector = None  # memory of a sum that was released
         self._fresh_at = 0  # fresh records taken by single passes
         self._bind(objective, records)
         self._draw_from(key)
@@ -261,13 +262,19 @@ class CentralSession:
         multiplier = self._multiplier(slot, rho) if self._private else 0.0
 
         def narrow(out: OwnVector) -> OwnVector:  # to the precision of the parameters; sums are wider
-            return out if isinstance(out, np.ndarray) else out.to(self._zero.dtype)
+            if isinstance(out, np.ndarray):
+                return out
+            narrowed = out.to(self._zero.dtype)
+            # For the next sum: of a network's length, new memory costs as much as noise.
+            self._room = out if narrowed is not out else None
+            return narrowed
 
         while True:
             batch = self._batches.pop(drawn, None) or self._batch(drawn)
             if self._private and bound == 0.0:  # zero whatever the data, so no record is read
                 return zeros_like(self._zero) if dim == self._dim else np.zeros(dim)
-            out = batch_sum(query, self._reading, batch, self._zero, private=self._private)
+            room, self._room = self._room, None
+            out = batch_sum(query, self._reading, batch, self._zero, private=self._private, room=room)
             if not self._private:
                 return narrow(out)
             host = isinstance(out, np.ndarray)

@@ -11,16 +11,22 @@ from quietgrad.core.session.queries import Batch, Query, RecordAdapter, Streamed
 from quietgrad.core.vectors import OwnVector, wide_zeros
 
 
-def batch_sum(query: Query, objective: RecordAdapter, batch: Batch, like: OwnVector, *, private: bool) -> OwnVector:
+def batch_sum(
+    query: Query, objective: RecordAdapter, batch: Batch, like: OwnVector, *, private: bool, room: OwnVector = None
+) -> OwnVector:
     """The sum of what the records of ``batch`` contribute to ``query``, in float64.
 
     In float32 each record changes how all later ones are rounded: one of 300 000 moved such a sum by 1.0156 C. In
     float64 C holds for any number of records. The sum is of the kind of ``like``, the parameters, where it is as
     long as they are, and else an array. A ``private`` one has no NaN and no infinity, which would tell that there
-    is a record that causes it.
+    is a record that causes it. ``room``, a vector of the kind and length of the sum, is overwritten with it.
     """
     dim = query.dim(batch.records)
-    out: OwnVector = wide_zeros(like) if dim == len(like) else np.zeros(dim)
+    out: OwnVector
+    if room is not None and len(room) == dim == len(like):
+        out = room.zero_()
+    else:
+        out = wide_zeros(like) if dim == len(like) else np.zeros(dim)
     add_batch(query, objective, batch, out)
     if private and not objective.silent_batches:
         if isinstance(out, np.ndarray):

@@ -5,7 +5,7 @@ torch would write the wider copy out first. On accelerators, and for vectors tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,23 @@ def row_squares(rows: Tensor) -> Tensor:
     return squares
 
 
+def scale_and_shift(grads: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor, *, last: bool) -> list[Tensor]:
+    """Σ_p g_p·(x_p − mean)·rstd and Σ_p g_p: what each example's gradient by a norm's scale and shift is.
+
+    Of a norm over the ``last`` axis, (n, positions, width) with a mean for each position; else over groups of
+    channels, (n, channels, positions) with a mean for each group. Summed in float64, in one pass over both.
+
+    >>> x, g = torch.tensor([[[1.0, 3.0], [2.0, 6.0]]]), torch.ones(1, 2, 2)
+    >>> scale_and_shift(g, x, torch.tensor([[2.0, 4.0]]), torch.tensor([[1.0, 0.5]]), last=True)
+    [tensor([[-2.,  2.]]), tensor([[2., 2.]])]
+    """
+    width = grads.shape[2 if last else 1]
+    sums = [grads.new_empty((len(grads), width)) for _ in range(2)]
+    kernel = _layer_norm if last else _group_norm
+    kernel(*(t.contiguous().numpy() for t in (grads, inputs, mean, rstd)), *(t.numpy() for t in sums))
+    return sums
+
+
 def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Tensor, places: Array) -> None:
     """out[m, places[k]] = Σ_l g_ml x_m,l+shifts[k], l < length: one channel's gradient of a filter, shift by shift.
 
@@ -49,6 +66,20 @@ def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Te
     tensor([[ 7.,  0., 13.]])
     """
     _correlate(grads.numpy(), inputs.numpy(), length, shifts, out.numpy(), places)
+
+
+def unfold(images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """What a filter sees at each position, (n, positions, channels·entries), in float64.
+
+    >>> unfold(torch.arange(6.0).view(1, 1, 2, 3), (2, 2), (1, 1), (1, 1))
+    tensor([[[0., 1., 3., 4.],
+             [1., 2., 4., 5.]]], dtype=torch.float64)
+    """
+    steps = zip(images.shape[2:], kernel, stride, dilation, strict=True)
+    sides = [(size - d * (k - 1) - 1) // s + 1 for size, k, s, d in steps]
+    out = torch.empty((len(images), *sides, images.shape[1], *kernel), dtype=torch.float64)
+    _unfold(images.contiguous().numpy(), out.numpy(), *stride, *dilation)
+    return out.flatten(3).flatten(1, 2)
 
 
 def max_pool(images: Tensor, stride: tuple[int, int]) -> Tensor:
@@ -107,6 +138,20 @@ def _to_places(grads: Array, places: Array, back: Array) -> None:
             back[m, places[m, j]] += grads[m, j]
 
 
+@_EXACT
+def _unfold(images: Array, out: Array, down: int, right: int, step_h: int, step_w: int) -> None:
+    examples, high, wide, channels, kernel_h, kernel_w = out.shape
+    for m in range(examples):
+        for i in range(high):
+            for j in range(wide):
+                for c in range(channels):
+                    for p in range(kernel_h):
+                        line = images[m, c, i * down + p * step_h]
+                        entries = out[m, i, j, c, p]
+                        for q in range(kernel_w):
+                            entries[q] = line[j * right + q * step_w]
+
+
 @_SUM
 def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Array, places: Array) -> None:
     zero = grads.dtype.type(0)
@@ -118,6 +163,39 @@ def _correlate(grads: Array, inputs: Array, length: int, shifts: Array, out: Arr
             for j in range(len(g)):
                 total += g[j] * x[j]
             out[m, places[k]] = total
+
+
+@_SUM
+def _group_norm(grads: Array, inputs: Array, mean: Array, rstd: Array, scale: Array, shift: Array) -> None:
+    per_group = grads.shape[1] // mean.shape[1]
+    for i in range(grads.shape[0]):
+        for c in range(grads.shape[1]):
+            g, x = grads[i, c], inputs[i, c]
+            centre = np.float64(mean[i, c // per_group])
+            product, total = 0.0, 0.0
+            for j in range(len(g)):
+                value = np.float64(g[j])
+                total += value
+                product += value * (np.float64(x[j]) - centre)
+            scale[i, c] = product * rstd[i, c // per_group]
+            shift[i, c] = total
+
+
+@_SUM
+def _layer_norm(grads: Array, inputs: Array, mean: Array, rstd: Array, scale: Array, shift: Array) -> None:
+    product, total = np.empty(grads.shape[2]), np.empty(grads.shape[2])
+    for i in range(grads.shape[0]):
+        product[:] = 0.0
+        total[:] = 0.0
+        for t in range(grads.shape[1]):
+            g, x = grads[i, t], inputs[i, t]
+            centre, factor = np.float64(mean[i, t]), np.float64(rstd[i, t])
+            for d in range(len(g)):
+                value = np.float64(g[d])
+                total[d] += value
+                product[d] += value * ((np.float64(x[d]) - centre) * factor)
+        scale[i] = product
+        shift[i] = total
 
 
 @_SUM

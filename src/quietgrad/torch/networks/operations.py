@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quietgrad.torch.networks import compiled_sums
-from quietgrad.torch.networks.kernels import convolution_kernel, embedding_kernel, linear_kernel
+from quietgrad.torch.networks.kernels import Kernel, convolution_kernel, embedding_kernel, linear_kernel
 from quietgrad.torch.networks.recurrent import RECURRENT_LAYERS, lstm_cell
 from quietgrad.torch.networks.taps import OPERATIONS, Operation, Taps
 from quietgrad.torch.networks.trees import replaced
@@ -128,13 +129,36 @@ def _einsum(taps: Taps, equation: object, *operands: Any) -> Any:
         return out.permute([(lead + free).index(index) for index in result])
 
 
-def _convolution(spatial: int) -> Callable[..., Any]:
+@lru_cache(maxsize=1024)
+def _kernel_of(
+    weight: tuple[int, ...], stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
+) -> Kernel:
+    """The kernel of a convolution that is called in this way."""
+    spatial = len(weight) - 2
+
     def each(value: Sizes) -> tuple[int, ...]:
         return (
             (int(value),) * spatial
             if isinstance(value, int)
             else tuple(int(v) for v in value) * (spatial if len(value) == 1 else 1)
         )
+
+    steps, around = each(dilation), list[int]()  # as F.pad takes it: of the last axis first
+    for axis in reversed(range(spatial)):
+        if isinstance(padding, str):
+            total = steps[axis] * (weight[2 + axis] - 1) if padding == "same" else 0
+            around += [total // 2, total - total // 2]
+        else:
+            around += [each(padding)[axis]] * 2
+    return convolution_kernel(weight, each(stride), tuple(around), steps, groups)
+
+
+def _hashable(value: Sizes | str) -> Any:
+    return value if isinstance(value, int | str) else tuple(value)
+
+
+def _convolution(spatial: int) -> Callable[..., Any]:
+    call = (torch.conv1d, torch.conv2d, torch.conv3d)[spatial - 1]
 
     def run(
         taps: Taps, input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sizes = 1,
@@ -143,22 +167,13 @@ def _convolution(spatial: int) -> Callable[..., Any]:
         if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
             return NotImplemented
         rows, alone = taps.rows(input), input.dim() == spatial + 1
-        strides, steps, kernel = each(stride), each(dilation), tuple(weight.shape[2:])
-        around: list[int] = []  # as F.pad takes it: of the last axis first
-        for axis in reversed(range(spatial)):
-            if isinstance(padding, str):
-                total = steps[axis] * (kernel[axis] - 1) if padding == "same" else 0
-                around += [total // 2, total - total // 2]
-            else:
-                around += [each(padding)[axis]] * 2
         images = 1 if alone else rows.shape[1]
-        made = convolution_kernel(tuple(weight.shape), strides, tuple(around), steps, groups)
         with taps.outside():
             folded = rows if alone else rows.flatten(0, 1)
-            call = (torch.conv1d, torch.conv2d, torch.conv3d)[spatial - 1]
             out = call(folded, taps.plain(weight), taps.plain(bias), stride, padding, dilation, groups)
             if taps.is_shared(weight) or taps.is_shared(bias):
                 given = folded if images == 1 else rows
+                made = _kernel_of(tuple(weight.shape), *map(_hashable, (stride, padding, dilation)), groups)
                 site = taps.use(f"conv{spatial}d", made, given, {"weight": weight, "bias": bias})
                 if images > 1:
                     site.arrange = lambda grad: torch.unflatten(grad, 0, (-1, images))
@@ -235,6 +250,67 @@ def _embedding_bag(
             inside = (inside & (place < ends.unsqueeze(1))).to(looked_up.dtype)
             total, size = inside @ looked_up, inside @ counted
         return total / size.clamp(min=1.0).unsqueeze(-1) if mode == "mean" else total
+
+
+def _layer_norm(
+    taps: Taps, input: Tensor, normalized_shape: Sequence[int], weight: MaybeTensor = None,
+    bias: MaybeTensor = None, eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias):
+        return NotImplemented
+    rows = taps.rows(input)
+    with taps.outside():
+        shape = list(normalized_shape)
+        out, mean, rstd = torch.native_layer_norm(rows, shape, taps.plain(weight), taps.plain(bias), eps)
+        if taps.is_shared(weight) or taps.is_shared(bias):
+            flat, still = (len(rows), -1, math.prod(shape)), rows.detach()
+
+            def sums(grad: Tensor) -> Sequence[Tensor]:
+                values = (still.reshape(flat), mean.reshape(len(rows), -1), rstd.reshape(len(rows), -1))
+                return _scale_and_shift(grad.reshape(flat), *values, last=True)
+
+            out = taps.tap(out, taps.affine("layer_norm", weight, bias, sums))
+    return taps.logical(out)
+
+
+def _group_norm(
+    taps: Taps, input: Tensor, num_groups: int, weight: MaybeTensor = None, bias: MaybeTensor = None,
+    eps: float = 1e-5,
+) -> Any:  # fmt: skip
+    if not taps.is_records(input) or taps.is_records(weight) or taps.is_records(bias) or input.dim() < 2:
+        return NotImplemented
+    rows = taps.rows(input)
+    images, channels = rows.shape[1:3]
+    with taps.outside():
+        given = rows.flatten(0, 1)
+        if given.dim() != 4 or not given.is_contiguous(memory_format=torch.channels_last):
+            given = given.contiguous()
+        positions = given[0, 0].numel()
+        out, mean, rstd = torch.native_group_norm(
+            given, taps.plain(weight), taps.plain(bias), len(given), channels, positions, num_groups, eps
+        )
+        if taps.is_shared(weight) or taps.is_shared(bias):
+            flat, still = (len(given), channels, positions), given.detach()
+
+            def sums(grad: Tensor) -> Sequence[Tensor]:
+                values = _scale_and_shift(grad.reshape(flat), still.reshape(flat), mean, rstd, last=False)
+                return values if images == 1 else [each.view(-1, images, channels).sum(1) for each in values]
+
+            out = taps.tap(out, taps.affine("group_norm", weight, bias, sums))
+        out = torch.unflatten(out, 0, (-1, images))
+    return taps.logical(out)
+
+
+def _scale_and_shift(grads: Tensor, inputs: Tensor, mean: Tensor, rstd: Tensor, *, last: bool) -> Sequence[Tensor]:
+    """The examples' gradients by a norm's scale and shift; without compiled loops on accelerators."""
+    if grads.device.type == "cpu" and grads.dtype == inputs.dtype == mean.dtype and not grads.requires_grad:
+        return compiled_sums.scale_and_shift(grads, inputs, mean, rstd, last=last)
+    if not last:
+        each = inputs.shape[1] // mean.shape[1]
+        mean, rstd = (value.repeat_interleave(each, 1) for value in (mean, rstd))
+    centred = (inputs - mean.unsqueeze(2)) * rstd.unsqueeze(2)
+    axis = 1 if last else 2
+    return [(grads * centred).sum(axis), grads.sum(axis)]
 
 
 def _norm(func: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -368,7 +444,9 @@ _ALWAYS: dict[Any, Callable[..., Any]] = {
     torch.max_pool2d: _max_pool2d,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
-    **{func: _norm(func) for func in (F.layer_norm, F.rms_norm, F.group_norm, F.instance_norm, F.batch_norm)},
+    F.layer_norm: _layer_norm,
+    F.group_norm: _group_norm,
+    **{func: _norm(func) for func in (F.rms_norm, F.instance_norm, F.batch_norm)},
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
     **RECURRENT_LAYERS,

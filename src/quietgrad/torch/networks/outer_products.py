@@ -39,8 +39,14 @@ class LinearLayerMap:
     def products(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
         torch.bmm(self.rows(grads), self.columns(inputs).mT, out=out)
 
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        return (grads.flatten(0, -2).double().T @ inputs.flatten(0, -2).double()).flatten()
+    def wide_columns(self, inputs: Tensor) -> Tensor:
+        return self.columns(inputs.double())
+
+    wide_rows = wide_columns
+
+    def add_gradient(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        rows, columns = (side.flatten(0, -2).double() for side in (grads, inputs))
+        out.view(self.shape).addmm_(rows.T, columns)
 
     def block(self, inputs: Tensor, families: int) -> int:
         return max(1, 4 * _CACHE // (families * prod(self.shape) * inputs.element_size()))
@@ -175,11 +181,33 @@ class Convolution:
                 np.array([place for _, _, place in entries]),
             )  # fmt: skip
 
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
+    def wide_columns(self, inputs: Tensor) -> Tensor:
+        if not self._unfolded(inputs):
+            return self.columns(inputs.double())
+        return compiled_sums.unfold(self._padded(inputs), self.kernel, self.stride, self.dilation).mT
+
+    def wide_rows(self, grads: Tensor) -> Tensor:
+        if self.groups > 1 or self._several(grads):
+            return self.rows(grads.double())
+        flat = grads.flatten(2)
+        positions_first = flat.new_empty((len(flat), flat.shape[2], flat.shape[1]), dtype=torch.float64)
+        return positions_first.copy_(flat.mT).mT
+
+    def _unfolded(self, inputs: Tensor) -> bool:
+        return (
+            self.groups == 1 and len(self.kernel) == 2 and not self._several(inputs)
+            and compiled_sums.takes(inputs.contiguous())
+        )  # fmt: skip
+
+    def add_gradient(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
         # As a product of matrices: a convolution in float64 is many times slower.
-        sides = self.rows(self._images(grads)), self.columns(self._images(inputs))
-        rows, columns = (side.double().reshape(-1, self.groups, *side.shape[1:]) for side in sides)
-        return torch.einsum("egot,egit->goi", rows, columns).flatten()
+        rows, columns = self.wide_rows(self._images(grads)), self.wide_columns(self._images(inputs))
+        if self.groups == 1:
+            both = (side.mT.reshape(-1, side.shape[1]) for side in (rows, columns))
+            out.view(self.shape).addmm_(next(both).T, next(both))
+            return
+        rows, columns = (side.reshape(-1, self.groups, *side.shape[1:]) for side in (rows, columns))
+        out += torch.einsum("egot,egit->goi", rows, columns).flatten()
 
     def _backward(self, grads: Tensor, inputs: Tensor, weight: Tensor, groups: int) -> Tensor:
         none = (0,) * len(self.kernel)
@@ -230,8 +258,16 @@ class OuterLayer(Protocol):
         """Write Σ_t b_t ⊗ a_t of every example into `out`, (examples, families·outputs, fan-in)."""
         ...
 
-    def weight_gradient(self, grads: Tensor, inputs: Tensor) -> Tensor:
-        """Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat, computed in float64."""
+    def wide_columns(self, inputs: Tensor) -> Tensor:
+        """The columns in float64, which Gram matrices are taken of."""
+        ...
+
+    def wide_rows(self, grads: Tensor) -> Tensor:
+        """The rows in float64."""
+        ...
+
+    def add_gradient(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
+        """out += Σ_i Σ_t b_t ⊗ a_t, the ordinary weight gradient, flat, computed in float64."""
         ...
 
     def block(self, inputs: Tensor, families: int) -> int:
@@ -300,9 +336,9 @@ class OuterProducts:
         where nothing cancels: the computed norm is never below the true one. A vector that has cancelled below
         10⁻⁶·A or so is clipped as if it were that long; more digits float32 inputs do not have.
         """
-        factors = [_in_float64(a[part], b[part]) for a, b in zip(self.lefts, self.rights, strict=True)]
-        columns = [self.layer.columns(right) for _, right in factors]
-        rows = [self.layer.rows(left) for left, _ in factors]
+        factors = [_of_like_size(a[part], b[part]) for a, b in zip(self.lefts, self.rights, strict=True)]
+        columns = [self.layer.wide_columns(right) for _, right in factors]
+        rows = [self.layer.wide_rows(left) for left, _ in factors]
         counts = [self.families] + [1] * (len(rows) - 1)
         rows = [r.reshape(len(r), f, -1, r.shape[2]) for r, f in zip(rows, counts, strict=True)]
         squares = longest = columns[0].new_zeros((len(columns[0]), self.families))
@@ -351,7 +387,7 @@ class OuterProducts:
                 total = _scale(families[0], shares[0])
                 for family, share in zip(families[1:], shares[1:], strict=True):
                     total += _scale(family, share)
-                out += self.layer.weight_gradient(total, right[part])
+                self.layer.add_gradient(total, right[part], out)
 
     def some(self, rows: Tensor | slice) -> OuterProducts:
         rows = rows.to(self.lefts[0].device) if isinstance(rows, Tensor) else rows
@@ -368,7 +404,8 @@ class OuterProducts:
     def _chunks(self) -> list[slice]:
         outputs, fan_in = self.layer.shape
         numbers = self.positions * (self.families * outputs + fan_in * self.layer.groups)
-        return self._parts(max(1, _CHUNK // max(1, numbers)))
+        # Each chunk reads and writes the whole weight.
+        return self._parts(max(1, max(_CHUNK, outputs * fan_in) // max(1, numbers)))
 
     def _parts(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
@@ -393,13 +430,14 @@ class OuterProducts:
 def few_positions(layer: OuterLayer, positions: int) -> bool:
     """Whether factors are faster than vectors written out once, were there room for all of these.
 
-    Writing W = outputs·fan-in numbers and reading them twice takes as long as about 20 positions' share of a weight
+    Writing W = outputs·fan-in numbers and reading them twice takes as long as about 30 positions' share of a weight
     gradient in float64; beside that Gram matrices take P products per position and side, and their copies as much
-    as 50. (Measured on one core.) Deep layers on small images have W in the millions and few positions.
+    as 50. (Measured on one core.) Deep layers on small images have W in the millions and few positions. A fixed
+    model, so that results do not depend on what else a machine does.
     """
     outputs, fan_in = layer.shape
     numbers, sides = outputs * fan_in, outputs + layer.groups * fan_in
-    return positions * (numbers + 2 * (positions + 50) * sides) < 20 * numbers
+    return positions * (numbers + 2 * (positions + 50) * sides) < 30 * numbers
 
 
 def write_gradients(
@@ -431,13 +469,13 @@ def _gram(left: Tensor, right: Tensor) -> Tensor:
     return left.transpose(-2, -1) @ right
 
 
-def _in_float64(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _of_like_size(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """The same products, of factors whose squares neither vanish nor overflow unless those of the products do.
 
     Squares of float32 are far inside the range of float64; factors in float64 share their magnitude, exactly.
     """
     if left.dtype != torch.float64:
-        return left.double(), right.double()
+        return left, right
     _, ours = left.abs().flatten(1).amax(1).frexp()
     _, theirs = right.abs().flatten(1).amax(1).frexp()
     half = 2.0 ** ((theirs - ours) // 2).clamp(-1000, 1000).double()
