@@ -35,6 +35,7 @@ from quietgrad.torch.loops.distributed import (
     unwrapped,
 )
 from quietgrad.torch.loops.streams import read_stream
+from quietgrad.torch.loops.whole_module import WholeModule
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
 from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
@@ -258,7 +259,9 @@ class _Training:
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
         model = unwrapped(model)
+        self.shards = WholeModule(model)
         self.module_objective = ModuleObjective(model, loss_fn, **settings)
+        self.module_objective.keeps_frozen = not self.shards.in_shards
         self.progress = progress
         self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
         self.scores: dict[str, float] = {}
@@ -267,7 +270,8 @@ class _Training:
         )
         check_people(algorithm, self.objective)
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
-        with modes_kept(model, training=True):
+        self._values = self.shards.gather()
+        with self.shards.whole(self._values), modes_kept(model, training=True):
             self.examples = self.objective.prepare(data)
 
     def train(self, run: Callable[[Callback], Result]) -> Result:
@@ -278,9 +282,13 @@ class _Training:
                 "without a kernel, and slower: %s%s; quietgrad.torch.explain shows what it costs.", slow[0], more
             )
         module = self.module_objective.module
-        with modes_kept(module, training=True), progress_bar(quiet=not (self.progress and is_leader())) as bar:
+        quiet = not (self.progress and is_leader())
+        with self.shards.whole(self._values), modes_kept(module, training=True), progress_bar(quiet=quiet) as bar:
             result = run(together([self._watch, bar]))
-        self.module_objective.write_back(result.params)
+        if self.shards.in_shards:
+            self._values = {}
+            self.module_objective.engine.let_go()
+        self.shards.assign(self.module_objective.engine.unflatten(result.params))
         if self.scores:
             metrics = {**self.scores, "private": False, "computed_by": "evaluate, without noise"}
             result = dataclasses.replace(result, metrics=metrics)
