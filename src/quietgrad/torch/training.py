@@ -17,6 +17,7 @@ from quietgrad.core.errors import BudgetError, DataError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.kept import read_run
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.queries import Regularizer
@@ -60,6 +61,7 @@ def fit(
     records_per_person: int | None = None,
     views: int = 1,
     noise_multiplier: float | None = None,
+    clipping: ClippingName | Clipping | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
     every: int | None = None,
@@ -102,6 +104,8 @@ def fit(
         budget: (ε, δ) and the neighbouring relation. ``None`` trains without noise, and the result says **not
             private**.
         noise_multiplier: Fixes the noise instead of calibrating it. A run that would exceed ``budget`` is refused.
+        clipping: How a gradient is brought to a length of at most C: ``"flat"``, ``"automatic"``, ``"per-layer"``
+            or a rule, in the place of the algorithm's own.
         ledger: Path of the ledger that is charged before the first step; default the project's own.
         account: Name of the people in the ledger; runs of one account add up.
         cap: Budget that the account as a whole must not exceed.
@@ -141,6 +145,7 @@ def fit(
             'errors="raise": a run that ends at a record tells that the record is in the data. It is for debugging '
             "on public data, without privacy: give budget=None, or leave errors out. No privacy budget was spent."
         )
+    algorithm = _with_clipping(algorithm, clipping)
     run = _Training(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
         errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
@@ -192,6 +197,7 @@ def resume(
     account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
+    clipping: ClippingName | Clipping | None = None,
     **settings: Any,
 ) -> Result:
     """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
@@ -203,6 +209,7 @@ def resume(
     """
     if "errors" in settings:
         raise ValueError("errors: a resumed run counts a record that raises an exception as zero; leave it out.")
+    algorithm = _with_clipping(algorithm, clipping)
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:
@@ -220,6 +227,20 @@ def resume(
         )  # fmt: skip
 
     return run.train(resume_run)
+
+
+def _with_clipping(algorithm: Algorithm, clipping: ClippingName | Clipping | None) -> Algorithm:
+    if clipping is None:
+        return algorithm
+    method: Any = algorithm
+    if "clipping" not in {field.name for field in dataclasses.fields(method)}:
+        raise ValueError(
+            f"clipping: {algorithm.name} has no clipping rule of its own. Leave clipping out, or use a method that "
+            "has one, such as DPSGD, DPAdam or DPSRM."
+        )
+    read_clipping(clipping)
+    clipped: Algorithm = dataclasses.replace(method, clipping=clipping)
+    return clipped
 
 
 def _together(run: _Training, algorithm: Algorithm, terms: Terms, callback: Callback) -> Result:

@@ -95,8 +95,8 @@ class ProgramState:
         self._stale = False
 
     def let_go(self) -> None:
-        """Hold no tensor until the next release, which finds what is reachable then."""
-        self._tensors, self._memories, self._stale = [], [], True
+        """Hold nothing until the next release, which finds what is reachable then."""
+        self._containers, self._tensors, self._memories, self._stale = [], [], [], True
 
     def _reach(self, called: set[Method]) -> Found:
         return reach((*self._roots, *_GLOBAL_HOOKS, *_modes()), called)
