@@ -291,6 +291,13 @@ def test_fit_loop_and_verbs_take_a_rule_and_say_it(rule: Any) -> None:
         n_public=120,
     )  # fmt: skip
     assert result.config["clipping"] == (rule if isinstance(rule, str) else rule.config())
+    forwarded = qt.fit(
+        model, nn.CrossEntropyLoss(), data, qg.DPSGD(steps=3, batch_size=30), budget=BUDGET, n_public=120,
+        clipping=rule,
+    )  # fmt: skip
+    assert forwarded.config == result.config
+    with pytest.raises(ValueError, match=r"clipping: .* has no clipping rule of its own"):
+        qt.fit(model, nn.CrossEntropyLoss(), data, qg.DPAGD(), budget=BUDGET, n_public=120, clipping=rule)
     loop = qt.PrivateLoop(
         model, nn.CrossEntropyLoss(), data, optimizer=torch.optim.SGD(model.parameters(), 0.1), batch_size=30,
         steps=3, max_grad_norm=1.0, clipping=rule, budget=BUDGET, n_public=120,

@@ -306,6 +306,14 @@ def test_batch_norms_become_group_norms() -> None:
     assert train(made, 1) == 1
 
 
-def test_a_mode_for_sharded_parameters_is_refused() -> None:
-    with pytest.raises(ValueError, match="parameters in shards are not supported"):
-        qt.PrivacyEngine().make_private(grad_sample_mode="ghost_fsdp")
+def test_the_mode_for_sharded_parameters_returns_what_the_ghost_mode_does() -> None:
+    model = network()
+    made = qt.PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+        data_loader=DataLoader(table(), batch_size=20), max_grad_norm=1.0, grad_sample_mode="ghost_fsdp",
+    )  # fmt: skip
+    assert isinstance(made[2], nn.Module)
+    x, y = next(iter(made[3]))
+    made[2](made[0](x), y).backward()
+    made[1].step()
+    assert made[3].privacy.condition is None

@@ -1,4 +1,4 @@
-"""Two gloo processes: fits, kept loops of which one rank is killed, samplers by rank, and a Trainer."""
+"""Two gloo processes: fits, kept loops of which one rank is killed, samplers by rank, a Trainer, shards."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import quietgrad as qg
 import quietgrad.torch as qt
 from quietgrad.core.errors import BudgetError, QuietgradError
+from tests.torch import in_shards
 
 X = torch.randn(61, 6, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -154,15 +155,6 @@ def refusals() -> dict[str, str]:
         fitted(METHODS["dp-sgd"], folder="nowhere")
     except ValueError as error:
         said["folder"] = str(error)
-    from torch.distributed.fsdp import fully_shard
-
-    model: Any = network()
-    for layer in (model[0], model[3], model):
-        fully_shard(layer, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-    try:
-        qt.fit(model, nn.CrossEntropyLoss(), (X, Y), METHODS["dp-sgd"], budget=BUDGET, n_public=61)
-    except ValueError as error:
-        said["sharded"] = str(error)
     return said
 
 
@@ -186,6 +178,10 @@ def process(rank: int, home: str, what: str) -> None:
     )
     out |= {"verbs": verbs(), "loop": loop(folder), "refusals": refusals()}
     out |= {"shards": sharded(), "paid shards": sharded(folder), "trainer": trainer(folder)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        (folder / "fsdp").mkdir(exist_ok=True)
+        out["fsdp"] = in_shards.all_cases(folder / "fsdp")
     torch.save(out, folder / f"{what}-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -277,4 +273,52 @@ def test_what_several_processes_cannot_do_is_said(ranks: Ranks) -> None:
         said = answer["refusals"]
         assert "use a method that releases sums" in said["choose"]
         assert "qt.PrivateLoop(folder=)" in said["folder"]
-        assert said["sharded"].startswith("fully_shard: parameter '0.weight' is in shards")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", in_shards.CASES)
+def test_shards_on_two_processes_are_the_module_of_one(name: str, ranks: Ranks) -> None:
+    first, second = (answer["fsdp"][name] for answer in ranks[2])
+    alone = in_shards.CASES[name]()
+    assert first["epsilon"] == second["epsilon"] == alone["epsilon"]
+    assert torch.equal(first["params"], second["params"])
+    # The same seed gives the same noise: were it added by both processes, or by none, parameters would be others.
+    torch.testing.assert_close(first["params"], alone["params"], rtol=1e-4, atol=2e-5)
+    for what in set(alone) & {"condition", "clean"}:
+        assert first[what] == alone[what]
+    for what in set(alone) & {"scores", "slope"}:
+        torch.testing.assert_close(first[what], alone[what], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_process_keeps_the_optimizers_state_of_its_own_shard(ranks: Ranks) -> None:
+    for name in ("loop", "loop, adapters"):
+        first, second = (answer["fsdp"][name] for answer in ranks[2])
+        assert first["numbers"] + second["numbers"] == in_shards.CASES[name]()["numbers"]
+        assert min(first["numbers"], second["numbers"]) > 0
+        assert len(first["seen"]) == in_shards.STEPS + 1
+        assert not second["seen"]  # it had no callbacks
+
+
+def test_a_kept_loop_of_shards_goes_on(ranks: Ranks) -> None:
+    folder, _, answers = ranks
+    folder = folder / "fsdp"
+    for answer in answers:
+        paused, resumed = answer["fsdp"]["paused"], answer["fsdp"]["resumed"]
+        assert (paused["begun"], resumed["begun"]) == (0, 2)
+        assert torch.equal(resumed["start"], paused["params"])
+        assert not torch.equal(resumed["params"], paused["params"])
+        assert resumed["epsilon"] == pytest.approx(4.0, rel=1e-2)
+    saved = torch.as_tensor(qg.load(folder / "run").params)
+    assert torch.equal(saved, answers[0]["fsdp"]["resumed"]["params"])
+    kinds = [entry.kind for entry in qg.Ledger(folder / "ledger.jsonl").entries()]
+    assert kinds.count("reserve") == 1
+
+
+def test_what_shards_cannot_do_is_said(ranks: Ranks) -> None:
+    for answer in ranks[2]:
+        said = answer["fsdp"]["refusals"]
+        for name in ("sums", "objective", "explain"):
+            assert "is in shards, and a record's gradient needs it whole" in said[name]
+        assert "the optimizer holds parameters of another module" in said["optimizer"]
+        assert "Shard the module by fully_shard alone" in said["tensor parallel"]

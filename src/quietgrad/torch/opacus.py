@@ -24,6 +24,7 @@ from quietgrad.torch.layers import ModuleValidator
 from quietgrad.torch.loops.base import LoopTerms, epsilon_of, finite_clip
 from quietgrad.torch.loops.distributed import unwrapped
 from quietgrad.torch.loops.handle_loop import HandleLoop, PrivateCriterion
+from quietgrad.torch.loops.whole_module import WholeModule
 from quietgrad.torch.loops.wrappers import (
     PrivateLoader,
     PrivateModule,
@@ -62,10 +63,10 @@ _ONLY_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
     "min_clipbound": ((), f"min_clipbound {_ADAPTIVE}"),
     "unclipped_num_std": ((), f"unclipped_num_std {_ADAPTIVE}"),
 }
-_MODES = ("hooks", "functorch", "ew", "ghost")
+_MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+_GHOST = ("ghost", "ghost_fsdp")
 _REFUSED_MODES = {
     "no_op": "gradients that the loop sets itself may be of several records, and nothing could bound them",
-    "ghost_fsdp": "parameters in shards are not supported; wrap nothing, or use DistributedDataParallel",
 }
 
 
@@ -172,8 +173,9 @@ def make_private(
     if not poisson_sampling and sampling != "poisson":
         raise SettingError("poisson_sampling=False, {sampling}: give one of them.", sampling=sampling)
     module = unwrapped(module.module if isinstance(module, PrivateModule) else module)
+    shards = WholeModule(module)
     clip, rule = _clipping(max_grad_norm, clipping, module)
-    check_optimizer(optimizer, module.parameters())
+    check_optimizer(optimizer, shards.parameters().values())
     given = read_loader(data_loader, n_public)
     own = given.loader.collate_fn
     collate = own if transform is None else lambda samples: transform(own(samples))
@@ -183,6 +185,7 @@ def make_private(
             "reads a stream. Give the loader a torch Subset, or a list of the records, and person for these."
         )
     objective = ModuleObjective(module, None, memory_budget=memory_budget, collate_fn=collate, pad=pad)
+    objective.keeps_frozen = not shards.in_shards
     objective.engine.parameter_groups(rule)
     terms = LoopTerms(
         clipping=rule,
@@ -192,9 +195,11 @@ def make_private(
         n_public=n_public, ledger=ledger, account=account, cap=cap, seed=seed,
     )  # fmt: skip
     asked = with_privacy_unit(objective, given.data, person, PersonRule(combine, records_per_person))
+    with shards.whole():
+        active = terms.open(*asked, clip)
     loop = HandleLoop(
-        terms.open(*asked, clip), terms, objective.engine, clip, objective=objective, warns=criterion is not None,
-        n_is_declared=terms.n_is_declared,
+        active, terms, objective.engine, clip, objective=objective, warns=criterion is not None,
+        n_is_declared=terms.n_is_declared, model=shards,
     )  # fmt: skip
     loop.mean = loss_reduction != "sum"
     made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given.loader, loop)
@@ -253,7 +258,8 @@ class PrivacyEngine:
         """See :func:`quietgrad.torch.make_private`.
 
         Opacus's modes for whole parameters give the same clipped sums here, at the same cost.
-        ``grad_sample_mode="ghost"`` returns model, optimizer, criterion and loader in Opacus's order.
+        ``grad_sample_mode="ghost"`` and ``"ghost_fsdp"`` return model, optimizer, criterion and loader in
+        Opacus's order.
         ``batch_first`` must be true and ``noise_generator`` ``None``.
         """
         return self._keep(make_private, settings)
@@ -326,8 +332,8 @@ class PrivacyEngine:
                 "noise_generator: numbers of torch's generators can be predicted and subtracted; noise is AES-256 "
                 "here. For tests that repeat use seed=, which says that nothing is private."
             )
-        if mode == "ghost" and settings.get("criterion") is None:
+        if mode in _GHOST and settings.get("criterion") is None:
             settings["criterion"] = nn.CrossEntropyLoss()
         made = make(**settings)
         self.accountant.loops.append(made[2].loop)
-        return (made[0], made[1], made[3], made[2]) if mode == "ghost" else made
+        return (made[0], made[1], made[3], made[2]) if mode in _GHOST else made

@@ -17,6 +17,7 @@ from quietgrad.core.errors import BudgetError, DataError, SettingError
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.plans.schedule import Plan
+from quietgrad.core.session.clipping import Clipping, ClippingName, read_clipping
 from quietgrad.core.session.kept import read_run
 from quietgrad.core.session.opening import Terms, opened
 from quietgrad.core.session.queries import Regularizer
@@ -35,6 +36,7 @@ from quietgrad.torch.loops.distributed import (
     unwrapped,
 )
 from quietgrad.torch.loops.streams import read_stream
+from quietgrad.torch.loops.whole_module import WholeModule
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
 from quietgrad.torch.networks.usable import Errors, LossFunction, modes_kept
@@ -59,6 +61,7 @@ def fit(
     records_per_person: int | None = None,
     views: int = 1,
     noise_multiplier: float | None = None,
+    clipping: ClippingName | Clipping | None = None,
     regularizer: Regularizer | None = None,
     evaluate: Evaluate | None = None,
     every: int | None = None,
@@ -101,6 +104,8 @@ def fit(
         budget: (ε, δ) and the neighbouring relation. ``None`` trains without noise, and the result says **not
             private**.
         noise_multiplier: Fixes the noise instead of calibrating it. A run that would exceed ``budget`` is refused.
+        clipping: How a gradient is brought to a length of at most C: ``"flat"``, ``"automatic"``, ``"per-layer"``
+            or a rule, in the place of the algorithm's own.
         ledger: Path of the ledger that is charged before the first step; default the project's own.
         account: Name of the people in the ledger; runs of one account add up.
         cap: Budget that the account as a whole must not exceed.
@@ -140,6 +145,7 @@ def fit(
             'errors="raise": a run that ends at a record tells that the record is in the data. It is for debugging '
             "on public data, without privacy: give {budget=None}, or leave errors out. No privacy budget was spent."
         )
+    algorithm = _with_clipping(algorithm, clipping)
     run = _Training(
         model, loss_fn, train_set, algorithm, person=person, combine=combine, records_per_person=records_per_person,
         errors=errors, evaluate=evaluate, every=every, callbacks=callbacks, stop=stop, progress=progress,
@@ -192,6 +198,7 @@ def resume(
     account: str | None = None,
     cap: Budget | None = None,
     checkpoint_seconds: float = 10.0,
+    clipping: ClippingName | Clipping | None = None,
     **settings: Any,
 ) -> Result:
     """Continue an interrupted :func:`fit` with the same arguments and ``folder``; see :func:`quietgrad.resume`.
@@ -203,6 +210,7 @@ def resume(
     """
     if "errors" in settings:
         raise ValueError("errors: a resumed run counts a record that raises an exception as zero; leave it out.")
+    algorithm = _with_clipping(algorithm, clipping)
     run = _Training(model, loss_fn, train_set, algorithm, **settings)
 
     def resume_run(callback: Callback) -> Result:
@@ -220,6 +228,20 @@ def resume(
         )  # fmt: skip
 
     return run.train(resume_run)
+
+
+def _with_clipping(algorithm: Algorithm, clipping: ClippingName | Clipping | None) -> Algorithm:
+    if clipping is None:
+        return algorithm
+    method: Any = algorithm
+    if "clipping" not in {field.name for field in dataclasses.fields(method)}:
+        raise ValueError(
+            f"clipping: {algorithm.name} has no clipping rule of its own. Leave clipping out, or use a method that "
+            "has one, such as DPSGD, DPAdam or DPSRM."
+        )
+    read_clipping(clipping)
+    clipped: Algorithm = dataclasses.replace(method, clipping=clipping)
+    return clipped
 
 
 def _together(run: _Training, algorithm: Algorithm, terms: Terms, callback: Callback) -> Result:
@@ -259,7 +281,9 @@ class _Training:
         if every is not None and every < 1:
             raise ValueError(f"every={every}: must be a whole number of steps ≥ 1.")
         model = unwrapped(model)
+        self.shards = WholeModule(model)
         self.module_objective = ModuleObjective(model, loss_fn, **settings)
+        self.module_objective.keeps_frozen = not self.shards.in_shards
         self.progress = progress
         self.evaluate, self.every, self.callbacks, self.stop = evaluate, every, callbacks, stop
         self.scores: dict[str, float] = {}
@@ -268,7 +292,8 @@ class _Training:
         )
         check_people(algorithm, self.objective)
         self.unit = PrivacyUnit.RECORD if person is None else PrivacyUnit.PERSON
-        with modes_kept(model, training=True):
+        self._values = self.shards.gather()
+        with self.shards.whole(self._values), modes_kept(model, training=True):
             self.examples = self.objective.prepare(data)
 
     def train(self, run: Callable[[Callback], Result]) -> Result:
@@ -279,9 +304,13 @@ class _Training:
                 "without a kernel, and slower: %s%s; quietgrad.torch.explain shows what it costs.", slow[0], more
             )
         module = self.module_objective.module
-        with modes_kept(module, training=True), progress_bar(quiet=not (self.progress and is_leader())) as bar:
+        quiet = not (self.progress and is_leader())
+        with self.shards.whole(self._values), modes_kept(module, training=True), progress_bar(quiet=quiet) as bar:
             result = run(together([self._watch, bar]))
-        self.module_objective.write_back(result.params)
+        if self.shards.in_shards:
+            self._values = {}
+            self.module_objective.engine.let_go()
+        self.shards.assign(self.module_objective.engine.unflatten(result.params))
         if self.scores:
             metrics = {**self.scores, "private": False, "computed_by": "evaluate, without noise"}
             result = dataclasses.replace(result, metrics=metrics)

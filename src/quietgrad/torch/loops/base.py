@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
@@ -38,6 +39,7 @@ from quietgrad.torch.loops.distributed import (
     is_distributed,
     is_leader,
 )
+from quietgrad.torch.loops.whole_module import WholeModule, is_shard
 from quietgrad.torch.networks.engine import PerExampleEngine
 
 CONDITION = (
@@ -177,10 +179,11 @@ class Loop:
 
     def __init__(
         self, active: OpenRun[LoopReleases], terms: LoopTerms, engine: PerExampleEngine, clip: float, *,
-        n_is_declared: bool,
+        n_is_declared: bool, model: WholeModule,
     ) -> None:  # fmt: skip
         plan = active.plan
         self.plan, self.engine, self.clip = plan, engine, clip
+        self.model = model
         self.clipping = terms.clipping
         self.rule = ClippingRule.gradient(clip, terms.clipping)
         self.epoch_length = terms.epoch_length(plan.n_public)  # in samples
@@ -293,7 +296,26 @@ class Loop:
     # --- the gradient -------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.engine.module.named_parameters())
+        """The module's parameters as the optimizer holds them, which may be in shards."""
+        return self.model.parameters()
+
+    @contextmanager
+    def whole(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """The module with whole parameters, gathered here or before; afterwards they are freed."""
+        if not self.model.in_shards or self.model.is_whole:
+            yield
+            return
+        with self.model.whole(values):
+            yield
+        self.let_go_of_tensors()
+
+    def let_go_of_tensors(self) -> None:
+        """Hold no whole parameter."""
+        self.engine.let_go()
+
+    def point(self) -> Tensor:
+        """The trained parameters of the module, which is whole, as one vector."""
+        return self.engine.flatten(dict(self.engine.module.named_parameters()))
 
     def release(self, drawn: PendingRelease, query: Query) -> Tensor:
         """Release the noisy sum of a sample and add it to the parameters' gradients; returns what was added."""
@@ -308,8 +330,8 @@ class Loop:
         total = total.to(self.engine.device, self.engine.dtype)
         params = self.parameters()
         for name, value in self.engine.unflatten(total).items():
-            gradient = value.clone()
             param = params[name]
+            gradient = self.model.place(name, value.clone())
             for hook in list((param._backward_hooks or {}).values()):  # register_hook: of what is released
                 changed = hook(gradient)
                 gradient = gradient if changed is None else changed
@@ -324,7 +346,7 @@ class Loop:
     def has_other_gradients(self) -> bool:
         """Whether a parameter has a gradient that is not what was released."""
         for param in self.parameters().values():
-            if param.grad is not None and bool(param.grad.any()):  # zeros are those of set_to_none=False
+            if param.grad is not None and bool(_here(param.grad).any()):  # zeros are those of set_to_none=False
                 known = self._released.get(param)
                 if known is None or known[0] is not param.grad or known[1] != param.grad._version:
                     return True
@@ -339,6 +361,12 @@ class Loop:
                 f"parameter {changed!r} was frozen, unfrozen, added or removed after the loop was made, which was "
                 "planned for the others: change the module first, then make the loop."
             )
+
+
+def _here(tensor: Any) -> Tensor:
+    """What this process holds of a tensor."""
+    held: Tensor = tensor.to_local() if is_shard(tensor) else tensor
+    return held
 
 
 def epsilon_of(loops: Iterable[Loop], delta: float) -> float:

@@ -163,18 +163,9 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module itself, without what spreads it over processes; one whose parameters are in shards is refused."""
+    """The module itself, without what adds up its gradients over processes."""
     while isinstance(module, DifferentiallyPrivateDistributedDataParallel | nn.parallel.DistributedDataParallel):
         module = module.module
-    sharded = next(
-        (name for name, param in module.named_parameters() if type(param.data).__name__ == "DTensor"), None
-    )
-    if sharded is not None:
-        raise ValueError(
-            f"fully_shard: parameter {sharded!r} is in shards, and a record's gradient needs it whole. Train the "
-            "module before it is sharded: on several processes every one holds the whole module, and noise is "
-            "added once. For large models train adapters (LoRA) on a frozen base in bfloat16."
-        )
     return module
 
 

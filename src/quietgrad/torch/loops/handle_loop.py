@@ -86,6 +86,7 @@ class HandleLoop(Loop):
         self._examples: Examples = records if self._people is None else records.rows
         self._drawn: PendingRelease | None = None
         self._pieces: list[ClosedPiece | RecordedPiece] = []  # those that were differentiated
+        self._values: dict[str, Tensor] | None = None  # of parameters in shards, whole, at this sample
         self._point: _Point | None = None  # of the model, when it was called on this sample
         self._waiting = False  # whether something was released since the last step
         self._warns = warns
@@ -121,6 +122,8 @@ class HandleLoop(Loop):
         pieces = [sample] if most is None else _pieces(sample, most, expected, bound)
         for number, piece in enumerate(pieces):
             self.partial = number + 1 < len(pieces)
+            # Here and not in a call: how often the loop's own code calls the model may differ by process.
+            self._values = self.model.gather()
             self.sample, self._point = piece, None
             yield piece.handles(self._record_form())
 
@@ -160,15 +163,17 @@ class HandleLoop(Loop):
         self._refuse_other_parameters()
         tensors = tensors_of(given)
         if self.condition is None and any(isinstance(tensor, Handle) for tensor in tensors) and self._is_at_point():
-            return self._write_down(sample, given, tensors)
+            with self.whole(self._values):
+                return self._write_down(sample, given, tensors)
         self.rest_on_code()
         return self.record(sample, given)
 
     def _is_at_point(self) -> bool:
         """Whether the model's parameters and modes are those of the sample's earlier calls: one program has one."""
-        now = _Point.of(self.engine)
+        now = _Point.of(self)
         if self._point is None:
-            self._point = replace(now, params=self.engine.flatten(self.parameters()))
+            with self.whole(self._values):
+                self._point = replace(now, params=self.point())
         return self._point.versions == now.versions and self._point.training == now.training
 
     def _write_down(self, sample: Sample, given: tuple[Args, Kwargs], tensors: list[Tensor]) -> Any:
@@ -212,15 +217,14 @@ class HandleLoop(Loop):
         call = Call(sample, rows)
         values = [[RecordBlock(r, undone(v, call, outputs=False)) for r, v in parts] for parts in values]
         groups = [RecordGroup(mine, refilled(given, iter(own))) for mine, own in aligned(values)]
-        call.passes = self.engine.record(groups, sample.row_keys)
-        sample.calls.append(call)
         made = []
-        for number, column in enumerate(zip(*(tensors_of(each.outputs) for each in call.passes), strict=True)):
-            parts = [
-                RecordBlock(each.rows, noted(tensor, call))
-                for each, tensor in zip(call.passes, column, strict=True)
-            ]
-            made.append(self._output(call, number, parts, groups[0].record))
+        with self.whole(self._values):
+            call.passes = self.engine.record(groups, sample.row_keys)
+            sample.calls.append(call)
+            for number, column in enumerate(zip(*(tensors_of(each.outputs) for each in call.passes), strict=True)):
+                pairs = zip(call.passes, column, strict=True)
+                parts = [RecordBlock(each.rows, noted(tensor, call)) for each, tensor in pairs]
+                made.append(self._output(call, number, parts, groups[0].record))
         return refilled(call.passes[0].outputs, iter(made))
 
     def _output(self, call: Call, number: int, parts: list[RecordBlock], record: PyTree) -> Handle:
@@ -336,15 +340,21 @@ class HandleLoop(Loop):
             )
         if self.has_other_gradients():  # of a penalty in the loss, or of other data
             self.rest_on_code()
-        self.collect(scale)
-        if self.partial:
-            return False
-        assert self._drawn is not None
-        drawn, pieces = self._drawn, self._pieces
-        self._drawn, self._pieces, self.sample = None, [], None
-        self._waiting = True
-        self.release(drawn, SampleQuery(self.objective, pieces, self.rule, self._examples))
+        with self.whole(self._values):
+            self.collect(scale)
+            if self.partial:
+                return False
+            assert self._drawn is not None
+            drawn, pieces = self._drawn, self._pieces
+            self._drawn, self._pieces, self.sample = None, [], None
+            self._waiting = True
+            self.release(drawn, SampleQuery(self.objective, pieces, self.rule, self._examples))
         return True
+
+    def let_go_of_tensors(self) -> None:
+        """Hold no whole parameter but those of the sample in hand."""
+        for engine in (self.engine, *self._engines.values()):
+            engine.let_go()
 
     def watch_for_others(self) -> None:
         """Notice what autograd adds to gradients that were read, and thereby released, before the step."""
@@ -374,9 +384,9 @@ class _Point:
     params: Tensor | None = None
 
     @staticmethod
-    def of(engine: PerExampleEngine) -> _Point:
-        versions = tuple(param._version for param in engine.module.parameters())
-        return _Point(versions, tuple(layer.training for layer in engine.module.modules()))
+    def of(loop: HandleLoop) -> _Point:
+        versions = tuple(param._version for param in loop.parameters().values())
+        return _Point(versions, tuple(layer.training for layer in loop.engine.module.modules()))
 
 
 def _form_of(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ is a run that can be interrupted and continued.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from quietgrad.torch.loops.distributed import (
     SharedCurator,
     SharedSession,
     all_or_none,
+    any_of_us,
     broadcast_from_leader,
     broadcast_loop_key,
     is_distributed,
@@ -44,6 +46,7 @@ from quietgrad.torch.loops.distributed import (
 )
 from quietgrad.torch.loops.shards import ShardedCurator
 from quietgrad.torch.loops.streams import read_stream
+from quietgrad.torch.loops.whole_module import WholeModule, gathered, load_whole
 from quietgrad.torch.loops.wrappers import check_optimizer
 from quietgrad.torch.networks.module import ModuleObjective
 from quietgrad.torch.networks.records import Collate, Multiple, Padding
@@ -228,14 +231,16 @@ class PrivateLoop(Loop):
         checkpoint_seconds: float = 10.0,
     ) -> None:
         module, clip = unwrapped(model), finite_clip(max_grad_norm)
+        shards = WholeModule(module)
         objective = ModuleObjective(
             module, loss, micro_batch=micro_batch, memory_budget=memory_budget, collate_fn=collate_fn, pad=pad,
             views=views,
         )  # fmt: skip
+        objective.keeps_frozen = not shards.in_shards
         engine = objective.engine
         engine.parameter_groups(read_clipping(clipping))
         if optimizer is not None:
-            check_optimizer(optimizer, module.parameters())
+            check_optimizer(optimizer, shards.parameters().values())
         if sharded and person is not None:
             raise ValueError(
                 "sharded, person: a person's records may lie on several processes, and nothing could bound them "
@@ -254,8 +259,10 @@ class PrivateLoop(Loop):
         )
         self.objective, self.optimizer = objective, optimizer
         self._tell = together(callbacks) if callbacks else None
+        # Some processes may have callbacks and others none.
+        self._reports = any_of_us(bool(callbacks), engine.device) if is_distributed() else bool(callbacks)
         self._folder = None if folder is None or not is_leader() else Path(folder)
-        self._trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        self._trained = {name: param for name, param in shards.parameters().items() if param.requires_grad}
         said = {
             "parameters": {name: list(param.shape) for name, param in self._trained.items()},
             "optimizer": None if optimizer is None else type(optimizer).__name__,
@@ -269,7 +276,9 @@ class PrivateLoop(Loop):
             # Before anything is reserved, a count of the records included; the length of epochs follows from that.
             begin(self._tell, steps or 0, engine.flatten(dict(module.named_parameters())), private=seed is None)
 
+        whole = ExitStack()
         try:
+            whole.enter_context(shards.whole())
             if kept is not None:
                 tell_first()
                 _agree(kept, said, terms, clip)
@@ -285,28 +294,33 @@ class PrivateLoop(Loop):
                 said["n_is_declared"] = standing.n_is_declared
             else:
                 keeping = None
+                now = {} if folder is None else gathered(_state(self._trained, optimizer))
                 if folder is not None and is_leader():
-                    now = _state(self._trained, optimizer)
                     keeping = Keeping(folder, LOOP, lambda *_: now, said, checkpoint_seconds)
                 active = terms.open(*asked, clip, first=tell_first, keeping=keeping)
                 kept = active.kept
-            super().__init__(active, terms, engine, clip, n_is_declared=bool(said["n_is_declared"]))
+            declared = bool(said["n_is_declared"])
+            super().__init__(active, terms, engine, clip, n_is_declared=declared, model=shards)
             if folder is not None and isinstance(active.session, SharedSession):
                 active.session.leader_draws = True
             if standing is not None or (kept is not None and kept.resumed):
                 state = kept.state if kept is not None else standing.state if standing is not None else {}
-                with torch.no_grad():
-                    for name, param in self._trained.items():
-                        param.copy_(state["params"][name])
-                        grad = state["grads"].get(name)
-                        param.grad = None if grad is None else grad.to(param)
+                shards.assign({name: state["params"][name] for name in self._trained})
+                for name, param in self._trained.items():
+                    grad = state["grads"].get(name)
+                    param.grad = None if grad is None else shards.place(name, grad.to(param.device, param.dtype))
                 if optimizer is not None:
-                    optimizer.load_state_dict(state["optimizer"])
+                    load_whole(optimizer, state["optimizer"])
         except Exception:
             if kept is not None:
                 (kept.close if kept.resumed else kept.discard)()
             raise
+        finally:
+            whole.close()
+        if shards.in_shards:
+            self.let_go_of_tensors()
         self._kept = kept
+        self._keeps = folder is not None  # on every process
 
     def __len__(self) -> int:
         return self.total
@@ -329,20 +343,28 @@ class PrivateLoop(Loop):
 
     def _until(self, end: int) -> Iterator[PrivateBatch]:
         while self.handed_out < min(end, self.total):
-            if self._kept is not None and self._kept.due:
+            if self._is_due():
                 self.save()
             yield PrivateBatch(self, self.draw())
         if self.handed_out >= self.total:  # and what the loop did with the last one is done
             self._finish()
 
+    def _is_due(self) -> bool:
+        here = self._kept is not None and self._kept.due
+        # Of shards every process has its own: all take part when the leader saves.
+        return broadcast_from_leader(lambda: here) if self._keeps and self.model.in_shards else here
+
     def save(self) -> None:
-        """Save where the loop stands between two samples, if it is kept in a folder."""
+        """Save where the loop stands between two samples, if it is kept in a folder; all processes call it."""
+        if self._folder is None and not (self._keeps and self.model.in_shards):
+            return
+        state = gathered(_state(self._trained, self.optimizer))
         if self._kept is not None and self._folder is not None:
-            self._kept.save(_state(self._trained, self.optimizer), self._session, now=True)
+            self._kept.save(state, self._session, now=True)
 
     def pause(self) -> None:
         """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
-        if self._kept is None:
+        if not self._keeps or (is_leader() and self._kept is None):
             raise ValueError("loop.pause: the loop is not kept; make it with folder=, and without a seed.")
         self.save()
         self.let_go()
@@ -351,7 +373,9 @@ class PrivateLoop(Loop):
         """Let go of the loop's folder, if it is kept: the same call goes on from what was saved last."""
         if self._kept is not None and self._folder is not None:
             self._kept.close()
-            self._folder, self.total, self.paused = None, self.handed_out, True
+        elif is_leader() or not self._keeps:
+            return
+        self._folder, self._keeps, self.total, self.paused = None, False, self.handed_out, True
 
     def refusal(self) -> str:
         return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
@@ -367,11 +391,15 @@ class PrivateLoop(Loop):
 
     def _finish(self) -> None:
         """Save the result of a loop with a folder, once."""
+        keeps, self._keeps = self._keeps, False
+        if self._folder is None and not (keeps and self.model.in_shards):
+            return
+        with self.whole():
+            params = self.point()
         if self._folder is None:
             return
         if self._spent is None:
             self._spent = self._session.close("steps")
-        params = self.engine.flatten(self.parameters())
         params = params.float() if params.dtype == torch.bfloat16 else params  # which numpy does not know
         result = result_of(self._session, params, self.privacy, self._spent.reason)
         if self._kept is None:  # seeded, or paid by no ledger
@@ -392,7 +420,8 @@ class PrivateLoop(Loop):
                 "this batch was stepped on already: each sample serves one step. Take the next one of the loop."
             )
         drawn, batch._drawn = batch._drawn, None
-        return self.release(drawn, GradientQuery(self.engine.flatten(self.parameters()), self.clip, self.clipping))
+        with self.whole():
+            return self.release(drawn, GradientQuery(self.point(), self.clip, self.clipping))
 
     def step(self, batch: PrivateBatch) -> None:
         """:meth:`backward`, ``optimizer.step()`` and ``optimizer.zero_grad()``."""
@@ -401,13 +430,18 @@ class PrivateLoop(Loop):
         gradient = self.backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self._tell is None:
+        if not self._reports:
             return
         done = self.handed_out >= self.total
+        with self.whole():
+            point = self.point()
         progress = Progress(
-            self.handed_out, self.handed_out, self.plan.schedule.releases, self.engine.flatten(self.parameters()),
-            gradient, done=done, spent=lambda: self.epsilon() if self.is_private else None, plan=self.plan,
+            self.handed_out, self.handed_out, self.plan.schedule.releases, point, gradient, done=done,
+            spent=lambda: self.epsilon() if self.is_private else None, plan=self.plan,
         )  # fmt: skip
-        self._tell(progress)
-        if progress.stopped and not done:
+        if self._tell is not None:
+            self._tell(progress)
+        # One process that went on alone would wait for the others.
+        stops = any_of_us(progress.stopped, self.engine.device) if is_distributed() else progress.stopped
+        if stops and not done:
             self.close()

@@ -71,9 +71,10 @@ class PrivateModule(nn.Module):
             return self._module(*plain(args), **plain(kwargs))
         if self.training and self._loop.sample is not None:
             return self._loop.call(args, kwargs)
-        constants = {name: param.detach() for name, param in self._module.named_parameters()}
-        with ModuleState(self._module).holding(constants):
-            return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
+        with self._loop.whole():
+            constants = {name: param.detach() for name, param in self._module.named_parameters()}
+            with ModuleState(self._module).holding(constants):
+                return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -46,6 +46,7 @@ from quietgrad.torch.networks.usable import (
     LossFunction,
     RecordLoss,
     refuse_mixing_layers,
+    refuse_shards,
     refuse_unusable_modules,
 )
 from quietgrad.torch.networks.vectors import GradientTerms, Rows, Stored, UnitAssignment, Workspace
@@ -146,6 +147,7 @@ class PerExampleEngine:
         missing = [name for name in self.names if name not in params]
         if missing:
             raise ValueError(f"parameter {missing[0]!r} is missing; the engine trains {self.names}.")
+        refuse_shards(params.items())
         return torch.cat([params[name].detach().to(self.dtype).flatten() for name in self.names])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
@@ -167,6 +169,11 @@ class PerExampleEngine:
                 value = strided.copy_(value)
             leaves[name] = value.detach().requires_grad_()
         return leaves
+
+    def let_go(self) -> None:
+        """Hold the module's tensors no longer: those of one that is whole for a pass alone are then freed."""
+        for known in self.programs.values():
+            known.program.state.let_go()
 
     # --- sums ------------------------------------------------------------------------------------------------
 
@@ -382,6 +389,7 @@ class PerExampleEngine:
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
             refuse_mixing_layers(self.module)
+            refuse_shards(self.module.named_parameters())
             self.programs[key] = known = ProgramProfile(self.module, self.slices, self.loss)
             known.program.raises = self.raises
             leaves = self._leaves(self.flatten(dict(self.module.named_parameters())))

@@ -28,6 +28,7 @@ from quietgrad.torch.networks.records import (
     Padding,
     RecordGroup,
     as_padding,
+    digest_of,
     examples_of,
 )
 from quietgrad.torch.networks.trees import ModuleState, mapped, name_of
@@ -79,6 +80,8 @@ class ModuleObjective(BaseObjective):
         self.micro_batch = micro_batch or _MOST_AT_ONCE
         self.collate_fn = collate_fn
         self.views = views
+        self.keeps_frozen = True
+        """Whether frozen parameters stay in the module; else they are there for a pass, and known by digests."""
         self.trains_in_batches: bool | None = None
         """Whether module and loss were seen to take batches of several records; ``None`` before they were tried."""
 
@@ -105,7 +108,8 @@ class ModuleObjective(BaseObjective):
     def prepare(self, data: object) -> Examples:
         """Check records, module and loss on synthetic records, before anything is reserved."""
         module = self.module
-        fixed = [p.detach() for p in module.parameters() if not p.requires_grad]
+        kept = Tensor.detach if self.keeps_frozen else digest_of
+        fixed = [kept(p) for p in module.parameters() if not p.requires_grad]
         examples = examples_of(data, self.engine.dim, self.collate_fn, self.pad, (*fixed, *module.buffers()))
         if self.engine.loss is not None:
             with preserved():

@@ -92,6 +92,11 @@ class ProgramState:
         self._destructors = found.destructors
         self.names_internals = found.names_internals
         self._saved_arrays: list[SavedArray] = []
+        self._stale = False
+
+    def let_go(self) -> None:
+        """Hold nothing until the next release, which finds what is reachable then."""
+        self._containers, self._tensors, self._memories, self._stale = [], [], [], True
 
     def _reach(self, called: set[Method]) -> Found:
         return reach((*self._roots, *_GLOBAL_HOOKS, *_modes()), called)
@@ -107,7 +112,7 @@ class ProgramState:
                 self._depth -= 1
             return
         # What changed since the last release was changed by the user, between records: it counts from here on.
-        unchanged = all(container.same() for container in self._containers)
+        unchanged = not self._stale and all(container.same() for container in self._containers)
         if not unchanged or _modes() != self._modes or not all(face.same() for face in self._tensors):
             self._watch()
         self._word = word

@@ -6,6 +6,7 @@ same are stacked and run together, so that no record's shape changes what is com
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import struct
 from collections import UserDict
@@ -334,6 +335,14 @@ def _at(data: object, indices: Rows) -> Rows:
     # Two TensorDatasets of the same tensors are one.
     identity = data.tensors[0].data_ptr() if type(data) is TensorDataset else id(data)
     return np.stack([np.full(len(indices), identity, np.int64), indices], axis=1)
+
+
+def digest_of(tensor: Tensor) -> Tensor:
+    """32 bytes that stand for a tensor which is not kept."""
+    digest = hashlib.sha256()
+    for part in bytes_of(tensor):
+        digest.update(part)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> Iterator[bytes | memoryview]:

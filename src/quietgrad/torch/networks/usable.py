@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal
@@ -145,7 +145,7 @@ def refuse_unusable_modules(module: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} is on the meta device and has no values: load the module first.")
         if param.is_complex():
             raise ValueError(f"parameter {name!r} is complex: hold its real and imaginary part as two parameters.")
-        if param.is_contiguous() and param.numel():
+        if param.is_contiguous() and param.numel() and param.data_ptr():  # shards have no memory of their own
             start = param.data_ptr()
             spans.append((start, start + param.numel() * param.element_size(), name))
     spans.sort()
@@ -154,6 +154,16 @@ def refuse_unusable_modules(module: nn.Module) -> None:
             raise ValueError(
                 f"parameters {first!r} and {second!r} share memory without being one parameter: each would be "
                 "trained as if the other stood still. Register one nn.Parameter under both names."
+            )
+
+
+def refuse_shards(params: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError for parameters in shards: a module is made whole for a pass."""
+    for name, param in params:
+        if hasattr(param, "full_tensor"):
+            raise ValueError(
+                f"fully_shard: parameter {name!r} is in shards, and a record's gradient needs it whole. Train the "
+                "module by qt.PrivateLoop, qt.make_private or qt.fit, which gather it for each step."
             )
 
 

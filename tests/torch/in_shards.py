@@ -1,0 +1,181 @@
+"""Trainings of modules in shards (``fully_shard``): alone they are whole, on two processes in shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import quietgrad as qg
+import quietgrad.torch as qt
+from quietgrad.core.errors import QuietgradError
+
+X = torch.randn(61, 6, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+BUDGET = qg.Budget(4.0, 1e-5)
+STEPS = 4
+FIT = qg.DPSGD(steps=STEPS, batch_size=20, learning_rate=0.5, clip=1.0)
+
+
+class Adapted(nn.Module):
+    """A frozen layer in bfloat16 and an adapter beside it, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 9).to(torch.bfloat16).requires_grad_(False)
+        self.down, self.up, self.head = nn.Linear(6, 2, bias=False), nn.Linear(2, 9, bias=False), nn.Linear(9, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.tanh(self.base(x.bfloat16()).float() + self.up(self.down(x))))
+        return scores
+
+
+def network(kind: str) -> Any:
+    """Rows do not divide by two, so that shards are uneven."""
+    torch.manual_seed(1)
+    model: Any = Adapted()
+    if kind == "whole":
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Dropout(0.3), nn.Linear(9, 2))
+    if dist.is_initialized():
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        if kind == "whole":
+            fully_shard([model[0], model[3]], mesh=mesh)
+        else:
+            fully_shard(model.base, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def flat(model: nn.Module) -> Tensor:
+    whole = [param.full_tensor() if hasattr(param, "full_tensor") else param for param in model.parameters()]
+    return torch.cat([value.detach().float().flatten() for value in whole])
+
+
+def fitted(kind: str) -> dict[str, Any]:
+    model = network(kind)
+    scores = {"seen": 0.0}
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        scores["seen"] += 1.0
+        return {"right": float((model(X).argmax(1) == Y).double().mean())}
+
+    made = qt.fit(
+        model, nn.CrossEntropyLoss(), (X, Y), FIT, budget=BUDGET, n_public=61, progress=False, seed=7,
+        evaluate=evaluate, every=2,
+    )  # fmt: skip
+    return {"params": flat(model), "result": made.params, "epsilon": made.privacy.epsilon, **scores}
+
+
+def looped(kind: str) -> dict[str, Any]:
+    model = network(kind)
+    optimizer = torch.optim.Adam((param for param in model.parameters() if param.requires_grad), lr=0.05)
+    seen: list[float] = []
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), (X, Y), optimizer=optimizer, budget=BUDGET, steps=STEPS, batch_size=20,
+        max_grad_norm=1.0, n_public=61, seed=7,
+        callbacks=[] if dist.is_initialized() and dist.get_rank() else [lambda p: seen.append(float(p.params[0]))],
+    )  # fmt: skip
+    for number, batch in enumerate(loop):
+        loop.step(batch)
+        if number == 1:
+            with torch.no_grad():
+                model(X[:3])  # a forward pass of FSDP's own, which leaves its root whole
+    state = [value for known in optimizer.state.values() for value in known.values() if value.dim()]
+    sizes = [(value.to_local() if dist.is_initialized() else value).numel() for value in state]
+    return {"params": flat(model), "epsilon": loop.privacy.epsilon, "numbers": sum(sizes), "seen": seen}
+
+
+def verbs(kind: str, criterion: bool = True, **settings: Any) -> dict[str, Any]:
+    model = network(kind)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    made = qt.make_private(
+        module=model, optimizer=torch.optim.SGD(trained, lr=0.2, momentum=0.9), noise_multiplier=1.0, epochs=1,
+        data_loader=DataLoader(TensorDataset(X, Y), batch_size=20), max_grad_norm=1.0, seed=7, n_public=61,
+        criterion=nn.CrossEntropyLoss() if criterion else None, **settings,
+    )  # fmt: skip
+    private, optimizer, loader = made[:3]
+    private.train()
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss: Any = (made[3] if criterion else nn.functional.cross_entropy)(private(x), y)
+        loss.backward()
+        optimizer.step()
+    if not dist.is_initialized() or not dist.get_rank():
+        float(loss)  # one process alone logs
+    private.eval()
+    inputs = X[:2].clone().requires_grad_()
+    private(inputs).sum().backward()  # to the inputs, and to no parameter
+    with torch.no_grad():
+        scores = private(X[:2])
+    grads = [param.grad is None for param in trained] if optimizer.zero_grad() is None else []
+    return {
+        "params": flat(model), "epsilon": loader.privacy.epsilon, "condition": loader.privacy.condition,
+        "scores": scores, "slope": inputs.grad, "clean": all(grads),
+    }  # fmt: skip
+
+
+def kept(folder: Path, end: int | None = None) -> dict[str, Any]:
+    model = network("whole")
+    loop = qt.PrivateLoop(
+        model, nn.CrossEntropyLoss(), (X, Y), optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        budget=BUDGET, steps=STEPS, batch_size=20, max_grad_norm=1.0, n_public=61, folder=folder / "run",
+        checkpoint_seconds=0.0, ledger=folder / "ledger.jsonl",
+    )  # fmt: skip
+    begun, start = loop.handed_out, flat(model)
+    for batch in loop:
+        loop.step(batch)
+        if loop.handed_out == end:
+            loop.pause()
+            break
+    return {"begun": begun, "start": start, "params": flat(model), "epsilon": loop.privacy.epsilon}
+
+
+def refusals() -> dict[str, str]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    said = {}
+    model = network("whole")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    tensor_parallel = parallelize_module(nn.Sequential(nn.Linear(6, 4)), mesh, {"0": ColwiseParallel()})
+    asked: dict[str, Any] = {
+        "sums": lambda: qt.clipped_gradient_sum(model, nn.CrossEntropyLoss(), (X, Y), 1.0),
+        "objective": lambda: qg.minimize(
+            qt.objective(model, nn.CrossEntropyLoss()), (X, Y), FIT, budget=BUDGET, n_public=61
+        ),
+        "optimizer": lambda: qt.PrivateLoop(
+            model, nn.CrossEntropyLoss(), (X, Y), optimizer=torch.optim.SGD(nn.Linear(6, 9).parameters(), lr=0.1),
+            batch_size=9, steps=2, max_grad_norm=1.0, noise_multiplier=1.0,
+        ),
+        "tensor parallel": lambda: qt.fit(tensor_parallel, nn.CrossEntropyLoss(), (X, Y), FIT, budget=BUDGET),
+    }  # fmt: skip
+    for name, ask in asked.items():
+        try:
+            ask()
+        except (ValueError, QuietgradError) as error:
+            said[name] = str(error)
+    explained = qt.explain(model, (X[:4], Y[:4]), nn.CrossEntropyLoss())
+    return said | {"explain": str(explained)}
+
+
+CASES: dict[str, Any] = {
+    "fit": lambda: fitted("whole"),
+    "fit, adapters": lambda: fitted("adapters"),
+    "loop": lambda: looped("whole"),
+    "loop, adapters": lambda: looped("adapters"),
+    "verbs": lambda: verbs("whole"),
+    "verbs, adapters": lambda: verbs("adapters"),
+    "verbs, conditional": lambda: verbs("whole", criterion=False),
+    "verbs, per layer": lambda: verbs("whole", clipping="per_layer"),
+}
+
+
+def all_cases(folder: Path) -> dict[str, Any]:
+    """What each process makes of the cases."""
+    out: dict[str, Any] = {name: case() for name, case in CASES.items()}
+    return out | {"paused": kept(folder, end=2), "resumed": kept(folder), "refusals": refusals()}
