@@ -108,7 +108,7 @@ def test_pages_list_all_names_of_their_registries() -> None:
 PLANTED = [
     "`RunTerms`", "`PerParty`", "`oracle=svrg`", "`NAME.people`", '`grad_sample_mode="ghost_fsdp2"`',
     "`qg.stream`", "`qg.stream(X)`", "`simulate(match_people=True)`", "`scan(filesystem=…)`", "`--no-cache`",
-    "`quietgrad train --features scattering`", "`quietgrad deal x`", "`privacy/mechanisms.py`",
+    "`quietgrad train --wavelets scattering`", "`quietgrad deal x`", "`privacy/mechanisms.py`",
     "`privacy.noise.NoiseStream`", "`events.Slack`", "`DPSGD.gain`", "`plan.gone_away`", "`QUIETGRAD_CACHE`",
     "`phase-retrieval`", "`calibrate_batch_size`", ":class:`quietgrad.privacy.Gone`", ":meth:`gone_away`",
     ':func:`~quietgrad.federation.deal_out`', '`sampling="shuffled-turns"`', "`benchmarks/results/none.json`",

@@ -129,6 +129,8 @@ PAGES = {
     "people-parties.md": TABLE + VISITS,
     "people-proof.md": TABLE + VISITS,
     "people.md": TABLE + VISITS,
+    "features.md": "import numpy as np\nimport torch\nX = np.random.default_rng(0).random((300, 64))\n"
+    "y, X_new, X_public, module = np.arange(300) % 3, X[:3], X[:99], torch.nn.Flatten()\n",
     "pictures.md": TABLE + PIXELS,
     "scan.md": TABLE + FILES,
     "start.md": "import numpy as np\nrng = np.random.default_rng(0)\n" + CSV,

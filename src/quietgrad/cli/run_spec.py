@@ -87,6 +87,9 @@ class RunSpec:
     inference: bool = _option(
         False, "Also release standard errors of the coefficients (linear models).", "--inference"
     )
+    features: str | None = _option(
+        None, "Public features of each row: scattering (of pictures), FILE.onnx or FILE.onnx@sha256:DIGEST."
+    )
     class_weight: str | None = _option(None, "Weights of the classes, such as no=1,yes=5.")
     holdout: float | None = _option(None, "Share of the records to hold out for a private score, such as 0.2.")
     score_share: float = _option(0.2, "Share of ε and δ for the private score of the held-out records.")
@@ -165,6 +168,8 @@ class RunSpec:
         values |= {name: list(values[name]) or None for name in _LISTS if values.get(name) is not None}
         given = {name: values[name] for name in _PATHS if values.get(name) is not None}
         values |= {name: str(Path(path).resolve()) for name, path in given.items() if not is_address(path)}
+        if values.get("features") not in (None, "scattering"):
+            values["features"] = str(Path(values["features"]).resolve())
         data = values.get("data")
         if data is not None and not is_address(data) and (Path(data).is_file() or is_multi_file(data)):
             values["data"] = str(Path(data).absolute())
@@ -232,7 +237,7 @@ class RunSpec:
                 words += [word for one in value for word in (flag, one)]
             elif isinstance(value, bool):
                 words.append(flag)
-            elif name in _PATHS:
+            elif name in (*_PATHS, "features"):
                 words += [flag, value if isinstance(value, Address) else Path(value).name]
             elif isinstance(value, list):
                 words += [flag, ",".join(map(str, value))]
@@ -265,7 +270,8 @@ class RunSpec:
     @property
     def uses_estimator(self) -> bool:
         """Whether an estimator is fitted, and not a loss minimised by an algorithm."""
-        return self.model is not None or self.inference or self.class_weight is not None
+        asked = (self.model, self.class_weight, self.features)
+        return self.inference or any(option is not None for option in asked)
 
     def check(self) -> None:
         """Refuse what cannot be, and options that would do nothing, before any data is read."""
@@ -277,7 +283,7 @@ class RunSpec:
         self.budget()
         given = self._said()
         for is_idle, why, names in (
-            (self.uses_estimator, "a --model chooses its own method", _BY_HAND),
+            (self.uses_estimator, "a --model, or one of --features, chooses its own method", _BY_HAND),
             (self.holdout is None and self.test is None, "without --holdout or --test no score is private",
              ("score_share", "exact_score")),
             (self.exact_score or self.non_private, "no score is private", ("score_share",)),

@@ -24,6 +24,7 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.sanitize import did_you_mean
 from quietgrad.data.dataset import Dataset
+from quietgrad.features.frozen import named_features
 from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.methods.result import Result, load
 from quietgrad.tables.linear import LinearObjective
@@ -206,6 +207,9 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
     }  # fmt: skip
     if data.feature_bounds is None and spec.row_bound is None:
         given["row_bound"] = data.row_bound
+    if spec.features is not None:  # what is declared of the columns is not about what is made of them
+        features = named_features(spec.features, data.d)
+        given |= {"features": features, "feature_bounds": None, "row_bound": spec.row_bound}
     if regression:
         given["target_bounds"] = data.label_bounds
     else:
@@ -218,7 +222,7 @@ def estimator_of(spec: RunSpec, data: Dataset, account: Account | str) -> Any:
         given["quantile"] = float(knob)
     factory = getattr(estimators, kind)
     known = inspect.signature(factory).parameters
-    for option in ("inference", "class_weight", "fit_intercept"):
+    for option in ("inference", "class_weight", "features", "fit_intercept"):
         if option in given and option not in known and not (option == "fit_intercept" and spec.intercept):
             raise DataError(f"--{option.replace('_', '-')}: {name} models do not have it.")
     return factory(**{key: value for key, value in given.items() if key in known})

@@ -97,6 +97,7 @@ class PrivateModel(SpendsPrivacy):
     row_bound: ClassVar[float | None] = None
     fit_intercept: ClassVar[bool] = True
     regularization: ClassVar[float] = 0.0
+    features: ClassVar[Any] = None
     inference: ClassVar[bool | None] = False
     algorithm: ClassVar[Algorithm | str | None] = None
     person_column_: str | None = field(init=False, default=None)
@@ -117,6 +118,8 @@ class PrivateModel(SpendsPrivacy):
         kinds = [np.float64, np.float32]
         checked, y = checked_rows(self, X, y, accept_sparse="csr", dtype=kinds, y_numeric=y_numeric)
         self._check_size(checked.shape[0])
+        if self.features is not None:
+            X, checked = None, self._mapped(checked)
         self._bounds = self._declared_bounds(X, checked.shape[1])
         self._is_sparse = not isinstance(checked, np.ndarray)
         return checked, y
@@ -128,8 +131,18 @@ class PrivateModel(SpendsPrivacy):
                 "X: one sample (n_samples = 1) is too few: the noise hides a single record. Give more records."
             )
 
+    def _mapped(self, X: Any) -> Any:
+        """The public features of checked rows, each from its own row alone."""
+        if not hasattr(self.features, "rows") or not hasattr(self.features, "note"):
+            raise ValueError(
+                "features: must be a map of quietgrad.features, such as Frozen(module) or Pictures(28)."
+            )
+        return self.features.rows(X)
+
     def _scanned(self, X: ScanTable) -> ScanTable:
         """A scan, with what is public of it; it is read when the session opens."""
+        if self.features is not None:
+            raise DataError("features: are of a table in memory; a scan's rows are taken as they are.")
         self._check_size(len(X))
         self.n_features_in_ = X.features
         self.feature_names_in_: Array = np.array(list(X.feature_names), dtype=object)
@@ -162,6 +175,8 @@ class PrivateModel(SpendsPrivacy):
         return tuple(pairs) if any(pair is not None for pair in pairs) else None
 
     def _column_names(self, features: int) -> list[str]:
+        if self.features is not None:
+            return [f"x{j}" for j in range(features)]
         return list(map(str, vars(self).get("feature_names_in_", [f"x{j}" for j in range(features)])))
 
     def _features(self, X: Any) -> Any:
@@ -170,6 +185,7 @@ class PrivateModel(SpendsPrivacy):
             raise DataError("X: is a scan, whose predictions may not fit in memory; use predict_to(scan, FILE).")
         X = drop_person_column(X, self.person_column_)
         X = checked_rows(self, X, accept_sparse="csr", dtype=[np.float64, np.float32], reset=False)
+        X = X if self.features is None else self._mapped(X)
         limits = self.feature_range_
         return X if limits is None else FeatureBox(limits[0], limits[1]).clipped(X)
 
@@ -210,7 +226,7 @@ class PrivateModel(SpendsPrivacy):
             features,
             budget=self._budget(),
             feature_bounds=self._bounds,
-            row_bound=self.row_bound,
+            row_bound=self._known_row_bound,
             sparse=self._is_sparse,
             inference=wanted,
             intercept=self.fit_intercept,
@@ -221,6 +237,14 @@ class PrivateModel(SpendsPrivacy):
     def _offers_inference(self) -> bool:
         """Whether the covariance of a Newton step is that of this model's loss."""
         return False
+
+    @property
+    def _known_row_bound(self) -> float | None:
+        """The declared bound on row norms, or that of the public features."""
+        if self.features is None or self.row_bound is not None or self._bounds is not None:
+            return self.row_bound
+        bound: float | None = self.features.row_bound
+        return bound
 
     def _shape(self) -> dict[str, Any]:
         """The settings of the default method that depend on the task."""
@@ -233,8 +257,8 @@ class PrivateModel(SpendsPrivacy):
             raise ValueError(f"regularization={self.regularization!r}: must be a number >= 0.")
         penalty = L2(self.regularization) if self.regularization else NoRegularizer()
         known: dict[str, Any] = {"regularizer": penalty, "intercept": self.fit_intercept}
-        if self.algorithm is not None and self.row_bound is not None:  # from which its constants follow
-            known |= {"row_bound": self.row_bound, "rows": "clip"}
+        if self.algorithm is not None and self._known_row_bound is not None:  # from which its constants follow
+            known |= {"row_bound": self._known_row_bound, "rows": "clip"}
         return known
 
     def _plan(
@@ -287,7 +311,7 @@ class PrivateModel(SpendsPrivacy):
         if options:
             raise TypeError(f"fit() got unexpected arguments: {', '.join(sorted(options))}.")
         if folder is not None and over(folder) is not None:  # killed after its end, while it cleared away
-            self.__dict__.update(fitted_attributes(folder))
+            self.__dict__.update(fitted_attributes(folder, self.features))
             return self
         X, y = scan_if_one(X, y)
         X, ids = take_person_column(X, person)
@@ -388,6 +412,8 @@ class PrivateModel(SpendsPrivacy):
         if self.inference and isinstance(method, WhitenedGD) and not method.inference_share:
             warnings.warn(_NO_ERRORS_BOUGHT, TooNoisyWarning, stacklevel=4)
             notes = (*notes, _NO_ERRORS_BOUGHT)
+        if self.features is not None:  # in the statement, and so in the certificate
+            notes = (*notes, self.features.note)
         result = run(method, session, session.initial(), account=str(active.account), notes=notes)
         self._kept = active.kept
         found, missed = undetected_notes(result.details, result.config.get("look") or {})
@@ -433,7 +459,7 @@ class PrivateModel(SpendsPrivacy):
         return summary_of(names, values, errors, level)
 
     def _why_no_errors(self) -> str:
-        n, p = self.result_.n_public, self.n_features_in_ + 1
+        n, p = self.result_.n_public, np.atleast_2d(self.coef_).shape[1] + 1
         tight = p**1.5 / self._signal(n)
         if tight <= CROWDED:
             return "they were not asked for. Fit with inference=True; that takes half the budget."
@@ -455,6 +481,7 @@ class PrivateLinearModel(PrivateModel):
     row_bound: float | None = None  # type: ignore[misc]
     fit_intercept: bool = True  # type: ignore[misc]
     regularization: float = 0.0  # type: ignore[misc]
+    features: Any = None  # type: ignore[misc]
     inference: bool | None = None  # type: ignore[misc]
     algorithm: Algorithm | str | None = None  # type: ignore[misc]
 

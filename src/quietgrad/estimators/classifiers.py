@@ -216,6 +216,8 @@ class PrivateLogisticRegression(_LinearClassifier):
         row_bound: a public bound on row norms instead of bounds on features.
         fit_intercept: whether to add a constant.
         regularization: strength of an ℓ2 penalty on features scaled to ±1; the noise regularises already.
+        features: a public map of single rows, :class:`~quietgrad.features.Frozen` or
+            :class:`~quietgrad.features.Pictures`; the model is of what it makes of the rows.
         inference: spend half the budget on standard errors for :meth:`summary`; ``None`` does so where that costs
             the predictions next to nothing and the two classes are declared.
         algorithm: a method of quietgrad, or its name ("dp-sgd"), instead of the default

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from quietgrad.core.errors import DataError
+from quietgrad.features.frozen import Frozen, PublicFeatures, read_features
 from quietgrad.methods.result import Result, load
 from quietgrad.tables.losses import LOSSES, OneVsRestHinge
 from quietgrad.tables.registry import make_objective
@@ -28,8 +29,13 @@ _NAMES = {kind: loss for loss, kind in _KINDS.items()}
 _JSON = (bool, int, float, str)
 
 
-def from_run(folder: str | Path) -> Any:
+def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
     """Read the fitted estimator of a run that ``quietgrad train`` (or :func:`to_run`) left in ``folder``.
+
+    Args:
+        folder: of the run.
+        features: the public features that the model was fitted on, if they are those of a torch module: its code
+            is not kept with the run. Another network is refused.
 
     >>> import tempfile
     >>> from quietgrad.estimators import PrivateLogisticRegression
@@ -59,6 +65,10 @@ def from_run(folder: str | Path) -> Any:
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
+    if facts.get("feature_map") is not None:
+        model.features = read_features(facts["feature_map"], folder, features)
+    elif features is not None:
+        raise DataError(f"{folder}: the model was fitted on rows as they are; leave features out.")
     if facts.get("feature_names"):
         model.feature_names_in_ = np.array(facts["feature_names"], dtype=object)
     limits, target = result.details.get("feature_range"), result.details.get("target_range")
@@ -73,9 +83,9 @@ def from_run(folder: str | Path) -> Any:
     return model
 
 
-def fitted_attributes(folder: str | Path) -> dict[str, Any]:
+def fitted_attributes(folder: str | Path, features: PublicFeatures | None = None) -> dict[str, Any]:
     """What a fit sets on its estimator, read from the run in ``folder``."""
-    model = from_run(folder)
+    model = from_run(folder, features)
     return {name: value for name, value in vars(model).items() if name.endswith("_") or name == "_columns"}
 
 
@@ -132,6 +142,10 @@ def to_run(model: Any, folder: str | Path) -> Path:
         "class_names": None if labels is None else [str(label) for label in labels],
         "class_values": labels,
     }
+    if model.features is not None:
+        facts["feature_map"] = model.features.to_json()
+        if isinstance(model.features, Frozen):
+            model.features.save(folder)
     details = {**model.result_.details, "model": facts}
     for name in ("feature_range", "target_range"):  # what predictions are kept in
         limits = known.get(f"{name}_")

@@ -138,7 +138,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
         accepted, labels, _ = clone(self.estimator)._accept(X, y)
         whom = PrivacyUnitSpec.of(ids, accepted.shape[0], PersonRule(combine, records_per_person))
         features = accepted.shape[1]
-        X = X if hasattr(X, "iloc") else accepted
+        X = X if hasattr(X, "iloc") or self.estimator.features is not None else accepted  # each round maps its own
         grid = [
             dict(zip(self.param_grid, values, strict=True))
             for values in itertools.product(*self.param_grid.values())

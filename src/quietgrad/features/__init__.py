@@ -1,12 +1,15 @@
-"""Fixed features of images: public functions of one picture, so they cost no privacy.
+"""Public features: functions of one record and of public constants, so they cost no privacy.
 
->>> from quietgrad.features import Pictures, Scattering
+Wavelet features of pictures, and the outputs of a network whose weights are public.
+
+>>> from quietgrad.features import Frozen, Pictures, Scattering
 >>> Scattering(28).shape
 (81, 7, 7)
 >>> Pictures.of(3072).channels
 3
 """
 
+from quietgrad.features.frozen import Frozen
 from quietgrad.features.scattering import Pictures, Scattering
 
-__all__ = ["Pictures", "Scattering"]
+__all__ = ["Frozen", "Pictures", "Scattering"]

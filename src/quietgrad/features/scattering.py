@@ -243,6 +243,11 @@ class Pictures:
         """
         return 1.001 * math.sqrt(self.width) if self.normalization == "picture" else None
 
+    @property
+    def note(self) -> str:
+        """What a privacy statement says of these features."""
+        return "features are wavelet coefficients of single pictures, scaled by public constants"
+
     def to_json(self) -> dict[str, Any]:
         """Public words from which :meth:`from_json` makes the same."""
         return {"features": "scattering", **asdict(self)}
