@@ -1,7 +1,7 @@
 """Locks on files: one process at a time writes, and a process that dies lets go.
 
 On POSIX systems the lock is ``flock`` on the open file itself, shared among readers. Windows has no such lock:
-there ``filelock`` locks a file beside it, ``<name>.lock``, and readers exclude each other too. Both locks belong to
+there the package filelock locks a file beside it, ``<name>.lock``, and readers exclude each other too. Both locks belong to
 an open file, so the system releases them when the process ends, however it ends.
 """
 
