@@ -1,8 +1,8 @@
 """Locks on files: one process at a time writes, and a process that dies lets go.
 
 On POSIX systems the lock is ``flock`` on the open file itself, shared among readers. Windows has no such lock:
-there the package filelock locks a file beside it, ``<name>.lock``, and readers exclude each other too. Both locks belong to
-an open file, so the system releases them when the process ends, however it ends.
+there the package filelock locks a file beside it, ``<name>.lock``, and readers exclude each other too. Both locks
+belong to an open file, so the system releases them when the process ends, however it ends.
 """
 
 from __future__ import annotations
