@@ -147,3 +147,59 @@ def test_events_in_words() -> None:
         "random-round(gaussian(noise 2), 1, 0.5, 2, 0.5)"
     )
     assert in_words(Parallel((Gaussian(2.0),) * 5)).endswith("… 5 in all)")
+
+
+EVIL = '"><script>alert(1)<b>'
+
+
+def test_page(file: str, tmp_path: Path) -> None:
+    """One page: totals against caps, marks of what is conditional or foreign, links, and no markup from names."""
+    ledger = Ledger(file)
+    ledger.set_cap("patients", Budget(3.0, 1e-6))
+    condition = f"if the loader was Poisson {EVIL}"
+    claim = ledger.reserve(
+        "patients", Gaussian(8.0), delta=1e-6, relation="add-remove", run="claim-1", note=f"opacus 1.5 {EVIL}; x",
+        condition=condition,
+    )  # fmt: skip
+    ledger.close(claim.id, reason="claimed", data_dependent=True)
+    ledger.reserve(EVIL.replace("/", ""), Gaussian(9.0), delta=1e-6, relation="add-remove", run=EVIL)
+    ledger.certify("first", "0" * 64)
+    run = tmp_path / "runs" / "a & b"
+    run.mkdir(parents=True)
+    (run / "result.json").write_text(json.dumps({"details": {"run": "first"}}))
+    (run / "report.html").write_text("")
+    (tmp_path / "runs" / "result.json").write_text("[")  # of something else
+    target = tmp_path / "deep" / "page.html"
+    done = runner.invoke(app, ["page", file, "-o", str(target)])
+    assert done.exit_code == 0, done.output
+    text = target.read_text()
+    assert "<script" not in text
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
+    spent = ledger.spent("patients", delta=1e-6, relation="add-remove").epsilon
+    for fact in (
+        f"ε = {spent:.4g} of 3 ({100 * spent / 3:.0f} %)",
+        "1 conditional", "1 of other programs", "1 open",
+        "opacus 1.5", "if the loader was Poisson", "certified", "cancelled",
+        'href="../runs/a%20%26%20b/report.html"', ledger.head(),
+    ):  # fmt: skip
+        assert fact in text, fact
+    assert (
+        f"{account(Repeated(Gaussian(9.0), 25), delta=1e-5, relation='add-remove'):.4g}</td>" in text
+    )  # as charged
+    assert "ε in all over entries" in text  # all in one minute: by number, not by time
+
+
+def test_page_says_what_is_wrong(file: str, tmp_path: Path) -> None:
+    ledger = Ledger(file)
+    ledger.set_cap("patients", Budget(0.01, 1e-6))  # below what is spent by now
+    ledger.reserve("staff", Gaussian(9.0), delta=1e-6, relation="replace-one", run="n")
+    ledger.set_cap("staff", Budget(2.0, 1e-5))  # under which runs of replace-one have no cost
+    target = tmp_path / "page.html"
+    assert runner.invoke(app, ["page", file, "-o", str(target)]).exit_code == 0
+    text = target.read_text()
+    assert "above its cap" in text
+    assert "no common ε can be proved" in text
+    path = Path(file)
+    path.write_text(path.read_text().replace("patients", "patience", 1))
+    assert isinstance(runner.invoke(app, ["page", file, "-o", str(target)]).exception, LedgerError)
+    assert runner.invoke(app, ["page", file, "--runs", str(tmp_path / "no")]).exit_code == 2

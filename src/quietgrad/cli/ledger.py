@@ -9,10 +9,11 @@ from typing import Annotated, Any, TypeAlias
 import typer
 from typer import Argument, Option
 
+from quietgrad.assurance.report.ledger_page import total_of, write_ledger_page
 from quietgrad.cli.options import Json, RelationName, answer, budget, say, show_json, show_table, usage
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, check_delta
 from quietgrad.core.accounting.events import Event
-from quietgrad.core.errors import QuietgradError, UnprovableError
+from quietgrad.core.errors import QuietgradError
 from quietgrad.core.ledger.keys import KeyFile
 from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.state import LedgerState, canonical_account_name
@@ -28,10 +29,6 @@ app = typer.Typer(
 File = Annotated[Path, Argument(help="The ledger, such as ledger.jsonl.", show_default=False)]
 Row: TypeAlias = dict[str, Any]  # of an account, as it is printed
 _COUNTS = 60  # characters of what a run counts as
-COUNTED_TOTAL = (
-    "some runs were planned from a private count of their records. The total is that of the counts that came out; "
-    "other counts would have led to other noise. Each run's own ε at its own δ holds for every count."
-)
 
 
 @app.command(epilog="Example: quietgrad ledger show ledger.jsonl --account patients --delta 1e-6")
@@ -91,6 +88,25 @@ def head(file: File, as_json: Json = False) -> None:
     """Print a digest of the whole ledger to keep elsewhere; `verify --head` then detects a restored backup."""
     digest = _existing(file).head()
     answer(as_json, {"file": str(file), "head": digest}, digest)
+
+
+@app.command(epilog="Example: quietgrad ledger page ledger.jsonl -o ledger.html --runs runs")
+def page(
+    file: File,
+    output: Annotated[Path, Option("--output", "-o", help="The page.")] = Path("ledger.html"),
+    runs: Annotated[
+        list[Path] | None, Option(help="Folders with runs, to link reports; else `runs` beside the ledger.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one HTML page: accounts against their caps, runs over time, who spent what."""
+    ledger = _existing(file)
+    for folder in runs or ():
+        if not folder.is_dir():
+            raise typer.BadParameter(f"{folder} is not a folder.", param_hint="--runs")
+    beside = ledger.path.parent / "runs"
+    target = write_ledger_page(ledger, output, runs or ([beside] if beside.is_dir() else []))
+    answer(as_json, {"page": str(target)}, f"ledger page: {target}")
 
 
 @app.command(epilog="Example: quietgrad ledger cap ledger.jsonl patients --epsilon 3 --delta 1e-6")
@@ -156,19 +172,14 @@ def _existing(file: Path) -> Ledger:
 
 
 def _account_row(ledger: Ledger, book: LedgerState, name: str, delta: float | None) -> Row:
-    """One account: what it spent at the δ and relation asked for, else the cap's, else the newest run's."""
-    cap = book.cap(name)
-    guarantee = cap or book.of(name)[-1].reservation  # an account exists by a cap or by a reservation
-    row: Row = {"account": name, "delta": delta or guarantee.delta, "relation": str(guarantee.relation)}
-    try:
-        proof = ledger.spent(name, delta=row["delta"], relation=guarantee.relation)
-        row |= {"epsilon": proof.epsilon, "accountant": proof.accountant, "problem": None}
-    except (UnprovableError, OverflowError) as error:
-        row |= {"epsilon": None, "accountant": None, "problem": str(error)}
-    row["unit"] = " and ".join(book.units(name)) or None
-    row["conditions"] = list(book.conditions(name))
-    row["notes"] = [COUNTED_TOTAL] if book.counted_runs(name) else []
-    row["cap"] = cap.to_json() if cap else None
+    """One account as it is printed: its total, what that rests on, its cap and its entries."""
+    total = total_of(ledger, book, name, delta)
+    row: Row = {
+        "account": name, "delta": total.delta, "relation": str(total.relation), "epsilon": total.epsilon,
+        "accountant": total.accountant, "problem": total.problem, "unit": total.unit,
+        "conditions": list(total.conditions), "notes": list(total.notes),
+        "cap": total.cap.to_json() if total.cap else None,
+    }  # fmt: skip
     row["reservations"] = [
         {
             "id": each.reservation.id, "run": each.reservation.run, "condition": each.reservation.condition,

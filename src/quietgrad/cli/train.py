@@ -23,6 +23,7 @@ from quietgrad.core.ledger.ledger import project_path
 from quietgrad.core.session.kept import is_kept
 from quietgrad.data.address import is_address, public
 from quietgrad.data.dataset import Dataset
+from quietgrad.data.schema import read_schema
 from quietgrad.estimators.holdout import remember_trained, score_held_out
 from quietgrad.methods.result import Result, load
 from quietgrad.methods.score_noise import score_text
@@ -105,6 +106,9 @@ def conclude(spec: RunSpec, out: Path, data: Dataset, result: Result, unscored: 
     A result without its command (``repeat``) is that of a run which was stopped here: ``resume`` concludes it.
     """
     details = {**result.details, "bounded": list(data.bounded_names)}
+    if spec.schema is not None:  # public facts, so that a report can show features in their own units
+        schema = read_schema(out / f"schema{Path(spec.schema).suffix}")
+        details["declared_bounds"] = {name: list(pair) for name, pair in schema.declared_bounds.items()}
     result = replace(result, data={"name": data.name, "notes": list(data.notes)}, details=details)
     score: PrivateScore | str | None = None
     if spec.scores_privately:

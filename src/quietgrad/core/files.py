@@ -7,6 +7,10 @@ in one step, so a crash leaves the old file or the new one, never a part.
 There is one rule for names that become part of a path. A federation, a party, a run or a data set is named by
 others, and the name becomes a folder or a file here: ``../../etc`` must never arrive there, nor a name that
 two file systems spell differently.
+
+Windows lacks some of what keeps a file safe elsewhere: flags of ``open``, rights in a file's mode, and folders that
+can be brought to the disk. :data:`POSIX` says whether they are there. Without them a user's files are as private as
+the folder they are in.
 """
 
 from __future__ import annotations
@@ -22,6 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from quietgrad.core.errors import DataError
+
+try:
+    import fcntl  # noqa: F401  what every POSIX system has, and Windows has not
+
+    POSIX = True
+except ImportError:
+    POSIX = False
+
+# Flags of os.open. A system without one of them has 0 in its place. Windows changes line ends unless told not to.
+NO_WAIT, NO_LINK = getattr(os, "O_NONBLOCK", 0), getattr(os, "O_NOFOLLOW", 0)
+AS_IS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 SMALL = 64 << 20  # bytes: the largest JSON or TOML file that is read
 _DEEPEST = 64  # levels: nothing of ours nests deeper than a dozen
@@ -50,6 +65,11 @@ def check_regular(path: str | os.PathLike[str]) -> os.stat_result:
     return status
 
 
+def is_shared(path: Path) -> bool:
+    """Whether other users may read or write ``path``, as far as a file's mode says so: not on Windows."""
+    return POSIX and bool(path.stat().st_mode & 0o077)
+
+
 def read_bytes(path: str | os.PathLike[str], *, most: int | None = None, follow: bool = True) -> bytes:
     """The bytes of a plain file of at most ``most`` bytes; ``OSError`` as ``open`` raises it.
 
@@ -63,7 +83,7 @@ def read_bytes(path: str | os.PathLike[str], *, most: int | None = None, follow:
         raise DataError(f"{os.fspath(path)}: is a link, and this file is never one; remove it.")
     check_regular(path)
     # A pipe may be put there between check and opening: do not wait for it, and check again.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | NO_WAIT | AS_IS | (0 if follow else NO_LINK)
     with os.fdopen(os.open(path, flags), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -125,7 +145,7 @@ def write_atomically(
     """
     fresh = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.tmp")
     # The number of rights is cut by the umask, as for every file that a user makes.
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | AS_IS, 0o600 if private else 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -142,8 +162,10 @@ def write_atomically(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the creation or removal of a file in ``folder`` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Make the creation or removal of a file in ``folder`` survive a power cut; Windows does so by itself."""
+    if not POSIX:
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | AS_IS)
     try:
         os.fsync(descriptor)
     finally:

@@ -85,6 +85,12 @@ class Schema:
         return tuple(name for name, kind in self.columns.items() if isinstance(kind, Numeric) and kind.bounds)
 
     @property
+    def declared_bounds(self) -> dict[str, tuple[float, float]]:
+        """The bounds of each column of numbers that is mapped from them to [0, 1] by a straight line."""
+        numbers = {name: kind for name, kind in self.columns.items() if isinstance(kind, Numeric)}
+        return {name: kind.bounds for name, kind in numbers.items() if kind.bounds and not kind.log}
+
+    @property
     def feature_names(self) -> tuple[str, ...]:
         return tuple(n for column, kind in self.columns.items() for n in kind.names(column))
 

@@ -11,8 +11,8 @@ import numpy as np
 from quietgrad.core.errors import DataError
 from quietgrad.features.frozen import Frozen, PublicFeatures, read_features
 from quietgrad.methods.result import Result, load
-from quietgrad.tables.losses import LOSSES, OneVsRestHinge
-from quietgrad.tables.registry import make_objective
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.registry import saved_objective
 from quietgrad.tables.shapes import AdditiveBasis
 from quietgrad.tables.table import Array
 
@@ -61,7 +61,7 @@ def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
         model.relation = str(result.privacy.relation)
     if (account := result.privacy.account) is not None:  # of the people who pay if the model learns more from them
         model.account = account
-    weights, bias = _objective_of(name, facts).coefficients(np.asarray(result.params))
+    weights, bias = saved_objective(facts).coefficients(np.asarray(result.params))
     model.result_, model.privacy_ = result, result.privacy
     model.n_features_in_ = int(facts["features"])
     model.n_iter_ = max(1, sum(result.privacy.releases.values()))
@@ -87,14 +87,6 @@ def fitted_attributes(folder: str | Path, features: PublicFeatures | None = None
     """What a fit sets on its estimator, read from the run in ``folder``."""
     model = from_run(folder, features)
     return {name: value for name, value in vars(model).items() if name.endswith("_") or name == "_columns"}
-
-
-def _objective_of(name: str, facts: Any) -> Any:
-    """The objective whose parameters a run holds; a machine of several classes is one against the rest for each."""
-    if name == "hinge" and facts["task"] == "multiclass":
-        return OneVsRestHinge(int(facts["classes"]), intercept=bool(facts["intercept"]))
-    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
-    return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
 
 
 def params_of(model: Any) -> Any:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import BudgetError, DataError, LedgerError
-from quietgrad.core.files import parse_json, read_bytes, write_atomically
+from quietgrad.core.files import AS_IS, NO_LINK, NO_WAIT, POSIX, parse_json, read_bytes, write_atomically
 from quietgrad.core.ledger.account import EPOCH, Account, Charge
 from quietgrad.core.ledger.log import LockedAppendFile, SealedLog
 from quietgrad.core.noise.rng import KEY_BYTES, fresh_key
@@ -261,17 +261,20 @@ def _destroy(secret: Path) -> None:
     if not os.path.lexists(secret):
         return
     try:
-        descriptor = os.open(secret, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(secret, os.O_WRONLY | NO_LINK | NO_WAIT | AS_IS)
     except OSError:  # no plain file, so nothing that was written here
         secret.unlink(missing_ok=True)
         return
     with os.fdopen(descriptor, "wb") as file:
-        secret.unlink()  # first: a crash in between must not leave another key
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:  # else it has another name, and is another file too
+        if POSIX:
+            secret.unlink()  # first: a crash in between must not leave another key
+        found, names = os.fstat(file.fileno()), 0 if POSIX else 1
+        if stat.S_ISREG(found.st_mode) and found.st_nlink == names:  # else it is another file too
             file.write(os.urandom(KEY_BYTES))
             file.flush()
             os.fsync(file.fileno())
+    if not POSIX:
+        secret.unlink()  # an open file cannot be removed there
 
 
 class Approval:

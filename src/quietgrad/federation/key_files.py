@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from quietgrad.core.errors import DataError
-from quietgrad.core.files import read_bytes
+from quietgrad.core.files import is_shared, read_bytes
 
 VARIABLE, FILE_VARIABLE = "QUIETGRAD_PASSPHRASE", "QUIETGRAD_PASSPHRASE_FILE"
 _FEWEST = 12  # characters
@@ -54,7 +54,7 @@ def passphrase(of: str, *, new: bool = False) -> bytes:
 
 def check_private(path: Path) -> None:
     """Raise ``DataError`` for a secret that others may read."""
-    if path.stat().st_mode & 0o077:
+    if is_shared(path):
         raise DataError(f"{path}: others may read this key; run `chmod 600 {path}`.")
 
 

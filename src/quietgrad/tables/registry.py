@@ -13,7 +13,7 @@ from quietgrad.core import settings
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.tables.linear import LinearObjective
-from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.losses import LOSSES, OneVsRestHinge
 from quietgrad.tables.privacy_units import UserLevelObjective
 from quietgrad.tables.regularizers import L2, Nonconvex
 
@@ -54,6 +54,17 @@ def loss_entry(text: str) -> tuple[type[LinearObjective], dict[str, float]]:
     if kind.number is None:
         raise ValueError(f"objective {text!r}: {name} takes no number.")
     return kind, {kind.number: number}
+
+
+def saved_objective(facts: Facts) -> Any:
+    """The objective whose parameters a saved linear model holds.
+
+    A support vector machine of several classes is one against the rest for each.
+    """
+    if str(facts["objective"]).partition(":")[0] == "hinge" and facts["task"] == "multiclass":
+        return OneVsRestHinge(int(facts["classes"]), intercept=bool(facts["intercept"]))
+    given = {key: facts[key] for key in ("intercept", "row_bound", "rows", "regularizer")}
+    return make_objective(facts["objective"], given, task=facts["task"], classes=facts["classes"])[0]
 
 
 def make_objective(

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quietgrad.core.errors import DataError, LedgerError, boundary
-from quietgrad.core.files import parse_json, read_bytes, sync_folder, write_atomically
+from quietgrad.core.files import AS_IS, is_shared, parse_json, read_bytes, sync_folder, write_atomically
 from quietgrad.core.ledger.account import run_of
 from quietgrad.core.ledger.chain import anchor
 from quietgrad.core.ledger.ledger import Ledger
@@ -333,7 +333,7 @@ class SigningKey:
         file = Path(path)
         if not file.exists():
             raise DataError(f"{file}: there is no key; make one with `quietgrad keys generate {file}`.")
-        if file.stat().st_mode & 0o077:
+        if is_shared(file):
             raise DataError(f"{file}: others may read this key; run `chmod 600 {file}`, or make a new one.")
         with boundary(f"{file}: is no private key that can be read without a password."):
             key = load_pem_private_key(read_bytes(file, most=_LARGEST), password=None)
@@ -370,7 +370,7 @@ def new_key(path: str | Path) -> str:
     secret = key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption())
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as target:
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | AS_IS, 0o600), "wb") as target:
             target.write(secret)
             target.flush()
             os.fsync(target.fileno())

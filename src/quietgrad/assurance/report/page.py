@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import groupby, pairwise
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from quietgrad import __version__
 from quietgrad.assurance.report.certificate import NOT_COVERED, PrivacyReport, assumptions, audit_of, privacy_report
-from quietgrad.charts import Chart, Intervals, Lines, Series, colour_of
+from quietgrad.assurance.report.model import FittedModel, model_of
+from quietgrad.assurance.report.spending import Spending, asked_of, spending_of
+from quietgrad.charts import Lines, Series, colour_of
 from quietgrad.core.errors import boundary
 from quietgrad.core.files import read_json, write_atomically
 from quietgrad.core.sanitize import sanitize
@@ -34,7 +37,6 @@ _METRICS = {
 }
 WITH_NOISE = "with noise"
 _NOT_SHOWN = "the result holds something that cannot be shown."
-_MOST_COEFFICIENTS = 20
 _MOST_ITEMS = 8  # of a setting that is a list
 
 _SECOND_ORDER = {"escapes": "saddles left", "samples_used": "fresh records used", "alpha": "second-order level α"}
@@ -43,7 +45,6 @@ EVALUATION = "evaluation.json"
 _NUMBERS = {
     "accuracy": "accuracy", "auc": "AUC", "log_loss": "log loss", "r2": "R²", "rmse": "RMSE", "mae": "mean error",
 }  # fmt: skip
-_MOST_SHAPES = 60
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,25 @@ class ReportedRun:
     command: str | None
     audit: Mapping[str, Any] | None
     evaluation: Evaluation | None
+    asked: tuple[float, float] | None = None
+    """ε and δ that the run's options asked for, for the model and its score together."""
+
+    @property
+    def spending(self) -> Spending | None:
+        """What was asked and what was spent; ``None`` of a run without a guarantee."""
+        score = self.score
+        return spending_of(self.result.privacy, None if score is None else score.privacy, self.asked)
+
+    @cached_property
+    def fitted(self) -> FittedModel:
+        """Coefficients, features and shape functions."""
+        return model_of(self.result)
 
     @property
     def score(self) -> Evaluation | None:
         """The private score beside the run, if its own releases prove it."""
         found = self.evaluation
         return None if found is None or found.refuted or not found.privacy.is_private else found
-
-    @property
-    def shapes(self) -> list[tuple[str, str]]:
-        """The names and drawings of an additive model's functions."""
-        found = self.result.details.get("shapes") or []
-        return [(str(shape["name"]), _shape(shape)) for shape in found[:_MOST_SHAPES]]
 
     @property
     def metrics(self) -> list[tuple[str, str, str]]:
@@ -151,7 +159,8 @@ def read_runs(folders: Sequence[Path], paid: Path | None = None) -> list[Reporte
             repeat = command if isinstance(command, str) else None
             report, audit = privacy_report(result, ledger), audit_of(folder, result.privacy)
             evaluation = _evaluation(folder / EVALUATION)
-            runs.append(ReportedRun(name, f"run-{k + 1}", result, report, repeat, audit, evaluation))
+            asked = asked_of(folder)
+            runs.append(ReportedRun(name, f"run-{k + 1}", result, report, repeat, audit, evaluation, asked))
     return runs
 
 
@@ -179,6 +188,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         return page.render(
             runs=runs,
             metrics=list(dict.fromkeys(label for label, _, _ in better or scores)),
+            scored=any(run.score is not None for run in runs),
             exact=any(how != WITH_NOISE for _, _, how in scores),
             charts=[(chart.title, chart.svg(), caption) for chart, caption in _charts(runs) if chart.svg()],
             guarantees=len({(run.result.privacy.delta, run.result.privacy.relation) for run in runs}),
@@ -198,7 +208,7 @@ def _clauses(text: str) -> list[str]:
     return re.split(r"; (?=[a-z][a-z' ]{2,30}: )", text)
 
 
-def _charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
+def _charts(runs: Sequence[ReportedRun]) -> list[tuple[Lines, str]]:
     """Each chart and its caption."""
     curves = [[(0, 0.0), *((p[0], p[1]) for p in run.result.details.get("epsilon_curve", ()))] for run in runs]
     norms = [[(r["step"], r["estimate_norm"]) for r in run.result.history if "estimate_norm" in r] for run in runs]
@@ -213,25 +223,7 @@ def _charts(runs: Sequence[ReportedRun]) -> list[tuple[Chart, str]]:
             Lines("Size of the gradient estimate", sizes, steps, "norm of the estimate", log_y=True),
             "Norm of each released, noisy estimate: a public number. It levels off where noise outweighs signal.",
         ),
-        _coefficients(runs),
     ]
-
-
-def _coefficients(runs: Sequence[ReportedRun]) -> tuple[Intervals, str]:
-    """The coefficients of one linear model with standard errors, farthest from zero for their error first."""
-    result = runs[0].result
-    covariance = result.details.get("coefficient_covariance") or ()
-    variances = [float(row[k]) for k, row in enumerate(covariance)]
-    features = result.details.get("model", {}).get("feature_names") or [f"x{k}" for k in range(len(variances))]
-    rows = []
-    # Coefficients of scaled targets mean nothing to a reader.
-    if len(runs) == 1 and len(variances) == len(result.params) and result.details.get("target_range") is None:
-        names = [*features, "(intercept)"][: len(variances)]
-        values = zip(names, map(float, result.params), map(math.sqrt, variances), strict=True)
-        ranked = sorted(values, key=lambda row: -abs(row[1]) / row[2])[:_MOST_COEFFICIENTS]
-        rows = [(str(name), value, value - 1.96 * error, value + 1.96 * error) for name, value, error in ranked]
-    caption = "95 % intervals that cover sampling and privacy noise; the largest of them."
-    return Intervals("Coefficients", rows, "coefficient"), caption
 
 
 def _on_one_axis(
@@ -280,19 +272,6 @@ def _evaluation(path: Path) -> Evaluation | None:
 def _is_drowned(name: str, value: float | None, error: float | None) -> bool:
     """Whether a number that an older version wrote would not be stated today."""
     return value is None or error is None or is_too_noisy(name, float(value), float(error))
-
-
-def _shape(shape: Mapping[str, Any]) -> str:
-    """Draw one function of an additive model: a row for each category, or a line of steps over bins."""
-    values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
-    title, effect = str(shape["name"]), "effect on the score"
-    if shape["named"]:
-        named = zip(map(str, shape["where"]), values, errors, strict=True)
-        return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
-    bins = zip(pairwise(map(float, shape["where"])), values, strict=True)
-    points = [(edge, value) for ends, value in bins for edge in ends]
-    bars = [2.0 * error for error in errors for _ in range(2)]
-    return Lines(title, [Series(title, points, bars)], title, effect).svg()
 
 
 def _calibration(rows: Sequence[Sequence[float]]) -> str:

@@ -9,7 +9,8 @@ then a small head file ``<path>.head`` that names it, are on the disk. So
   moves the bytes into a ``quarantine`` line and goes on;
 - a write that fails is taken back, and if that fails too, what stays is either such a tail or a whole line.
 
-Writers exclude each other with ``flock`` on the file itself, which the kernel lets go when a process dies.
+Writers exclude each other with a lock on the file (:mod:`~quietgrad.core.ledger.locks`), which the system releases
+when a process dies.
 The chain is not keyed: it catches accidents and plain edits, not an attacker who recomputes it and the head, nor a
 backup of both. An :func:`anchor` kept elsewhere does: every later state of the same chain has it as its beginning.
 """
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +33,16 @@ from typing import Any
 
 from quietgrad.core.accounting.budget import Json
 from quietgrad.core.errors import DataError, LedgerError, SettingError
-from quietgrad.core.files import check_regular, os_error_text, read_json, sync_folder, write_atomically
+from quietgrad.core.files import (
+    AS_IS,
+    NO_WAIT,
+    check_regular,
+    os_error_text,
+    read_json,
+    sync_folder,
+    write_atomically,
+)
+from quietgrad.core.ledger.locks import lock
 from quietgrad.core.ledger.log import append_whole
 
 FORMAT = "quietgrad-ledger"
@@ -120,7 +129,7 @@ class Chain:
         """Return what the file holds, good or bad; only a file that cannot be opened or locked raises."""
         with self._one_thread:
             try:
-                with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as fd:
+                with self._locked(os.O_RDONLY, shared=True) as fd:
                     return self._reading(fd)
             except FileNotFoundError:
                 gone = f"the file is gone, but {self.head.name} says that it existed; restore it."
@@ -135,14 +144,14 @@ class Chain:
         with self._one_thread:
             if not self.path.exists() and self.head.exists() and not adopt:
                 raise LedgerError(f"{self.path}: the file is gone, but {self.head.name} says that it existed.")
-            with self._locked(os.O_RDWR | os.O_APPEND | os.O_CREAT, fcntl.LOCK_EX) as fd:
+            with self._locked(os.O_RDWR | os.O_APPEND | os.O_CREAT) as fd:
                 reading = self._reading(fd, trust_head=not adopt)
                 if reading.problems:
                     raise LedgerError(f"{self.path}: {reading.problems[0]}")
                 yield Writer(self, fd, reading)
 
     @contextlib.contextmanager
-    def _locked(self, flags: int, kind: int) -> Iterator[int]:
+    def _locked(self, flags: int, *, shared: bool = False) -> Iterator[int]:
         """Open and lock the file that ``path`` names, and be sure that it still names it once locked."""
         deadline = time.monotonic() + self.timeout
         pause = 0.001
@@ -151,7 +160,7 @@ class Chain:
                 if self.path.exists() and not self.path.is_dir():
                     check_regular(self.path)
                 # A pipe that took the file's place in between is not waited for; reading it finds no ledger.
-                fd = os.open(self.path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+                fd = os.open(self.path, flags | NO_WAIT | AS_IS, 0o644)
             except DataError as error:
                 raise LedgerError(str(error)) from None
             except FileNotFoundError:
@@ -162,9 +171,10 @@ class Chain:
             except OSError as error:
                 raise LedgerError(f"{self.path}: cannot open the ledger ({os_error_text(error)}).") from None
             try:
-                fcntl.flock(fd, kind | fcntl.LOCK_NB)
+                unlock = lock(fd, self.path, shared=shared)
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     break
+                unlock()
                 os.close(fd)
             except FileNotFoundError:
                 os.close(fd)
@@ -181,7 +191,7 @@ class Chain:
         try:
             yield fd
         finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough if a thread forked meanwhile
+            unlock()
             os.close(fd)
 
     def _reading(self, fd: int, *, trust_head: bool = True) -> ChainContents:

@@ -17,8 +17,13 @@ from pathlib import Path
 
 from quietgrad.core.errors import QuietgradError
 from quietgrad.core.files import (
+    AS_IS,
+    NO_LINK,
+    NO_WAIT,
+    POSIX,
     check_path_name,
     is_path_name,
+    is_shared,
     os_error_text,
     read_bytes,
     read_json,
@@ -149,12 +154,15 @@ class KeyFile:
         path = cls._path(run_id)
         try:
             path.with_suffix(".where").unlink(missing_ok=True)
-            with os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "r+b") as file:
-                path.unlink()  # first: a process that dies in between must not leave another key
+            with os.fdopen(os.open(path, os.O_RDWR | NO_LINK | NO_WAIT | AS_IS), "r+b") as file:
+                if POSIX:
+                    path.unlink()  # first: a process that dies in between must not leave another key
                 size = max(KEY_BYTES, os.fstat(file.fileno()).st_size)
                 file.write(os.urandom(size))
                 file.flush()
                 os.fsync(file.fileno())
+            if not POSIX:
+                path.unlink()  # an open file cannot be removed there
         except FileNotFoundError:
             return
         except OSError as error:
@@ -169,17 +177,20 @@ class KeyFile:
 
 
 def _check_private(path: Path, remedy: str) -> None:
-    mode = path.stat().st_mode
-    if mode & 0o077:
-        raise KeyFileError(f"{path} is open to other users (mode {mode & 0o777:o}): {remedy} it first.")
+    if is_shared(path):
+        mode = path.stat().st_mode & 0o777
+        raise KeyFileError(f"{path} is open to other users (mode {mode:o}): {remedy} it first.")
 
 
 def forbid_core_dumps() -> None:
     """From now on this process leaves no core dump, which would hold its keys.
 
     The limit alone does not bind kernels that hand dumps to a program; on Linux the process is also marked as not
-    to be dumped, which keeps other processes of the same user from reading its memory, debuggers included.
+    to be dumped, which keeps other processes of the same user from reading its memory, debuggers included. Windows
+    has no such limit.
     """
+    if not POSIX:
+        return
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)

@@ -16,17 +16,17 @@ file is as it was.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import hmac
 import os
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from quietgrad.core.errors import DataError, LedgerError
-from quietgrad.core.files import os_error_text, sync_folder
+from quietgrad.core.files import AS_IS, NO_LINK, POSIX, os_error_text, sync_folder
+from quietgrad.core.ledger.locks import lock
 
 
 def append_whole(file: int, data: bytes, *, durable: bool = True) -> None:
@@ -77,27 +77,27 @@ class LockedAppendFile:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._locked(path, who)
+            self._file, self._unlock = self._locked(path, who)
         except OSError as error:
             raise DataError(
                 f"{path}: cannot be kept here ({os_error_text(error)}); choose a folder of your own."
             ) from None
-        self._free = weakref.finalize(self, os.close, self._file)
+        self._free = weakref.finalize(self, _let_go, self._file, self._unlock)
         sync_folder(path.parent)  # so that a new file's name survives a power cut
 
     @staticmethod
-    def _locked(path: Path, who: str) -> int:
+    def _locked(path: Path, who: str) -> tuple[int, Callable[[], None]]:
         while True:
-            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK | AS_IS, 0o600)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unlock = lock(file, path)
                 # Its holder may have removed it since it was opened here: then this file has no name any more.
                 if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-                    return file
-                os.close(file)
+                    return file, unlock
+                _let_go(file, unlock)
             except OSError as error:
                 os.close(file)
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                if not isinstance(error, BlockingIOError | PermissionError):
                     raise
                 raise DataError(
                     f"{path.parent}: another process {who} in this folder; wait for it, or end it first."
@@ -139,12 +139,25 @@ class LockedAppendFile:
     def remove(self) -> None:
         """It is over: remove the file and let go."""
         if self._free.alive:  # else it may be another process's by now
-            self.path.unlink(missing_ok=True)
-            self.close()
+            if POSIX:
+                self.path.unlink(missing_ok=True)
+                self.close()
+            else:  # an open file cannot be removed; the lock is beside it and still held
+                self._free.detach()
+                os.close(self._file)
+                self.path.unlink(missing_ok=True)
+                self._unlock()
 
     def close(self) -> None:
         """Let go of the file."""
         self._free()
+
+
+def _let_go(file: int, unlock: Callable[[], None]) -> None:
+    """Close a locked file. Unlocking it as well would take the lock from the parent of a forked process."""
+    os.close(file)
+    if not POSIX:
+        unlock()
 
 
 class SealedLog(LockedAppendFile):

@@ -31,7 +31,7 @@ from quietgrad.core.accounting import events
 from quietgrad.core.accounting.budget import Budget, Json, PrivacyUnit, Relation, check_condition
 from quietgrad.core.accounting.cost import Cost
 from quietgrad.core.errors import LedgerError, SettingError
-from quietgrad.core.files import write_atomically
+from quietgrad.core.files import is_shared, write_atomically
 from quietgrad.core.ledger.chain import ChainEntry
 
 DEFAULT = "default"  # the account of a run that names none
@@ -459,7 +459,7 @@ def _key(path: Path) -> bytes:
             with contextlib.suppress(FileExistsError):  # another process was first: its key counts
                 os.link(fresh, path)
             fresh.unlink()
-        shared = path.stat().st_mode & 0o077
+        shared = is_shared(path)
         key = path.read_bytes()
     except OSError as error:
         raise LedgerError(

@@ -22,9 +22,15 @@ from quietgrad.federation.transport.tls_connection import ASK, REPLY, receive, s
 _SECONDS = 60.0  # that a caller has to send its frame and to take the reply
 
 
+def _local_socket() -> socket.socket:
+    if not hasattr(socket, "AF_UNIX"):
+        raise DataError("this system has no local sockets (AF_UNIX); run the member on Linux or macOS, or use TLS.")
+    return socket.socket(socket.AF_UNIX)
+
+
 def carry(path: str | Path, frame: Bytes, *, most: int, seconds: float | None = None) -> bytearray:
     """Carry one frame to the member behind ``path`` and bring back its reply."""
-    with socket.socket(socket.AF_UNIX) as sock:
+    with _local_socket() as sock:
         deadline = None if seconds is None else time.monotonic() + seconds
         sock.settimeout(seconds)
         try:
@@ -46,7 +52,7 @@ def serve(site: Responder, path: Path, *, most: int) -> None:
             raise DataError(f"{path}: another process listens there.")
         except Away:
             path.unlink()  # left by a process that was killed
-    with socket.socket(socket.AF_UNIX) as listener:
+    with _local_socket() as listener:
         before = os.umask(0o117)
         try:
             listener.bind(str(path))

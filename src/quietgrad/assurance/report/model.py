@@ -1,0 +1,173 @@
+"""A run's model as its report shows it: coefficients, the features they belong to, and shape functions.
+
+Everything here was released by the run or declared before it. Nothing is computed from records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from quietgrad.charts import Intervals, Lines, Series
+from quietgrad.methods.result import Result
+from quietgrad.tables.losses import LOSSES
+from quietgrad.tables.registry import saved_objective
+from quietgrad.tables.table import Floats
+
+_MOST_DRAWN = 20
+_MOST_ROWS = 60
+_MOST_SHAPES = 60
+_NORMAL_95 = 1.96
+_SCORES = {"logistic": "log-odds", "multinomial": "log-odds", "hinge": "margin", "poisson": "log of the mean"}
+INTERCEPT = "(intercept)"
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """One row of the feature table, as text; ``coefficients`` has one entry per output of the model."""
+
+    name: str
+    range: str
+    mean: str
+    coefficients: tuple[str, ...]
+    interval: str
+
+
+@dataclass(frozen=True)
+class FittedModel:
+    """What the section about a model shows; parts that a model does not have are empty."""
+
+    score: str
+    """The quantity that coefficients and shapes add to, such as log-odds."""
+    outputs: tuple[str, ...] = ()
+    rows: tuple[FeatureRow, ...] = ()
+    left_out: int = 0
+    chart: str = ""
+    shapes: tuple[tuple[str, str], ...] = ()
+    shapes_left_out: int = 0
+    has_means: bool = False
+    has_ranges: bool = False
+    is_scaled: bool = False
+    """Whether columns with declared bounds were mapped to [0, 1]."""
+
+    @property
+    def has_intervals(self) -> bool:
+        return bool(self.chart)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.shapes)
+
+
+def model_of(result: Result) -> FittedModel:
+    """Return what a result says of its model: a linear or additive one, else nothing."""
+    facts = result.details.get("model") or {}
+    name = str(facts.get("objective", "")).partition(":")[0]
+    score = _SCORES.get(name, "score" if facts.get("task") != "regression" else "prediction")
+    if shapes := result.details.get("shapes"):
+        declared = result.details.get("declared_bounds") or {}
+        names = [str(shape["name"]) for shape in shapes[:_MOST_SHAPES]]
+        drawn = tuple((name, _shape(shape, declared.get(name))) for name, shape in zip(names, shapes, strict=False))
+        return FittedModel(score, shapes=drawn, shapes_left_out=len(shapes) - len(drawn))
+    if name not in LOSSES or "features" not in facts:
+        return FittedModel(score)
+    objective = saved_objective(facts)
+    if len(result.params) != (int(facts["features"]) + bool(facts["intercept"])) * objective.outputs:
+        return FittedModel(score)
+    weights, bias = objective.coefficients(np.asarray(result.params, dtype=np.float64))
+    return _linear_model(result, score, weights, bias if facts["intercept"] else None)
+
+
+def _linear_model(result: Result, score: str, weights: Floats, bias: Floats | None) -> FittedModel:
+    facts, details = result.details["model"], result.details
+    names = [str(name) for name in facts.get("feature_names") or [f"x{k}" for k in range(len(weights))]]
+    values = weights if bias is None else np.vstack([weights, bias])
+    names = [*names, INTERCEPT][: len(values)]
+    errors = _standard_errors(details, values)
+    declared = details.get("declared_bounds") or {}
+    found = {} if declared else _found_ranges(details, names)
+    means = _means(details, names, declared)
+
+    def weight(k: int) -> float:
+        return float(np.abs(values[k]).max() / (1.0 if errors is None else errors[k]))
+
+    order = sorted((k for k in range(len(values)) if names[k] != INTERCEPT), key=lambda k: -weight(k))
+    order += [k for k in range(len(values)) if names[k] == INTERCEPT]
+    rows, intervals = [], []
+    for k in order:
+        ends = declared.get(names[k]) or found.get(names[k])
+        interval = ""
+        if errors is not None:
+            value, reach = float(values[k, 0]), _NORMAL_95 * float(errors[k])
+            interval = f"{value - reach:.3g} to {value + reach:.3g}"
+            intervals.append((names[k], value, value - reach, value + reach))
+        numbers = tuple(f"{value:.4g}" for value in values[k])
+        between = f"{ends[0]:g} to {ends[1]:g}" if ends else ""
+        rows.append(FeatureRow(names[k], between, means.get(names[k], ""), numbers, interval))
+    return FittedModel(
+        score,
+        outputs=tuple(map(str, facts["class_names"])) if values.shape[1] > 1 else (),
+        rows=tuple(rows[:_MOST_ROWS]),
+        left_out=max(0, len(rows) - _MOST_ROWS),
+        chart=Intervals("Coefficients", intervals[:_MOST_DRAWN], f"added to the {score}").svg(),
+        has_means=any(row.mean for row in rows),
+        has_ranges=any(row.range for row in rows),
+        is_scaled=bool(declared),
+    )
+
+
+def _standard_errors(details: Mapping[str, Any], values: Floats) -> Floats | None:
+    """Standard errors of the coefficients of one output, where the run bought them."""
+    covariance = np.asarray(details.get("coefficient_covariance") or (), dtype=np.float64)
+    if values.shape[1] != 1 or covariance.shape != (len(values), len(values)):
+        return None
+    variances = np.diag(covariance)
+    return np.sqrt(variances) if (variances > 0.0).all() else None
+
+
+def _found_ranges(details: Mapping[str, Any], names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """The range of each feature that the fit used, declared in Python or estimated with noise."""
+    limits = details.get("feature_range")
+    features = [name for name in names if name != INTERCEPT]
+    if limits is None or any(len(side) != len(features) for side in limits):
+        return {}
+    pairs = zip(map(float, limits[0]), map(float, limits[1]), strict=True)
+    return {name: pair for name, pair in zip(features, pairs, strict=True) if all(map(math.isfinite, pair))}
+
+
+def _means(
+    details: Mapping[str, Any], names: Sequence[str], declared: Mapping[str, Sequence[float]]
+) -> dict[str, str]:
+    """The noisy mean of each feature with its standard error, in the units of its declared bounds."""
+    means, errors = details.get("feature_means") or (), details.get("feature_mean_errors") or ()
+    features = [name for name in names if name != INTERCEPT]
+    if not len(means) == len(errors) == len(features):
+        return {}
+    texts = {}
+    for name, mean, error in zip(features, means, errors, strict=True):
+        low, high = declared.get(name) or (0.0, 1.0)
+        texts[name] = f"{low + (high - low) * mean:.4g} ± {(high - low) * error:.2g}"
+    return texts
+
+
+def _shape(shape: Mapping[str, Any], bounds: Sequence[float] | None) -> str:
+    """Draw one function of an additive model: a row for each category, or a line of steps over bins.
+
+    ``bounds`` are those that the column was mapped from to [0, 1].
+    """
+    values, errors = ([float(v) for v in shape[key]] for key in ("values", "errors"))
+    title, effect = str(shape["name"]), "effect on the score"
+    if shape["named"]:
+        named = zip(map(str, shape["where"]), values, errors, strict=True)
+        return Intervals(title, [(name, v, v - 2.0 * e, v + 2.0 * e) for name, v, e in named], effect).svg()
+    low, high = bounds or (0.0, 1.0)
+    edges = [low + (high - low) * float(edge) for edge in shape["where"]]
+    bins = zip(pairwise(edges), values, strict=True)
+    points = [(edge, value) for ends, value in bins for edge in ends]
+    bars = [2.0 * error for error in errors for _ in range(2)]
+    return Lines(title, [Series(title, points, bars)], title, effect).svg()
