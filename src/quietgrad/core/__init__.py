@@ -1,4 +1,6 @@
-"""The core: everything that must be right for a stated ε to be true. It imports nothing above itself.
+"""The core: all that must be right for a stated ε, besides the clipped sums. It imports nothing above itself.
+
+Clipped sums are made in :mod:`quietgrad.tables` and :mod:`quietgrad.torch.networks`.
 
 A run is opened under terms, released through a session, and closed with a statement:
 

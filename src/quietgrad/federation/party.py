@@ -1,8 +1,8 @@
 """A party: the end of a federation that holds records.
 
 A party pins the plan it approved and answers nothing else: it draws its own secret sample at the plan's public
-rate, clips and sums. The sum leaves as the plan's trust says: to a trusted curator, with the party's own noise, or
-inside a secure sum.
+rate, clips and sums, by the same function as one curator (:func:`quietgrad.core.session.summing.batch_sum`). The
+sum leaves as the plan's trust says: to a trusted curator, with the party's own noise, or inside a secure sum.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ class DPSGD(FirstOrder):
             ⌈n ÷ batch_size⌉ steps), ``"fixed-size"``, ``"full"``, ``"single-pass"`` (every record once),
             ``"turns"`` (``cohorts`` of records, one after the other; the batch is then n ÷ cohorts), or
             ``"poisson-turns"`` (a Poisson sample of ``batch_size`` of the cohort whose turn it is).
-        noise: ``"independent"``, or ``"correlated"`` with a single pass or turns of either kind: noise that later
-            releases take back, so that sums of releases have much less of it
-            (:mod:`quietgrad.core.noise.correlated`); or a mechanism of sums.
-        momentum: weight of the past, 0 for none.
+        noise: ``"independent"``; ``"correlated"``, for a single pass or turns of either kind; or a mechanism that
+            releases sums. Later releases cancel a part of correlated noise, so that sums of releases carry much
+            less of it (:mod:`quietgrad.core.noise.correlated`).
+        momentum: β, the weight of the past; 0 for none.
         momentum_kind: ``"heavy-ball"`` (m = βm + g) or ``"ema"`` (m = βm + (1−β)g).
-        momentum_steps: switch momentum off after so many steps (early momentum at one rate, paper 001).
+        momentum_steps: the number of steps with momentum; later steps have none (early momentum, paper 001).
         returns: ``"last"``, ``"average"`` of the second half, ``"ema"``, or ``"random"`` round.
 
     >>> DPSGD(steps=100, batch_size=50, learning_rate=0.5).schedule(1000).releases
@@ -72,13 +72,13 @@ class DPSGD(FirstOrder):
         )
 
     def direction(self, state: State, gradient: Vector) -> tuple[float, Vector]:
-        size = self._rate(state.step, self.steps)
-        on = self.momentum_steps is None or state.step < self.momentum_steps
-        if not self.momentum or not on:
-            return size, gradient
-        fresh = gradient if self.momentum_kind == "heavy-ball" else (1.0 - self.momentum) * gradient
-        state.velocity = fresh if state.velocity is None else self.momentum * state.velocity + fresh
-        return size, state.velocity
+        rate = self._rate(state.step, self.steps)
+        has_momentum = self.momentum_steps is None or state.step < self.momentum_steps
+        if not self.momentum or not has_momentum:
+            return rate, gradient
+        update = gradient if self.momentum_kind == "heavy-ball" else (1.0 - self.momentum) * gradient
+        state.velocity = update if state.velocity is None else self.momentum * state.velocity + update
+        return rate, state.velocity
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,9 @@ def from_json(data: Json) -> Event:
         raise ValueError(f"not an event: {data!r} ({error!r})") from None
 
 
-# What events are made of. Accountants square, multiply and divide these numbers: in these ranges none of that
-# leaves the range of doubles, and no real run is outside them.
-LEAST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18  # ε and noise multipliers; of ρ, their squares
+# The ranges of the numbers in events. Accountants square, multiply and divide them: within these ranges no result
+# leaves the range of doubles. No real run is outside them.
+LEAST_NUMBER, LARGEST_NUMBER = 1e-18, 1e18  # for ε and noise multipliers; the range of ρ follows from the squares
 _LEAST_RATE = 1e-15
 _LARGEST_COUNT = 10**15
 _LARGEST_EPOCH = 10**9
@@ -249,10 +249,10 @@ class TotalVariationSlack(Event, kind="slack"):
 
 @dataclass(frozen=True)
 class FailureProbability(Event, kind="failure"):
-    """With ``probability`` at most p, and independently of the rest, something else was released as well.
+    """A failure: with probability p at most, independently of the rest, something else is released as well.
 
-    The other events describe what is released otherwise. An (ε, δ) mechanism that fails so is
-    (ε + log(1/(1−p)), δ + p): a rare label that passes a threshold enters the guarantee here.
+    p is ``probability``. The other events describe the releases without the failure. With it, an (ε, δ)-DP
+    mechanism is (ε + log(1/(1−p)), δ + p)-DP. A rare label that passes a threshold is such a failure.
     """
 
     probability: float
@@ -260,11 +260,11 @@ class FailureProbability(Event, kind="failure"):
 
 @dataclass(frozen=True)
 class Upfront(Event, kind="upfront"):
-    """A release proved ε-DP (δ = 0) under ``relation``, by whose outcome the other events were chosen.
+    """A release proved ε-DP (δ = 0) under ``relation``, whose outcome determines the other events.
 
-    A private count of the records that sets sampling rates is one. The other events then depend on the outcome, and
-    no accountant of a fixed list of releases may compose them with it. What holds is basic composition: if the
-    others are (ε′, δ)-DP whatever the outcome is, all together are (ε + ε′, δ)-DP. So its ε is added to the rest's.
+    An example is a private count of the records that sets sampling rates. The other events depend on its outcome,
+    so no accountant of a fixed list of releases may compose them with it. Basic composition holds: if the others
+    are (ε′, δ)-DP for every outcome, all together are (ε + ε′, δ)-DP. So its ε is added to that of the others.
     """
 
     epsilon: float

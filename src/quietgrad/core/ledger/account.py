@@ -80,14 +80,14 @@ class Account:
         """
         if isinstance(name, Account):
             if ledger is not None or cap is not None:
-                raise ValueError("account: says which ledger and cap it has; leave ledger= and cap= out.")
+                raise ValueError("account: an Account has its own ledger and cap; leave ledger= and cap= out.")
             return name
         return cls(name, ledger, cap, by_default=ledger is None and not seeded)
 
     def settled(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> Account:
-        """The account with its ledger open and the name that lines stand under: the one given, always.
+        """The account with its ledger open and the name that its lines have: the name given, if there is one.
 
-        Where none is given, a project's ledger has one account for each table. The keyed fingerprint distinguishes
+        Without a name, a project's ledger has one account for each table. A keyed fingerprint distinguishes the
         tables, so that the costs of unrelated ones do not add up.
         """
         if self.asked:
@@ -118,14 +118,14 @@ class Account:
         contents: Iterable[bytes | memoryview] | None = None,
         part: bool = False,
     ) -> Charge:
-        """Write the whole ``cost`` down, durably; what it pays for may be released when this returns.
+        """Write the whole ``cost`` to the ledger, durably. Its releases may be made once this returns.
 
         Args:
-            cost: ``None`` for a run without noise, which has no cost that could be stated. An account whose ledger
-                was charged for another privacy unit is refused.
-            run: its name in the ledger; empty for one that is never resumed.
-            contents: of the table; a keyed fingerprint of it warns if one table meets two accounts.
-            part: it may be a part of a table that the account knows, such as a fold.
+            cost: the cost of the plan, or ``None`` for a run without noise. An account that was charged for another
+                privacy unit is refused.
+            run: the run's name in the ledger; empty for a run that is never resumed.
+            contents: the table as bytes. By their keyed fingerprint the ledger warns if two accounts share a table.
+            part: the table may be a part of one that the account knows, such as a fold.
         """
         if cost is None:
             return Charge(None)
@@ -149,7 +149,7 @@ class Account:
     def reopen(self, cost: Cost | None, *, run: str) -> Charge | None:
         """The entry that ``run`` made before it was interrupted, or ``None`` if there is none.
 
-        What was reserved under a name pays for that cost only: another one under the same name is refused.
+        An entry pays for its own cost only: another cost under the same name is refused.
         """
         ledger = self.open()
         if cost is None or ledger is None:
@@ -160,13 +160,13 @@ class Account:
         reserved = held.reservation
         if reserved.cost != cost or canonical_account_name(reserved.account) != canonical_account_name(self.name):
             raise BudgetError(
-                f"run {run!r}: its entry in the ledger is for another plan or account than the one it is reopened "
-                "with. Resume it with what it was started with, or start a new run."
+                f"run {run!r}: its entry in the ledger is for another plan or account. Resume it with the plan "
+                "and the account that it was started with, or start a new run."
             )
         return Charge(cost.event, ledger, reserved, paid=held.state != "open", booked=held.counts)
 
     def epochs(self, run: str) -> tuple[str, ...]:
-        """The nonces of the epochs that ``run`` was charged for, whatever it remembers of them itself."""
+        """The nonces of all epochs that ``run`` was charged for, even if its transcript has lost some."""
         ledger = self.open()
         held = () if ledger is None else ledger.book().held.values()
         names = (each.reservation.run.partition(EPOCH) for each in held if each.counts is not None)
@@ -176,7 +176,7 @@ class Account:
         """How often the ledger knows ``run`` to have been opened; ``LedgerError`` if there is no ledger."""
         ledger = self.open()
         if ledger is None:
-            raise LedgerError("a run goes on only with the ledger that pays for it; start a new one.")
+            raise LedgerError("a run can be resumed only with the ledger that pays for it. Start a new run.")
         return ledger.openings(run)
 
     def resume(self, run: str) -> None:
@@ -187,11 +187,11 @@ class Account:
     def open(self) -> Ledger | None:
         """The ledger that pays: the one given, else the project's. ``None`` if nothing is durable.
 
-        A project's ledger that is there is used, or nothing is released: its accounts may have caps. Only where
-        there is none and none can be made (the folder is read-only or cannot exist) does a run go on without it.
+        A project's ledger that exists must be used, because its accounts may have caps. A run goes on without a
+        ledger only if none exists and none can be made (the folder is read-only or cannot exist).
 
         Raises:
-            LedgerError: the project's ledger is there and cannot be used, or there is none to keep a cap in.
+            LedgerError: the project's ledger exists and cannot be used, or a cap needs one and none can be made.
         """
         if self.ledger is not None:
             return self.ledger if isinstance(self.ledger, Ledger) else Ledger(self.ledger)
@@ -214,10 +214,10 @@ class Account:
 
 @dataclass
 class Charge:
-    """One plan's entry: what it may release, and whether it was closed already.
+    """The entry of one plan: the event that it pays for, and whether it is closed.
 
-    ``paid`` marks an entry that an earlier process closed: nothing new may be released under it, and it stays
-    ``booked`` as it is. ``note`` is what a statement must say of how it was charged.
+    ``paid`` marks an entry that an earlier process closed. Nothing new may be released under it, and ``booked`` is
+    the event that it was closed with. ``note`` is a remark on the charge, which the statement repeats.
     """
 
     event: events.Event | None
@@ -255,7 +255,7 @@ class Charge:
     def part(self, event: events.Event, budget: Budget | None) -> Charge:
         """Charge one round of the search that this entry pays for; refused if the round costs more."""
         if self.closed:
-            raise BudgetError("the search that paid for this round is over; a fit of its own has its own charge.")
+            raise BudgetError("the search that paid for this round is closed. Fit outside of it, at its own cost.")
         inner = self.event.inner if isinstance(self.event, events.RepeatAndSelect) else None
         try:
             pays = (

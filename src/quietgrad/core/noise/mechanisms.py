@@ -1,8 +1,8 @@
 """Mechanisms: what a kind of release costs, and how its noise is added. Noise meets data here and nowhere else.
 
-A mechanism is a frozen, public object of a plan's slot. It knows the event of its cost, the source that adds its
-noise to release k from a keyed stream, the law that an auditor tests, and how to say itself in words and JSON.
-Sessions, certificates and audits do not know which one they hold: another mechanism is another class here.
+A mechanism is a frozen, public object in a plan's slot. It has the event that prices it, the source that adds its
+noise to release k from a keyed stream, the law that an auditor tests, and a description in words and in JSON.
+Sessions, certificates and audits treat all mechanisms alike: a new mechanism is one new class.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Mechanism(Registered, ABC, family="mechanism", key="kind"):
     """Base of all mechanisms; a frozen value that can be written as JSON and read back."""
 
     verb: ClassVar[str] = "release"
-    """What a session is asked for it; asked otherwise it would cost otherwise."""
+    """The session's method that makes the release. Another method would have another cost."""
     what: ClassVar[str] = "a sum"
     noise: ClassVar[str] = "Gaussian"
     in_secure_sums: ClassVar[bool] = True
@@ -173,11 +173,11 @@ class Mechanism(Registered, ABC, family="mechanism", key="kind"):
         return f"{self.noise}, σ = {multiplier:.4g} C"
 
     def check(self, count: int, participation: tuple[int, int] | None, sampling: str) -> None:
-        """Raise unless ``count`` releases on such a sampling have a proof; most mechanisms do not mind.
+        """Raise if no proof covers ``count`` releases under this sampling; most mechanisms accept any sampling.
 
         Args:
-            participation: in how many releases a record is at most, and how far they are apart at least, if that is
-                fixed; ``None`` if it is drawn.
+            participation: the largest number of releases that a record is in, and the least distance between two of
+                them; ``None`` if they are drawn at random.
             sampling: in words.
         """
         return
@@ -506,9 +506,9 @@ class _LabelSource(_StreamSource):
 
 
 class StandardNormals:
-    """N(0, 1) numbers addressed by release and length, made many releases at a time; one serves one draw only.
+    """Standard normals, addressed by release and length; each address serves one draw only.
 
-    One call into the stream costs more than a short vector.
+    The numbers of many releases are made at a time, because a call into the stream costs more than a short vector.
 
     Args:
         key, label: of the stream they come from.

@@ -42,12 +42,13 @@ class Plan:
     slot whose relative noise is 1.
     ``unit``: the privacy unit, a record or a person with all their records. ``n_public`` counts units, and clipping
     bounds one unit's contribution.
-    ``records_public`` is how many records people have together, where that was declared public: it is
-    said wherever n is, and nothing follows from it.
-    ``counted`` says how ``n_public`` was counted, if it was a release: the first of the run, made before this
-    plan and paid for by itself. ``event`` is what the plan's own session releases and pays for, ``total`` is with
-    the count. ``condition`` is the clause under which the plan's ε holds, such as "if the loop's own code treats
-    records apart (not checked)"; ``None``: ε holds without one. It is reserved, stated and certified with ε.
+    ``records_public``: the number of all people's records together, if it was declared public. It is printed beside
+    n, and nothing is computed from it.
+    ``counted``: the private count behind ``n_public``, if there was one. It is the run's first release, made before
+    this plan and paid for on its own. ``event`` is the event of the plan's own session, ``total`` the event of the
+    session and the count.
+    ``condition``: the clause under which the plan's ε holds, such as "if the loop's own code treats records apart
+    (not checked)"; ``None`` if it holds without one. It is reserved, stated and certified with ε.
     """
 
     algorithm: str
@@ -145,10 +146,10 @@ class Plan:
 
     @property
     def whole_only(self) -> bool:
-        """Whether a run that stops early costs the whole plan all the same.
+        """Whether a run that stops early still costs the whole plan.
 
-        Which releases are made follows from data, or how many is itself secret (a random round, a search), or the
-        plan was made for a count that came out, and ε is that of all plans that might have been.
+        It does in three cases: the data decide which releases are made, the number of releases is itself secret (a
+        random round, a search), or the plan follows from a private count, and ε holds over all possible counts.
         """
         random = any(slot.law is not None for slot in self.schedule.slots)
         return self.schedule.adaptive or random or self.schedule.rounds is not None or self.counted is not None
@@ -180,7 +181,7 @@ class Plan:
 
     @cached_property
     def generalization(self) -> float:
-        """The most that the mean of any loss in [0, 1] differs in expectation between new records and these.
+        """An upper bound on the expected gap of any mean loss in [0, 1] between new records and these.
 
         Replacing one record changes the law of what is released by a total variation of at most δ(0), so the run is
         uniformly stable at that level for every such loss (the error rate, say), and its generalisation gap is no
@@ -193,10 +194,10 @@ class Plan:
         """
         relation, proof = self._relation, self.proof
         try:
-            apart = delta_of(self.total, epsilon=0.0, relation=relation)
-        except UnprovableError:  # then what ε and δ alone say of it
-            apart = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
-        return min(1.0, apart if relation is Relation.REPLACE_ONE else 2.0 * apart)
+            distance = delta_of(self.total, epsilon=0.0, relation=relation)
+        except UnprovableError:  # then the bound that follows from ε and δ alone
+            distance = math.tanh(proof.epsilon / 2.0) + 2.0 * proof.delta / (1.0 + math.exp(proof.epsilon))
+        return min(1.0, distance if relation is Relation.REPLACE_ONE else 2.0 * distance)
 
     def epsilon(self, delta: float | None = None) -> float:
         """The ε the plan costs at ``delta`` (default: the budget's)."""
@@ -333,11 +334,9 @@ def check_records_public(records: int | None, n: int, unit: PrivacyUnit) -> None
     if records is None:
         return
     if unit is PrivacyUnit.RECORD:
-        raise ValueError("records_public: is how many records people have together; without person= n says it.")
+        raise ValueError("records_public: is the number of all people's records; without person= it is n itself.")
     if isinstance(records, bool) or not isinstance(records, int) or records < n:
-        raise ValueError(
-            f"records_public={records!r}: must be a whole number, as many as there are people at least."
-        )
+        raise ValueError(f"records_public={records!r}: must be a whole number, at least the number of people.")
 
 
 def _spaced(count: int) -> str:
@@ -370,8 +369,8 @@ def plan(
     """Calibrate ``algorithm`` to ``budget`` for ``n`` records, without reading data.
 
     Args:
-        n: the number of records, or of people if they are the ``unit``; a public constant, or what
-            a curator counted, whose cost is then part of the plan's.
+        n: the number of records, or of people if they are the ``unit``: a public constant, or a curator's private
+            count, whose cost is then part of the plan's.
         budget: the guarantee, or ``None`` for a run without noise that is not private.
         noise_multiplier: fix the noise instead; the plan's ε is then whatever it proves to be.
         looks: releases made before the algorithm starts, such as labels or ranges found privately; they share

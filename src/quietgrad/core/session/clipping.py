@@ -1,10 +1,10 @@
 """Clipping rules: how the vector of one record, or of one person, is brought to a length of at most C.
 
-A rule is a frozen, public object. By the norm of a vector it gives the factor that the vector is scaled by, and it
-may cut the parameters into groups that are scaled apart. It sees norms alone and keeps no state.
+A rule is a frozen, public object. It maps the norm of a vector to the vector's scale factor, and it may split the
+parameters into groups that are scaled separately. It sees norms only and keeps no state.
 
-The bound does not rest on the rule. :func:`scale_factors` cuts whatever a rule answers to C_k/‖v_k‖, and the bounds
-of groups are weights divided by their own length, so that ΣC_k² = C² for any weights.
+The bound does not depend on the rule. :func:`scale_factors` limits every factor to C_k/‖v_k‖. The bounds C_k of
+groups are normalised weights times C, so that ΣC_k² = C² for any weights.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class PerLayer(Clipping, kind="per-layer"):
     """Each group of parameters clipped to its own bound C_k, with ΣC_k² = C².
 
     Args:
-        weights: by the beginning of parameters' names, in the order of a model's modules, the relative bounds of
-            groups: ``(("features", 1.0), ("head", 2.0))``, or a mapping. A parameter belongs to the longest
-            beginning that it has. Without weights every module that holds parameters is a group, and all are equal.
+        weights: the relative bound of each group, by the prefix of its parameters' names, in the order of a model's
+            modules: ``(("features", 1.0), ("head", 2.0))``, or a mapping. The longest prefix of a name decides.
+            Without weights every module that holds parameters is a group, and all bounds are equal.
         within: the rule of each group.
 
     >>> PerLayer().groups(["conv.weight", "conv.bias", "head.weight"])
@@ -196,9 +196,9 @@ def group_bounds(weights: Sequence[float], clip: float) -> list[float]:
 
 
 def scale_factors(clipping: Clipping, norms: Norms, clip: Any) -> Norms:
-    """The rule's factors, none beyond C/‖v‖ in absolute value: whatever a rule answers, no vector exceeds C.
+    """Return the rule's factors, limited to C/‖v‖ in absolute value, so that no scaled vector is longer than C.
 
-    Where a rule gives no finite number, the factor is 0.
+    A factor that is not finite becomes 0.
 
     >>> scale_factors(FLAT, np.array([0.5, 4.0]), 1.0)
     array([1.  , 0.25])

@@ -85,11 +85,11 @@ class CentralCurator:
     def count(
         self, budget: Budget | None, declared: int | PublicCount | None, algorithm: HasSchedule | None
     ) -> PublicCount:
-        """How many records to plan ``algorithm`` for: the ``declared`` number, exact where public, else counted.
+        """The number of records to plan ``algorithm`` for: ``declared``, exact if public, or counted privately.
 
-        ``algorithm`` is ``None`` for what is no algorithm, and not of Gaussian releases alone. Counting is the
-        first release of a run, made before it has a plan, because the plan follows from it. So it has a line of its
-        own in the ledger, under the run's name.
+        A private count is the first release of a run. The plan follows from the count, so the count is paid for
+        before there is a plan, by its own line in the ledger, under the run's name. ``algorithm`` is ``None`` if
+        there is none; the other releases are then not taken to be Gaussian.
         """
         if isinstance(declared, PublicCount):
             self._check_count(declared, budget)
@@ -103,22 +103,22 @@ class CentralCurator:
         return size if algorithm is None else size.at_least(algorithm)
 
     def _check_count(self, count: PublicCount, budget: Budget | None) -> None:
-        """Raise unless a count that was a release was paid for by this account, and by no other run used up."""
+        """Raise if a private count was not paid for by this account, or if another run was planned from it."""
         if not count.counted or budget is None or self.seeded:
             return
         ledger = self.settle().open()
         if ledger is None:
-            fresh = count.run in _COUNTED_IN_MEMORY
+            paid_and_unused = count.run in _COUNTED_IN_MEMORY
         else:
             line = ledger.find(f"{count.run}{COUNTED}")
-            fresh = (
+            paid_and_unused = (
                 line is not None
                 and line.counts == count.event(budget.relation)
                 and canonical_account_name(line.reservation.account) == canonical_account_name(self.account.name)
                 and ledger.find(count.run) is None
             )
         _COUNTED_IN_MEMORY.discard(count.run)
-        if not fresh:
+        if not paid_and_unused:
             raise ValueError(
                 "n_public: is a private count that this account did not pay for, or that another run was planned "
                 "from. Leave it out, so that the records are counted, or declare a public number."
@@ -138,9 +138,9 @@ class CentralCurator:
         """Reserve the cost of ``plan`` durably, then open its session.
 
         Args:
-            transcript: of the run, if it may be interrupted. One that was found on the disk continues its run:
-                the entry it made in the ledger is opened again, for the identical plan only, and the ledger says
-                so. Without a ledger no private run is continued.
+            transcript: the run's transcript, if the run may be interrupted. A transcript that was found on the disk
+                continues its run: the run's entry in the ledger is opened again, for the identical plan only, and a
+                new line says so. A private run without a ledger cannot be continued.
             used, rho_left: how far the interrupted session had come by its last checkpoint.
             within: an entry that pays for this plan already (a round of a private search).
             note: what the ledger says of the run; the algorithm's name by default.
@@ -168,8 +168,8 @@ class CentralCurator:
         if within is not None:
             charges = {"": within.part(plan.event, plan.budget)}
         elif transcript is not None and resumed:
-            # That the run goes on stands in the transcript and in the ledger before anything is released. The
-            # ledger knows its epochs, whatever a transcript may have forgotten; one that only the transcript knows
+            # The transcript and the ledger record the resumption before anything is released. The ledger knows
+            # every epoch that was charged, even if the transcript lost it. An epoch that only the transcript knows
             # is charged again.
             transcript.reopen(self.account.openings(run))
             self.account.resume(run)
@@ -193,7 +193,7 @@ class CentralCurator:
         return session
 
     def settle(self) -> Account:
-        """The account that a private plan is charged to, by the name that its lines stand under."""
+        """Open the ledger that pays, fix the name of the account's lines, and return the account."""
         self.account = self.account.settled(self.records.fingerprint_parts)
         return self.account
 
@@ -215,8 +215,8 @@ class CentralCurator:
     def _check(self, plan: Plan) -> None:
         if plan.unit is not self.unit:
             raise DataError(
-                f"the plan counts a {plan.unit} as one and the data were given by {self.unit}: plan with "
-                f"unit={str(self.unit)!r}, n being their number."
+                f"the plan counts a {plan.unit} as one, and the data count a {self.unit} as one. Plan with "
+                f"unit={str(self.unit)!r} and their number n."
             )
         exact = plan.budget is not None and plan.budget.relation is Relation.REPLACE_ONE
         if exact and isinstance(self.records, StreamedRecords) and self.records.leaves_out:
@@ -243,7 +243,10 @@ def public_count(
     unit: PrivacyUnit,
     seed: int | None = None,
 ) -> PublicCount:
-    """The number of ``records`` with noise, Gaussian if the other releases are un-sampled Gaussian ones."""
+    """Pay for a private count, and return the number of ``records`` with noise.
+
+    The noise is ``gaussian`` if the run's other releases are un-sampled Gaussian ones.
+    """
     counter = PublicCount(1, count_noise(budget, gaussian=gaussian), gaussian)
     event = counter.event(budget.relation)
     assert counter.multiplier is not None

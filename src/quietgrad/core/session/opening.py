@@ -47,16 +47,16 @@ class Terms:
         budget: (ε, δ) and the neighbouring relation; ``None`` runs without noise, and the statement says so.
         account: the people whose privacy is spent and the ledger that records it. :meth:`of` resolves it; its name
             is the one that the user gave.
-        n_public: the public number of privacy units. Without it, it is counted privately under add-remove and is
-            that of the data under replace-one. A :class:`PublicCount` is a count that was paid for already.
-        takes_n: declare the number of units in the data public, as its owner may; nothing is counted then.
-        records_public: how many records people have together, if that is public; it is only repeated.
+        n_public: the public number of privacy units. If it is not given, units are counted: privately under
+            add-remove, exactly under replace-one. A :class:`PublicCount` is a count that was already paid for.
+        takes_n: take the number of units in the data as public, which its owner may decide; nothing is counted.
+        records_public: the public number of all people's records together; statements repeat it, nothing uses it.
         noise_multiplier: fix the noise instead of calibrating it; ε is then whatever the plan proves.
         seed: fixed randomness for tests: the run is then not private and says so.
         key: 32 secret bytes for samples and noise, for processes that must draw alike; drawn if not given.
-        note: what the ledger says of the run; the method's name by default.
+        note: the run's note in the ledger; the method's name by default.
         part: the data may be a part of a table that the account knows, such as a fold.
-        within: an entry that pays for the run already: that of a private search whose round it is.
+        within: the entry of a private search that already pays for this run, which is one of its rounds.
     """
 
     budget: Budget | None
@@ -84,8 +84,9 @@ class Terms:
     ) -> Terms:
         """The terms of a front end that was given ``account=``, ``ledger=`` and ``cap=``.
 
-        Who pays is resolved here and nowhere else: the ledger given, else the project's. A seeded run is not
-        private, so it is charged only where a ledger is named.
+        Front ends decide here who pays: the ledger given, else the project's. The rule itself is
+        :meth:`quietgrad.core.ledger.account.Account.of`, and :meth:`~quietgrad.core.ledger.account.Account.settled`
+        names the account. A seeded run is not private, so it is charged only if a ledger is named.
 
         >>> Terms.of(Budget(1.0, 1e-5), account="patients", ledger="ledger.jsonl").account.name
         'patients'
@@ -102,7 +103,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Keeping:
-    """How a run is kept in a folder until it is over: where, for which front end, and what is settled besides.
+    """A folder that keeps a run until it is over, the kind of its front end, and the settings saved with it.
 
     ``state`` makes the state before the first step from the method and the starting point.
     """
@@ -175,18 +176,18 @@ def opening(
     """Count the records, plan, keep, reserve the whole cost, and open the session.
 
     Args:
-        adapter: how the data are read: a loss, or what records are tabulated for. It declares the privacy unit.
-        data: what ``adapter.prepare`` takes.
+        adapter: reads the data, and declares the privacy unit: a loss, or an adapter that tabulates records.
+        data: the argument of ``adapter.prepare``.
         method: the method, or a function that makes it from the public number of units.
         terms: who pays, and the public facts.
-        plan: the method and its plan for a number of units, if not by :func:`quietgrad.plan` alone.
+        plan: a function that makes the method and its plan from the count, instead of :func:`quietgrad.plan`.
         start: a starting point other than the adapter's own.
-        first: is called before anything is counted or charged, with the method for a nominal number of units and
-            the starting point: for what can be refused or reported then.
-        check: the same after planning and before the reservation.
+        first: called with the method for a nominal number of units and the starting point, before anything is
+            counted or charged. It may refuse the run or report on it.
+        check: called with the method, the plan and the starting point, before the reservation. It may refuse too.
         keeping: keep the run in a folder.
-        notes: what the statement will say besides.
-        curator: the class of curators, of which one is made.
+        notes: remarks that the statement repeats.
+        curator: the class of the curator.
     """
     if keeping is not None and is_kept(keeping.folder):
         raise DataError(f"{keeping.folder}: an interrupted run is kept here; resume it, or choose another folder.")
@@ -239,9 +240,9 @@ def opening(
 
 
 def counted(adapter: RecordAdapter, data: object, method: HasSchedule, terms: Terms) -> Terms:
-    """The terms with the number of units settled, for a front end that reads the data by it.
+    """Count the units, and return the terms with their number, for a front end that needs it to read the data.
 
-    A private count is paid for here, under the name of the run to come, which must use these terms.
+    A private count is paid for here, under the name of the run that follows. That run must use the returned terms.
     """
     holder = CentralCurator(adapter, data, account=terms.account, seed=terms.seed)
     size = holder.count(terms.budget, terms.n_public, method)
@@ -273,9 +274,9 @@ def followed(
     key: bytes | None,
     curator: type[CentralCurator],
 ) -> OpenRun[Method]:
-    """Open the session of a process that follows the one which pays for a kept run and adds its noise."""
+    """Open the session of a worker process. Another process pays for the kept run and adds the noise."""
     if curator is CentralCurator:
-        raise ValueError("curator: must be one whose sessions release by another process.")
+        raise ValueError("curator: must be a class whose sessions let another process release.")
     holder = curator(adapter, data, account=Account(), key=key)
     session = holder.open(plan, used=used)
     return OpenRun(method, plan, session, holder.initial(), holder.account)
@@ -301,10 +302,10 @@ def _check_plan(plan: Plan, size: PublicCount, terms: Terms) -> None:
 def settle_failed_run(session: CentralSession, error: Exception) -> bool:
     """Close or cancel the ledger entry of a failed run if that is safe. Returns whether it did.
 
-    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise has
-    stopped because of what was released: as after every such stop the whole plan stays charged (a zCDP filter,
-    whose accounting allows any stopping rule, is charged what it counted). Of any other error nothing is known, and
-    the entry stays open, and whole.
+    If nothing was asked of the data, the whole entry is given back. A run that found nothing above its noise
+    stopped because of its releases, so the whole plan stays charged. (A zCDP filter is charged what it counted,
+    because its accounting allows any stopping rule.) After any other error the entry stays open and whole, because
+    nothing is known about the stop.
     """
     if not any(session.used.values()) and not session.charge.parted:
         session.charge.cancel("refused before anything was released")

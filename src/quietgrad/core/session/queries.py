@@ -128,16 +128,17 @@ Numbers = tuple[float, float, float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class ClippingRule:
-    """One record contributes α·clip_A(g − βg′) + γ·clip_B(g), g and g′ its gradients at the two points of a query.
+    """The contribution of one record to a sum of gradients: α·clip_A(g − βg′) + γ·clip_B(g).
 
-    Every sum of gradients in this library is one of these; build them by name. Where β = 0 the second point is
-    never looked at. Rules are few and are made once: :attr:`numbers` is what compiled kernels read.
-    ``clipping`` is what clip_C does to a vector; compiled kernels know the flat one alone.
+    g and g′ are the record's gradients at the two points of a query. Every sum of gradients in this library has
+    this form; build it by name. If β = 0, the second point is never read. Rules are few and are made once.
+    Compiled kernels read :attr:`numbers`. ``clipping`` defines clip_C, and a new way to clip goes there
+    (:mod:`quietgrad.core.session.clipping`); compiled kernels support the flat one only.
 
     >>> ClippingRule.momentum(0.25, 1.0, 0.5).bound
     0.625
 
-    With γ = 0 no difference is left, and one point is enough.
+    If the difference is clipped to 0, one point is enough.
 
     >>> ClippingRule.momentum(0.25, 1.0, 0.0) == ClippingRule(0.25, 0.0, 1.0)
     True
@@ -474,13 +475,12 @@ class LabelQuery(Protocol):
 
 @dataclass(frozen=True)
 class Asked:
-    """One kind of query of one kind of release; a plan that others approve is made of these.
+    """A query that an algorithm declares for a slot; parties approve a plan by these declarations.
 
-    An algorithm declares it, and nothing is found out by trying: a number that is not declared to vary is fixed,
-    and a vector that is declared to be pinned is fixed in every entry.
+    A number is fixed unless it is in ``between``. A vector may vary unless it is ``pinned``.
 
     Args:
-        query: as it may be asked. Its numbers and words are fixed, its vectors have their lengths.
+        query: an example of the query. It fixes numbers, words and the lengths of vectors.
         between: by field (``"clip"``, ``"whitening.radius"``), the interval in which a number may vary.
         pinned: fields whose vector is fixed too, because it is public before the run.
     """

@@ -1,8 +1,8 @@
 """The session of a central curator: it answers one release after another until the plan's counts are used up.
 
-Each release draws its sample, sums clipped contributions in one compiled call, leaves a MAC of the sum in the run's
-private transcript if it has one, and lets the slot's mechanism add the noise. This is the only place, besides the
-sessions of a federation, where data meet a mechanism.
+A release draws its sample, sums clipped contributions, writes a MAC of the sum to the run's private transcript if
+there is one, and lets the slot's mechanism add the noise. Data meet a mechanism in three places only: here, in the
+private count of records (:func:`quietgrad.core.session.curator.public_count`), and in a federation.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ class CentralSession:
         self._compiled = objective.silent_batches
 
     def _draw_from(self, key: bytes) -> None:
-        """Samples and noise of all slots from ``key``, by number of the release: a replay draws the same."""
+        """Derive samples and noise from ``key``, the slot and the release's number: a replay draws the same."""
 
         def sampler(sampling: Sampling, label: str) -> Any:
-            # Of a table that is not in memory no list of all its records is kept either.
+            # A table that is not in memory gets a sampler that keeps no list of all records in memory either.
             make = sampling.scanning if self._streamed is not None else sampling.sampler
             return make(len(self._records), SecureStream(key, f"sample/{label}"))
 
@@ -142,9 +142,9 @@ class CentralSession:
 
     @property
     def made(self) -> dict[str, int]:
-        """How many releases of each slot count: those begun here, and those of a process that died.
+        """The number of releases that count, by slot: those begun here, and those of a process that died.
 
-        All that were planned, where a transcript may have forgotten some.
+        If the transcript may have lost some, all planned releases count.
         """
         log, slots = self._transcript, self._slots.values()
         if log is None:
@@ -173,9 +173,9 @@ class CentralSession:
 
     @_serialized
     def draw(self, slot: str) -> PendingRelease:
-        """Begin a release: it counts from here on, whether or not it is ever made.
+        """Begin a release, which counts from here on, whether or not it is ever made.
 
-        For a loop that reads the records itself (:meth:`batch`): code that has seen them may act on them.
+        It serves a loop that reads the records itself (:meth:`batch`): such a loop may act on what it reads.
         """
         begun = self._begin(slot, "release")
         self._begun.add(begun)
@@ -240,7 +240,7 @@ class CentralSession:
     def release_drawn(self, drawn: PendingRelease, query: Query, *, rho: float | None = None) -> OwnVector:
         """The noisy sum of ``query`` over a sample that :meth:`draw` handed out; each serves one release."""
         if drawn not in self._begun:
-            raise BudgetError("this sample was released already, or is none of this session's.")
+            raise BudgetError("this sample was released already, or another session drew it. Draw a new one.")
         self._begun.remove(drawn)
         return self._answer(drawn, query, rho)
 
@@ -341,7 +341,7 @@ class CentralSession:
                 return query.kept(labels, self._sources[slot].passing(counts, begun.number, multiplier, bound))
 
     def reread(self, objective: RecordAdapter, data: object) -> None:
-        """Go on with the same people seen otherwise, as earlier releases of this session say (labels, ranges)."""
+        """Read the same people again by another adapter, which earlier releases (labels, ranges) determined."""
         if objective.unit is not self._reading.unit:
             raise DataError(
                 "the privacy unit cannot change within a run. Continue by record or by person, as begun."
@@ -357,7 +357,7 @@ class CentralSession:
         self._closed = True
         if not self._private:
             return SessionCost(None, self.used, reason, data_dependent)
-        # Releases of a run that was resumed on other sums are spread over its entries: each stays whole.
+        # A run that was resumed on other sums has releases under several entries. Each entry is charged whole.
         whole = data_dependent or len(self._charges) > 1
         spent = [
             charge.close(self._spent_event(whole), reason=reason, data_dependent=whole)
@@ -375,7 +375,7 @@ class CentralSession:
         return len(self._charges)
 
     def advance(self, used: Mapping[str, int], rho_left: float | None) -> None:
-        """Continue after the first ``used`` releases of each slot; before anything else is asked."""
+        """Skip the first ``used`` releases of each slot. Call this before any release."""
         if any(self._used.values()):
             raise BudgetError("this session has made releases; going back would reuse their noise. Open a new one.")
         for name, count in used.items():
@@ -386,9 +386,9 @@ class CentralSession:
         log = self._transcript
         if log is None or not self._private or not any(s.sampling.by_place for s in self._slots.values()):
             return
-        # Records that take part once, once an epoch, or in turn, lie where they lay when the run began. In another
-        # order a used record would have the place of an unused one, and replayed sums need not show it. The
-        # guarantee then holds for each part: the rest is a new epoch, with its charge.
+        # Single passes, epochs and turns address a record by its place, so records must keep the order in which the
+        # run began. In another order a used record could take the place of an unused one, and replayed sums need
+        # not show it. The guarantee then holds for each part: the rest is a new epoch, with its own charge.
         mac = log.mac_of(self._records.contents())
         if (log.known(_PLACES, 0) or (0, b""))[1] == mac:
             return
@@ -397,9 +397,9 @@ class CentralSession:
         log.record(_PLACES, 0, mac)
 
     def _settled(self, begun: PendingRelease, settings: tuple[float, ...], *sums: npt.NDArray[np.generic]) -> bool:
-        """Whether this release may be made as it stands: it is new, or the very one that was made before.
+        """Whether this release is new, or repeats the very sum that was released under its number before.
 
-        If not, samples and noise come from a new epoch by now, and the sum has to be made again.
+        If it is neither, a new epoch with its own samples and noise has begun, and the caller must sum again.
         """
         log = self._transcript
         if log is None:
@@ -437,7 +437,7 @@ class CentralSession:
     def _spent_event(self, data_dependent: bool) -> events.Event:
         budget = self.plan.budget
         assert budget is not None
-        # What a process that died had spent of a filter is not known here.
+        # This process does not know how much of a filter a process that died had spent.
         if self._filter and self.rho_left < self.plan.event_rho and not self._resumed:
             return events.ZCDP(self.plan.event_rho - self.rho_left, budget.relation)
         counts = self.made

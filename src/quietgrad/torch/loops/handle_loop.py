@@ -5,6 +5,15 @@ program of one record (:mod:`~quietgrad.torch.loops.step_program`), the same thi
 holds without a condition. Once it has read or changed a handle, its forward passes are made and recorded, record by
 record, and ε is conditional; ``optimizer.step()`` then clips what came back to each record. In both cases clipping
 and adding up are done by the session's query.
+
+From ``backward()`` to the release:
+
+1. ``backward()`` puts the loss on the sample's list (``private_batch``). Nothing is computed.
+2. ``optimizer.step()`` calls :meth:`HandleLoop.write_gradients` (``wrappers``).
+3. :meth:`HandleLoop.collect` makes a program of one record of the listed losses (``step_program``).
+4. :meth:`HandleLoop.release` hands a ``SampleQuery`` of these programs to the session (``base``).
+5. The session runs the query, which computes, clips and sums the gradients, and adds the noise.
+6. The noisy sum becomes the parameters' gradients, and the user's own optimizer steps.
 """
 
 from __future__ import annotations
