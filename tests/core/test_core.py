@@ -20,9 +20,10 @@ ABOVE = (
     "assurance",
     "features",
     "cluster",
+    "named_settings",
     "cli",
 )
-MOST_LINES = 13_000
+MOST_LINES = 13_200
 
 # Reserve, release and close with the core alone: a reader of numbers, a clipped sum, three releases.
 ALONE = """

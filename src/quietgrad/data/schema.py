@@ -19,8 +19,8 @@ import numpy as np
 from quietgrad.core import files
 from quietgrad.core.errors import DataError
 from quietgrad.core.sanitize import sanitize
-from quietgrad.core.settings import check_types, has_type
 from quietgrad.data.columns import MISSING, SINCE, Categorical, ColumnKind, Date, Numeric, Range, YesNo
+from quietgrad.named_settings import check_types, has_type
 
 Said: TypeAlias = Mapping[str, Any]  # a table of TOML or an object of JSON
 

@@ -25,7 +25,7 @@ from quietgrad.core.ledger.ledger import Ledger
 from quietgrad.core.ledger.log import LockedAppendFile
 from quietgrad.core.ledger.state import check_account_name
 from quietgrad.core.session.statement import Privacy, contradiction
-from quietgrad.core.settings import Within, check_types, fields_of
+from quietgrad.core.settings import Within, fields_of
 from quietgrad.federation.coordinator import AGGREGATES, FederatedCurator
 from quietgrad.federation.exchange import PATIENCE, Exchange, Responder, Tell
 from quietgrad.federation.journal import forget
@@ -45,6 +45,7 @@ from quietgrad.federation.transport import Bytes, Transport
 from quietgrad.federation.wire import Message, WireError, decode, encode
 from quietgrad.methods.callbacks import Callback
 from quietgrad.methods.result import Result, load
+from quietgrad.named_settings import check_types
 from quietgrad.tables.person_ids import factorize_ids
 from quietgrad.tables.privacy_units import RecordsWithIds
 

@@ -23,7 +23,6 @@ from quietgrad.core import files
 from quietgrad.core.accounting.budget import DEFAULT_RELATION, Budget, Relation
 from quietgrad.core.errors import DataError, QuietgradError
 from quietgrad.core.files import check_path_name
-from quietgrad.core.settings import check_types
 from quietgrad.federation.network import NETWORK, Beside, NetworkSource, nothing_beside
 from quietgrad.federation.plan import FederatedPlan, Shape
 from quietgrad.federation.planning import federate
@@ -31,6 +30,7 @@ from quietgrad.federation.record_format import SETTINGS, RecordFormat
 from quietgrad.federation.table_format import SETTINGS as TABLE_SETTINGS
 from quietgrad.federation.table_format import TableFormat
 from quietgrad.methods.registry import entry
+from quietgrad.named_settings import check_types
 from quietgrad.tables.registry import loss_entry, make_objective
 
 

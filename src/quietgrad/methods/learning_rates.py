@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from quietgrad.core.errors import SettingError
-from quietgrad.core.settings import Count, Within, build_dataclass, check_fields
+from quietgrad.core.settings import Count, Within, check_fields
+from quietgrad.named_settings import build_dataclass
 
 
 @dataclass(frozen=True)

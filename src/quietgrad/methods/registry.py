@@ -19,7 +19,7 @@ from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from quietgrad.core import settings
+from quietgrad import named_settings as settings
 from quietgrad.core.sanitize import did_you_mean
 
 _ADD, _REPLACE = "add-remove", "replace-one"

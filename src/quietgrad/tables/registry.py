@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quietgrad.core import settings
+from quietgrad import named_settings as settings
 from quietgrad.core.errors import DataError, SettingError
 from quietgrad.core.session.queries import Regularizer
 from quietgrad.tables.linear import LinearObjective

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quietgrad.core import settings
+from quietgrad import named_settings as settings
 from quietgrad.core.plans.schedule import Law, Slot
 from quietgrad.core.sampling import SamplingName, sampling_of
 from quietgrad.core.session.base import Session
