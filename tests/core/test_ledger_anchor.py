@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from quietgrad.cli import main
 from quietgrad.cli.ledger import app
 from quietgrad.core.accounting.budget import Budget
 from quietgrad.core.accounting.events import Gaussian
@@ -106,7 +107,7 @@ def test_a_ledger_that_is_gone_is_older_than_any_anchor(ledger: Ledger) -> None:
 def test_a_text_that_is_no_head_is_refused(ledger: Ledger, text: str) -> None:
     with pytest.raises(ValueError, match="must be what `quietgrad ledger head` printed"):
         ledger.verify(text)
-    assert run(app, ["verify", str(ledger.path), "--head", text]).exit_code == 2
+    assert main(["ledger", "verify", str(ledger.path), "--head", text]) == 2
 
 
 def test_the_command_line(ledger: Ledger, tmp_path: Path) -> None:
