@@ -14,6 +14,7 @@ from quietgrad.core.session.queries import ClippingRule
 from quietgrad.torch.networks.engine import PerExampleEngine
 from quietgrad.torch.networks.gradients import GRADIENT, Gradients
 from quietgrad.torch.networks.kernels import TiedGradients
+from quietgrad.torch.networks.one_record import RecordProgram
 from tests.torch.autograd import gradients, grouped, one_at_a_time, ruled, start, summed
 from tests.torch.zoo import CASES, Case, continued
 
@@ -39,6 +40,28 @@ def check(case: Case) -> PerExampleEngine:
 def test_models_people_train(name: str) -> None:
     torch.manual_seed(0)
     assert not check(CASES[name](4, 1)).fallbacks
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["BERT", "GPT-2", "Llama", "T5"])
+def test_records_with_and_without_padding_are_one_pass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers asks whether a mask hides anything; records that answer apart would be run apart."""
+    torch.manual_seed(0)
+    case = CASES[name](4, 1)
+    tokens, mask, *others = case.x
+    mask[:] = 1
+    mask[1:3, -2:] = 0
+    engine = check(case._replace(x=(tokens, mask, *others)))
+    passes: list[int] = []
+    run = RecordProgram._vmapped
+
+    def counted(self: RecordProgram, *args: Any) -> Any:
+        passes.append(len(args[4]))
+        return run(self, *args)
+
+    monkeypatch.setattr(RecordProgram, "_vmapped", counted)
+    summed(engine, (start(engine),), grouped(tokens, mask, *others, case.y), ClippingRule.gradient(CLIP))
+    assert passes == [4]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ run together (an operation without a rule, a side effect) is run one record at a
 from __future__ import annotations
 
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -445,15 +446,31 @@ def _nothing_below() -> Iterator[None]:
 
 @contextmanager
 def _torch_as_needed(program: RecordProgram) -> Iterator[None]:
-    """Two things of torch's, while a program runs.
+    """Two things of torch's and one of transformers', while a program runs.
 
-    Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. And an
-    ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one.
+    Checkpointed layers are run as they are: run again on the way back, they would be outside of their pass. An
+    ``autograd.Function`` with a rule for vmap of its own would see all records; its program is run one by one. And
+    transformers leaves a mask away that hides nothing, unless it is traced: records with and without padding would
+    be run apart for it.
     """
     once = {"CheckpointFunction": _NotCheckpointed, "_checkpoint_without_reentrant_generator": _run_once}
     own = {"has_overridden_vmap_rule": partial(_refuse_own_rule, program)}
-    with replaced(checkpointing, once), replaced(autograd_function, own):
+    with ExitStack() as stack:
+        stack.enter_context(replaced(checkpointing, once))
+        stack.enter_context(replaced(autograd_function, own))
+        for name in _ASKS_MASKS:
+            asking = sys.modules.get(name)
+            if asking is not None and hasattr(asking, "is_tracing"):
+                stack.enter_context(replaced(asking, {"is_tracing": partial(_is_traced, asking.is_tracing)}))
         yield
+
+
+_ASKS_MASKS = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils", "transformers.modeling_utils")
+
+
+def _is_traced(is_tracing: Callable[..., bool], tensor: object = None) -> bool:
+    """Whether a tensor has no value to ask for: it has one for each record."""
+    return (isinstance(tensor, Tensor) and functorch.is_functorch_wrapped_tensor(tensor)) or is_tracing(tensor)
 
 
 def _device(params: Mapping[str, Tensor], record: PyTree) -> torch.device:
