@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,18 @@ def looped(kind: str) -> dict[str, Any]:
         if number == 1:
             with torch.no_grad():
                 model(X[:3])  # a forward pass of FSDP's own, which leaves its root whole
+    gc.collect()
+    known = [each for each in gc.get_objects() if type(each) is nn.Parameter and each.shape == (9, 6)]
+    whole = [each for each in known if each.untyped_storage().size()]  # FSDP keeps its own without memory
     state = [value for known in optimizer.state.values() for value in known.values() if value.dim()]
     sizes = [(value.to_local() if dist.is_initialized() else value).numel() for value in state]
-    return {"params": flat(model), "epsilon": loop.privacy.epsilon, "numbers": sum(sizes), "seen": seen}
+    return {
+        "params": flat(model),
+        "epsilon": loop.privacy.epsilon,
+        "numbers": sum(sizes),
+        "seen": seen,
+        "whole": len(whole) if dist.is_initialized() else 0,
+    }
 
 
 def verbs(kind: str, criterion: bool = True, **settings: Any) -> dict[str, Any]:
@@ -121,6 +131,7 @@ def verbs(kind: str, criterion: bool = True, **settings: Any) -> dict[str, Any]:
 
 
 def kept(folder: Path, end: int | None = None) -> dict[str, Any]:
+    """A loop that is paused after ``end`` samples, and goes on when it is called again, with shards or without."""
     model = network("whole")
     loop = qt.PrivateLoop(
         model, nn.CrossEntropyLoss(), (X, Y), optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
@@ -178,4 +189,9 @@ CASES: dict[str, Any] = {
 def all_cases(folder: Path) -> dict[str, Any]:
     """What each process makes of the cases."""
     out: dict[str, Any] = {name: case() for name, case in CASES.items()}
-    return out | {"paused": kept(folder, end=2), "resumed": kept(folder), "refusals": refusals()}
+    return out | {
+        "paused": kept(folder, end=2),
+        "resumed": kept(folder),
+        "left": kept(folder / "left", end=2),
+        "refusals": refusals(),
+    }

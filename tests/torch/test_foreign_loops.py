@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -369,13 +371,13 @@ ALL = {  # Opacus 1.6: make_private, make_private_with_epsilon, and what adaptiv
     "clipbound_learning_rate", "max_clipbound", "min_clipbound", "unclipped_num_std",
 }  # fmt: skip
 REFUSED: dict[str, Any] = {
-    "batch_first": False, "noise_generator": torch.Generator(), "wrap_model": False, "rand_on_empty": True,
+    "batch_first": False, "noise_generator": torch.Generator(), "rand_on_empty": True,
     "target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.1, "max_clipbound": 1.0, "min_clipbound": 0.1,
     "unclipped_num_std": 1.0, "clipping": "adaptive", "grad_sample_mode": "no_op",
 }  # fmt: skip
 HONOURED: dict[str, Any] = {
     "criterion": nn.CrossEntropyLoss(), "batch_first": True, "loss_reduction": "sum", "poisson_sampling": False,
-    "clipping": "per_layer", "noise_generator": None, "grad_sample_mode": "functorch", "wrap_model": True,
+    "clipping": "per_layer", "noise_generator": None, "grad_sample_mode": "functorch", "wrap_model": False,
     "rand_on_empty": False, "noise_multiplier": 2.0, "max_grad_norm": 0.5, "epochs": 3,
 }  # fmt: skip
 
@@ -421,3 +423,52 @@ def test_opacus_methods_that_have_no_place_end_in_a_sentence() -> None:
         with pytest.raises(ValueError, match=words):
             call()
     assert optimizer.original_optimizer is optimizer
+
+
+@pytest.mark.filterwarnings("ignore:seed=7")
+@pytest.mark.parametrize("with_criterion", [True, False])
+def test_a_module_made_private_itself_trains_as_one_in_a_wrapper(with_criterion: bool) -> None:
+    def trained(wrap: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 2))
+        own: dict[str, Any] = {"criterion": nn.CrossEntropyLoss()} if with_criterion else {}
+        made = qt.PrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=1.0, seed=7,
+            data_loader=DataLoader(DATA, batch_size=BATCH), max_grad_norm=1.0, wrap_model=wrap, epochs=1, **own,
+        )  # fmt: skip
+        private = made[0] if wrap else model
+        criterion: Any = made[3] if with_criterion else nn.functional.cross_entropy
+        for x, y in made[2]:
+            made[1].zero_grad()
+            criterion(private(x), y).backward()
+            made[1].step()
+        assert (made[2].privacy.condition is None) == with_criterion
+        return model, private, made
+
+    alone, _, _ = trained(True)
+    model, private, made = trained(False)
+    assert private is model is made[0]
+    assert isinstance(model, nn.Sequential)
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(own, other)
+    model.zero_grad()
+    model.eval()
+    x = torch.randn(2, 3, requires_grad=True)
+    model(x).sum().backward()  # to the input, and to no parameter
+    assert x.grad is not None
+    assert all(param.grad is None for param in model.parameters())
+    assert type(copy.deepcopy(model)) is nn.Sequential
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+    made[0].cleanup()
+    assert type(model) is nn.Sequential
+    with pytest.raises(RuntimeError, match=r"no loss\.backward"):
+        made[1].step()
+
+
+def test_a_module_in_a_wrapper_of_torch_is_not_made_private_itself() -> None:
+    model = qt.DifferentiallyPrivateDistributedDataParallel(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match="wrap_model=False: the module is in Diff"):
+        qt.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+            data_loader=DataLoader(DATA, batch_size=BATCH), max_grad_norm=1.0, wrap_model=False,
+        )  # fmt: skip

@@ -180,7 +180,7 @@ def process(rank: int, home: str, what: str) -> None:
     out |= {"shards": sharded(), "paid shards": sharded(folder), "trainer": trainer(folder)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (folder / "fsdp").mkdir(exist_ok=True)
+        (folder / "fsdp" / "left").mkdir(parents=True, exist_ok=True)
         out["fsdp"] = in_shards.all_cases(folder / "fsdp")
     torch.save(out, folder / f"{what}-{rank}.pt")
     dist.barrier()
@@ -298,6 +298,7 @@ def test_each_process_keeps_the_optimizers_state_of_its_own_shard(ranks: Ranks) 
         assert min(first["numbers"], second["numbers"]) > 0
         assert len(first["seen"]) == in_shards.STEPS + 1
         assert not second["seen"]  # it had no callbacks
+        assert first["whole"] == second["whole"] == 0  # what was gathered for a step is freed
 
 
 def test_a_kept_loop_of_shards_goes_on(ranks: Ranks) -> None:
@@ -313,6 +314,14 @@ def test_a_kept_loop_of_shards_goes_on(ranks: Ranks) -> None:
     assert torch.equal(saved, answers[0]["fsdp"]["resumed"]["params"])
     kinds = [entry.kind for entry in qg.Ledger(folder / "ledger.jsonl").entries()]
     assert kinds.count("reserve") == 1
+
+
+def test_a_kept_loop_of_shards_goes_on_without_them(ranks: Ranks) -> None:
+    left = ranks[2][0]["fsdp"]["left"]
+    alone = in_shards.kept(ranks[0] / "fsdp" / "left")
+    assert alone["begun"] == 2
+    assert torch.equal(alone["start"], left["params"])
+    assert alone["epsilon"] == pytest.approx(4.0, rel=1e-2)
 
 
 def test_what_shards_cannot_do_is_said(ranks: Ranks) -> None:

@@ -26,10 +26,12 @@ from quietgrad.torch.loops.distributed import unwrapped
 from quietgrad.torch.loops.handle_loop import HandleLoop, PrivateCriterion
 from quietgrad.torch.loops.whole_module import WholeModule
 from quietgrad.torch.loops.wrappers import (
+    PrivateInPlace,
     PrivateLoader,
     PrivateModule,
     check_optimizer,
     made_private,
+    private_in_place,
     read_loader,
 )
 from quietgrad.torch.networks.module import ModuleObjective
@@ -46,12 +48,6 @@ _ADAPTIVE = (
 )
 # Opacus' arguments that have one meaning here: the values that they may have, and why no others.
 _ONLY_ARGUMENTS: dict[str, tuple[tuple[object, ...], str]] = {
-    "wrap_model": (
-        (True,),
-        "wrap_model=False: the model that is returned runs record by record; the one that was given stays as it "
-        "is. Call the model that is returned: it has the same layers, parameters, names and attributes, and its "
-        "state_dict() is the plain module's.",
-    ),
     "rand_on_empty": (
         (False,),
         "rand_on_empty=True: an empty sample is run on a synthetic record that adds nothing, so it needs no random "
@@ -133,6 +129,7 @@ def make_private(
     combine: Combine = "mean",
     records_per_person: int | None = None,
     n_public: int | None = None,
+    wrap_model: bool = True,
     memory_budget: float = 512e6,
     ledger: Ledger | str | Path | None = None,
     account: str = "default",
@@ -161,6 +158,8 @@ def make_private(
             with batches of one.
         clipping: ``"flat"`` over all parameters, ``"automatic"``, ``"per_layer"``, or a rule, as in
             :class:`quietgrad.DPSGD`.
+        wrap_model: ``False`` makes the module itself private: it stays the same object, an instance of its class,
+            and comes back in the model's place; ``module.cleanup()`` makes it plain again.
         epochs: needed for a ledger, because what is spent is reserved beforehand.
         loss_reduction: of a loss that the loop makes of plain tensors: ``"mean"`` over the records of the calls it
             is made of, which is undone here, or ``"sum"``.
@@ -172,7 +171,14 @@ def make_private(
         raise ValueError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'.")
     if not poisson_sampling and sampling != "poisson":
         raise SettingError("poisson_sampling=False, {sampling}: give one of them.", sampling=sampling)
-    module = unwrapped(module.module if isinstance(module, PrivateModule) else module)
+    if isinstance(module, PrivateInPlace):
+        module.cleanup()
+    wrapped, module = module, unwrapped(module.module if isinstance(module, PrivateModule) else module)
+    if not wrap_model and module is not wrapped:
+        raise ValueError(
+            f"wrap_model=False: the module is in {type(wrapped).__name__}, whose calls do not reach the private "
+            "loop. Give the module inside it: on several processes nothing needs to be wrapped."
+        )
     shards = WholeModule(module)
     clip, rule = _clipping(max_grad_norm, clipping, module)
     check_optimizer(optimizer, shards.parameters().values())
@@ -202,7 +208,8 @@ def make_private(
         n_is_declared=terms.n_is_declared, model=shards,
     )  # fmt: skip
     loop.mean = loss_reduction != "sum"
-    made = PrivateModule(module, loop), made_private(optimizer, loop), PrivateLoader(given.loader, loop)
+    private = PrivateModule(module, loop) if wrap_model else private_in_place(module, loop)
+    made = private, made_private(optimizer, loop), PrivateLoader(given.loader, loop)
     if criterion is None:
         return made
     reduction = getattr(criterion, "reduction", loss_reduction or "mean")

@@ -302,12 +302,11 @@ class Loop:
     @contextmanager
     def whole(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """The module with whole parameters, gathered here or before; afterwards they are freed."""
-        if not self.model.in_shards or self.model.is_whole:
-            yield
-            return
+        outermost = not self.model.is_whole
         with self.model.whole(values):
             yield
-        self.let_go_of_tensors()
+        if self.model.in_shards and outermost:
+            self.let_go_of_tensors()
 
     def let_go_of_tensors(self) -> None:
         """Hold no whole parameter."""

@@ -28,6 +28,7 @@ class WholeModule:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._layers: list[Any] = [layer for layer in module.modules() if _is_fsdp(layer)]
+        self.given: type[nn.Module] | None = None  # the class of a module that was made private itself
         self.is_whole = False
         self._reshard()
         self._held = dict(module.named_parameters())
@@ -54,12 +55,13 @@ class WholeModule:
     @contextmanager
     def whole(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """The module with whole parameters: ``values``, which were gathered, or all processes gather them here."""
-        if not self.in_shards or self.is_whole:
-            yield
+        if self.is_whole or not self.in_shards:
+            with self.as_given():
+                yield
             return
         values = self.gather() if values is None else values
-        self._reshard()
-        with ExitStack() as stack:
+        with self.as_given(), ExitStack() as stack:
+            self._reshard()
             for layer in self._layers:
                 stack.enter_context(_plain(layer))
             stack.enter_context(self._places.holding(values))
@@ -68,6 +70,19 @@ class WholeModule:
                 yield
             finally:
                 self.is_whole = False
+
+    @contextmanager
+    def as_given(self) -> Iterator[None]:
+        """The module as the user gave it, if it was made private itself."""
+        private = type(self.module)
+        if self.given is None or private is self.given:
+            yield
+            return
+        self.module.__class__ = self.given
+        try:
+            yield
+        finally:
+            self.module.__class__ = private
 
     def place(self, name: str, value: Tensor) -> Tensor:
         """A whole value as this process holds it of the parameter: the value itself, or its shard."""

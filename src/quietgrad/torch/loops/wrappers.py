@@ -7,9 +7,10 @@ steps use released gradients. The loader hands out secret samples, as handles.
 from __future__ import annotations
 
 import copy
+import copyreg
 from collections.abc import Callable, Iterable, Iterator, Sized
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,14 @@ from quietgrad.torch.loops.distributed import process_count
 from quietgrad.torch.loops.handle_loop import HandleLoop, pieces_of
 from quietgrad.torch.loops.private_batch import plain
 from quietgrad.torch.loops.streams import read_stream
-from quietgrad.torch.networks.trees import ModuleState, mapped
+from quietgrad.torch.networks.trees import Args, Kwargs, ModuleState, mapped
 
 _CALLBACK: Any = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)
 _OWN = ("_module", "_loop")
+_COMPILED = (
+    "torch.compile: a compiled model would fuse the operations at which records' gradients are taken. "
+    "Train with the private model as it is."
+)
 
 
 class PrivateModule(nn.Module):
@@ -63,18 +68,8 @@ class PrivateModule(nn.Module):
         """The module's output; recorded for the next step when training."""
         # Asked here and not in a function of its own: a compiler that cannot take this one runs it as it is.
         if torch.compiler.is_compiling() or callable(_CALLBACK()):
-            raise ValueError(
-                "torch.compile: a compiled model would fuse the operations at which records' gradients are taken. "
-                "Train with the private model as it is."
-            )
-        if not torch.is_grad_enabled():
-            return self._module(*plain(args), **plain(kwargs))
-        if self.training and self._loop.sample is not None:
-            return self._loop.call(args, kwargs)
-        with self._loop.whole():
-            constants = {name: param.detach() for name, param in self._module.named_parameters()}
-            with ModuleState(self._module).holding(constants):
-                return mapped(self._module(*plain(args), **plain(kwargs)), _not_trained_on)
+            raise ValueError(_COMPILED)
+        return _called(self._module, self._loop, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -98,11 +93,7 @@ class PrivateModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load a state into the module, whatever made it: what it cost is in the account of who was trained on."""
-        if kwargs.get("assign") or (len(args) > 2 and args[2]):
-            raise ValueError(
-                "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
-                "the private loop would know: nothing would train. Load without assign."
-            )
+        _refuse_assign(args, kwargs)
         return self._module.load_state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -115,6 +106,77 @@ class PrivateModule(nn.Module):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self._module.__reduce_ex__(protocol)
+
+
+class PrivateInPlace(nn.Module):
+    """The user's module itself, made private: of a subclass of its class, which has the same name.
+
+    A call is that of a :class:`PrivateModule`. A copy and a pickle are the plain module's.
+    """
+
+    _private: ClassVar[HandleLoop]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or callable(_CALLBACK()):
+            raise ValueError(_COMPILED)
+        loop = self._private
+        with loop.model.as_given():
+            return _called(self, loop, args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and what came back to the records in hand."""
+        self._private.clear()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state into the module, whatever made it."""
+        _refuse_assign(args, kwargs)
+        return super().load_state_dict(*args, **kwargs)
+
+    def cleanup(self) -> None:
+        """Opacus' name: make it the plain module again. The loop then ends."""
+        given = self._private.model.given
+        assert given is not None
+        self.__class__ = given  # type: ignore[assignment]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        with self._private.model.as_given():
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        with self._private.model.as_given():
+            made, *rest = self.__reduce_ex__(protocol)
+        # Pickle would look for the class of the object itself.
+        return (object.__new__ if made is copyreg.__newobj__ else made, *rest)  # type: ignore[attr-defined]
+
+
+def private_in_place(module: nn.Module, loop: HandleLoop) -> nn.Module:
+    """The module, the same object, from now on of ``loop``."""
+    given = loop.model.given = type(module)
+    names = {"_private": loop, "__module__": given.__module__, "__qualname__": given.__qualname__}
+    private: Any = type(given.__name__, (PrivateInPlace, given), names)
+    module.__class__ = private
+    return module
+
+
+def _called(module: nn.Module, loop: HandleLoop, args: Args, kwargs: Kwargs) -> Any:
+    """What the module is for the arguments: plain, recorded for the step, or with parameters as constants."""
+    if not torch.is_grad_enabled():
+        return module(*plain(args), **plain(kwargs))
+    if module.training and loop.sample is not None:
+        return loop.call(args, kwargs)
+    with loop.whole():
+        constants = {name: param.detach() for name, param in module.named_parameters()}
+        with ModuleState(module).holding(constants):
+            return mapped(module(*plain(args), **plain(kwargs)), _not_trained_on)
+
+
+def _refuse_assign(args: Args, kwargs: Kwargs) -> None:
+    if kwargs.get("assign") or (len(args) > 2 and args[2]):
+        raise ValueError(
+            "load_state_dict(assign=True) puts new parameters into the module, which neither the optimizer nor "
+            "the private loop would know: nothing would train. Load without assign."
+        )
 
 
 def _not_trained_on(value: Tensor) -> Tensor:
