@@ -39,7 +39,8 @@ from benchmarks.record import save
 RESULT = Path(__file__).parent / "results" / "wide_classes.json"
 TABLES = ("mnist-784", "mnist-1792", "cifar10-1792", "cifar10-4096")
 DELTA, CLASSES, STEPS, RATE = 1e-5, 10, 250, 0.08
-RATES = {"DP-SGD": (4.0, 12.0, 36.0), "DP-Adam": (0.01, 0.03, 0.1)}
+RATES = {"DP-SGD": (36.0, 108.0, 324.0), "DP-Adam": (0.03, 0.1, 0.3)}
+TUNED_AT = 3.0  # at other ε the smallest rate, which was never the best, is left out
 COMPONENTS = 1024
 
 
@@ -189,7 +190,7 @@ def main() -> None:
                     lambda data=data, epsilon=epsilon, public=public: ours(data, epsilon, public),
                 )
             for kind, rates in RATES.items():
-                for rate in rates:
+                for rate in rates if epsilon == TUNED_AT else rates[1:]:
                     cell(
                         f"{at}, {kind} {rate:g}",
                         lambda data=data, epsilon=epsilon, kind=kind, rate=rate: rival(data, epsilon, kind, rate),
