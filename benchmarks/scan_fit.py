@@ -4,6 +4,7 @@
 
 Words are ROWSxCOLUMNS:THREADS. Float64 columns, snappy, row groups of 131 072, logistic regression with declared
 bounds at ε = 1, ``memory=400`` to 20 columns, else 800. A small fit comes first, so that compiled loops are loaded.
+"planned cpu" is what `quietgrad plan --rows ROWS --columns COLUMNS` says of the same fit before a file is opened.
 The unit is the median of reads before and after the fit, in CPU seconds and in seconds; CPU seconds count on
 a shared machine.
 """
@@ -25,7 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import quietgrad as qg
+from quietgrad.core.plans.explain import expected_cost
 from quietgrad.estimators import PrivateLogisticRegression
+from quietgrad.methods.budget_allocation import for_table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.record import save
@@ -62,6 +65,13 @@ def fit(path: Path, columns: int, threads: int, ledger: Path) -> tuple[float, fl
     return time.perf_counter() - wall, time.process_time() - cpu, table.passes
 
 
+def planned(rows: int, columns: int) -> float:
+    """Processor seconds that the plan of the fit expects."""
+    budget = qg.Budget(1.0, 1e-8)
+    method = for_table(rows, columns, budget=budget, feature_bounds=[(-6.0, 6.0)] * columns, inference=None)
+    return 3600.0 * expected_cost(qg.plan(method, n=rows, budget=budget), columns, 1, 1).processor_hours
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     cells: dict[str, Any] = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
@@ -83,7 +93,7 @@ def main() -> None:
             cells[word] = {
                 "rows": rows, "columns": columns, "threads": int(threads), "passes": passes,
                 "read seconds": unit, "read cpu": unit_cpu, "fit seconds": wall, "fit cpu": cpu,
-                "reads": wall / unit, "reads of cpu": cpu / unit_cpu,
+                "reads": wall / unit, "reads of cpu": cpu / unit_cpu, "planned cpu": planned(rows, columns),
                 "memory of the process so far, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
             }  # fmt: skip
             print(word, cells[word], flush=True)

@@ -285,3 +285,20 @@ def test_many_columns_are_shown_by_kind(
     said = capsys.readouterr().out
     assert "800 columns: x0, x1" in said
     assert len(said.splitlines()) < 12
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "kind"),
+    [
+        ("customer", "C{:05d}", "id"),  # codes, whatever the column is called
+        ("seen by", "DR-{:04d}", "id"),
+        ("patient", "{}", "id"),  # numbers, by the name of the column
+        ("visits", "{}", "whole number"),
+        ("town", "Town {}", "category"),
+    ],
+)
+def test_ids_that_repeat_are_known_by_their_form_or_name(tmp_path: Path, name: str, cell: str, kind: str) -> None:
+    rows = [(cell.format(k // 4), k % 7, k % 2) for k in range(120)]
+    draft = draft_schema(write_csv(tmp_path / "t.csv", rows, (name, "size", "ill")))
+    assert draft.columns[0].kind == kind
+    assert any(f"--person {name}" in problem for problem in draft.problems) == (kind == "id")

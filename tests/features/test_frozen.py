@@ -20,7 +20,7 @@ import torch
 from quietgrad.cli import main
 from quietgrad.core.errors import DataError
 from quietgrad.estimators import PrivateLogisticRegression, PrivateSearch, from_run, to_run
-from quietgrad.features import Frozen, Pictures
+from quietgrad.features import Frozen, Pictures, Whitened
 
 X = np.random.default_rng(0).random((400, 16))
 Y = (X[:, :8].sum(axis=1) > X[:, 8:].sum(axis=1)).astype(int)
@@ -153,7 +153,7 @@ def test_an_estimator_fits_predicts_and_is_saved_with_its_features(tmp_path: Pat
     assert json.loads((folder / "result.json").read_text())["details"]["model"]["feature_map"]["shape"] == [1, 4, 4]
     again = from_run(folder, features=frozen())
     assert (again.predict_proba(X) == fitted.predict_proba(X)).all()
-    with pytest.raises(DataError, match="Pass features=Frozen"):
+    with pytest.raises(DataError, match=r"Pass the same features=Frozen"):
         from_run(folder)
     for other in (frozen(1), frozen(unit_rows=False)):
         with pytest.raises(DataError, match="other features"):
@@ -173,6 +173,49 @@ def test_a_search_maps_the_rows_of_each_round_once() -> None:
     search = PrivateSearch(model(), {"regularization": [0.0, 0.1]}, epsilon=8.0, mean_rounds=2.0).fit(X, Y)
     assert search.best_estimator_.coef_.shape == (1, 54)
     assert search.predict(X).shape == (400,)
+
+
+# --- public rows ----------------------------------------------------------------------------------------------
+
+
+def test_public_rows_whiten_each_row_by_itself(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    mix = rng.standard_normal((54, 54))
+    public, private = (rng.standard_normal((n, 54)) @ mix for n in (3000, 700))
+    whitened = Whitened(public, unit_rows=False, damping=1e-9)
+    rows = whitened.rows(private)
+    np.testing.assert_allclose(np.cov(rows.T), np.eye(54), atol=0.3)  # as many standard errors as 54² entries need
+    assert (
+        Whitened(public, unit_rows=False, damping=1e-9).rows(private[301:]) == rows[301:]
+    ).all()  # to the last bit
+    assert Whitened(public, components=5).rows(private).shape == (700, 5)
+    assert Whitened(public).digest != Whitened(public + 1e-3).digest
+    for words, wanted in (({"components": 55}, "from 1 to 54"), ({"damping": 0.0}, "must be > 0")):
+        with pytest.raises(ValueError, match=wanted):
+            Whitened(public, **words)
+    with pytest.raises(ValueError, match="all rows are the same"):
+        Whitened(np.ones((3, 2)))
+    with pytest.raises(DataError, match="as the public rows are"):
+        Whitened(public).rows(X)
+
+
+def test_a_whitened_network_is_saved_and_pinned(tmp_path: Path) -> None:
+    features = Whitened(X[:50], frozen())
+    fitted = model(features=features).fit(X[50:], Y[50:])
+    noted = " ".join(fitted.privacy_.notes)
+    assert features.digest in noted
+    assert frozen().digest in noted
+    folder = to_run(fitted, tmp_path / "run")
+    again = from_run(folder, features=Whitened(X[:50], frozen()))
+    assert (again.predict_proba(X) == fitted.predict_proba(X)).all()
+    for other in (Whitened(X[:49], frozen()), Whitened(X[:50], frozen(1)), frozen()):
+        with pytest.raises(DataError, match="other features"):
+            from_run(folder, features=other)
+    plain = to_run(model(features=Whitened(X[:50])).fit(X[50:], Y[50:]), tmp_path / "plain")
+    assert from_run(plain).features == Whitened(X[:50])
+    Whitened(X[:49]).save(plain)
+    with pytest.raises(DataError, match="is not the one"):
+        from_run(plain)
 
 
 # --- ONNX files: written here byte by byte, as protobuf spells them -------------------------------------------

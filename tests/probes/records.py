@@ -63,6 +63,8 @@ from quietgrad.tables.range_queries import (
     TargetRangeHistogram,
 )
 from quietgrad.tables.whitening import (
+    CentredMoments,
+    CentredNormHistogram,
     FeatureMean,
     MeanSquares,
     RowNormHistogram,
@@ -273,7 +275,9 @@ def _whitening(d: int, column: float) -> tuple[Whitening, Whitening]:
 SECOND_ORDER: dict[str, Callable[[Any, Relation], Query]] = {
     "feature mean": lambda x, relation: FeatureMean(1.5),
     "second moments": lambda x, relation: SecondMomentMatrix(1.5, relation),
+    "centred moments": lambda x, relation: CentredMoments(1.5, relation, 0.7 * np.ones(len(x))),
     "row norms": lambda x, relation: RowNormHistogram(),
+    "centred norms": lambda x, relation: CentredNormHistogram(relation, -np.ones(len(x)), 4.0),
     "whitened gradient": lambda x, relation: WhitenedGradient(x, 0.5, _whitening(len(x), 0.0)[0]),
     "gradient norm": lambda x, relation: GradientNorm(x, 0.5, 5.0),
     "least eigenvalue": lambda x, relation: LeastEigenvalue(x, 0.2, 5.0),
@@ -357,6 +361,8 @@ def table_queries(records: Any, relation: Relation, *, regression: bool) -> Iter
     within: list[Query] = [
         FeatureMean(1.5),
         SecondMomentMatrix(1.5, relation),
+        CentredMoments(1.5, relation, np.linspace(-0.5, 0.5, _D)),
+        CentredNormHistogram(relation, np.linspace(-0.5, 0.5, _D), 2.0),
         MeanSquares(1.2, relation=relation),
         RowNormHistogram(relation),
         *(WhitenedGradient(params, 0.5, map_) for params in points for map_ in maps),

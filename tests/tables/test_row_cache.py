@@ -22,7 +22,13 @@ from quietgrad.tables.losses import Logistic
 from quietgrad.tables.range_queries import BoxedQuery, FeatureBox
 from quietgrad.tables.row_cache import RowCache
 from quietgrad.tables.table import Affine
-from quietgrad.tables.whitening import SecondMomentMatrix, WhitenedGradient, Whitening
+from quietgrad.tables.whitening import (
+    CentredMoments,
+    CentredNormHistogram,
+    SecondMomentMatrix,
+    WhitenedGradient,
+    Whitening,
+)
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((70_000, 4)) * [1.0, 5.0, 0.1, 1.0] + [0.0, 2000.0, 0.0, 1.0]
@@ -110,6 +116,8 @@ def sums(records: Any, count: int = 3) -> list[Any]:
         for query in (
             WhitenedGradient(0.1 * (k + 1.0) * np.arange(5.0), 0.5, WHITENING),
             SecondMomentMatrix(1.5, Relation.ADD_REMOVE),
+            CentredMoments(1.5, Relation.ADD_REMOVE, np.full(4, 0.2)),
+            CentredNormHistogram(Relation.ADD_REMOVE, np.full(4, 0.2), 4.0),
         ):
             boxed = BoxedQuery(query, FRAME)
             out = np.zeros(boxed.dim(records))

@@ -24,7 +24,7 @@ from quietgrad.core.ledger.account import Account
 from quietgrad.core.plans.counting import NOMINAL
 from quietgrad.core.sanitize import did_you_mean
 from quietgrad.data.dataset import Dataset
-from quietgrad.features.frozen import named_features
+from quietgrad.features.naming import named_features
 from quietgrad.methods.minimizing import Watched, minimize, progress_bar, resume
 from quietgrad.methods.result import Result, load
 from quietgrad.tables.linear import LinearObjective

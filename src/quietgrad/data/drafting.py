@@ -21,6 +21,8 @@ from quietgrad.data.columns import CURRENCIES, DATE_FORMATS, GAP_WORDS, MISSING,
 from quietgrad.data.file_formats import read_content
 
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
+_OF_PEOPLE = re.compile(r"(^|[^a-z])(id|uuid|person|patient|customer|client|user|member|subject|household|pupil)$")
+_CODE = re.compile(r"[A-Za-z]{1,4}[-_]?\d{3,12}")
 _MONEY = rf"[+-]?(?:[$€£¥₹]|{CURRENCIES})?\s?[+-]?"
 _UNIT = rf"\s?(?:[$€£¥₹%]|{CURRENCIES})?"
 _FORMATS: tuple[tuple[str, str, re.Pattern[str]], ...] = (
@@ -370,14 +372,14 @@ def _kind(name: str, filled: Sequence[str], *, is_label: bool) -> DraftColumn:
 def _is_id(name: str, filled: Sequence[str], words: set[str]) -> bool:
     """Whether a column names its rows, or people with several rows each.
 
-    Every cell is another, in a column that is called an id or holds no ordinary numbers or words; or the column is
-    called an id of people and most of its many values are repeated.
+    Every cell is another, in a column that is called an id or holds no ordinary numbers or words; or many values
+    repeat, and they are codes such as P0042, or the column is called an id or people.
     """
     if len(filled) < 20:
         return False
     if len(words) < len(filled):
-        of_people = re.search(r"(^|[^a-z])(id|uuid)$", name.lower()) or name.endswith("Id")
-        return bool(of_people) and len(words) > max(20, len(filled) // 50)
+        called = _OF_PEOPLE.search(name.lower()) or name.endswith("Id") or all(map(_CODE.fullmatch, words))
+        return bool(called) and len(words) > max(20, len(filled) // 50)
     called = re.search(r"(^|[^a-z])(id|nr|no|key|uuid|number|code)$", name.lower()) or name.endswith("Id")
     return bool(called) or not any(is_number(word) or " " in word for word in words)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from quietgrad.core.errors import DataError
-from quietgrad.features.frozen import Frozen, PublicFeatures, read_features
+from quietgrad.features.frozen import PublicFeatures
+from quietgrad.features.naming import read_features
 from quietgrad.methods.result import Result, load
 from quietgrad.tables.losses import LOSSES
 from quietgrad.tables.registry import saved_objective
@@ -136,13 +137,13 @@ def to_run(model: Any, folder: str | Path) -> Path:
     }
     if model.features is not None:
         facts["feature_map"] = model.features.to_json()
-        if isinstance(model.features, Frozen):
-            model.features.save(folder)
     details = {**model.result_.details, "model": facts}
     for name in ("feature_range", "target_range"):  # what predictions are kept in
         limits = known.get(f"{name}_")
         details[name] = None if limits is None else np.asarray(limits, dtype=np.float64).tolist()
     replace(model.result_, params=params_of(model), details=details, privacy=model.privacy_).save(folder)
+    if model.features is not None:
+        model.features.save(folder)
     return Path(folder)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +25,6 @@ import numpy.typing as npt
 
 from quietgrad.core.errors import DataError
 from quietgrad.core.files import read_bytes, write_atomically
-from quietgrad.features.scattering import Pictures
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +32,8 @@ if TYPE_CHECKING:
 Rows = npt.NDArray[np.float32]
 ONNX_FILE = "features.onnx"
 """The copy of an ONNX file in the folder of a run."""
-_MARK = "sha256:"
+MARK = "sha256:"
+"""What a digest begins with."""
 _LARGEST = 2**31  # bytes: what a protobuf message can be
 _NEEDS = "an ONNX file needs onnxruntime: pip install 'quietgrad[onnx]'. A torch module needs torch alone."
 
@@ -51,6 +50,8 @@ class PublicFeatures(Protocol):
     def rows(self, X: Any) -> Rows: ...
 
     def to_json(self) -> dict[str, Any]: ...
+
+    def save(self, folder: str | Path) -> None: ...  # what a run needs beside those words
 
 
 class Frozen:
@@ -92,7 +93,7 @@ class Frozen:
                 self.content = read_bytes(source, most=_LARGEST)
             except FileNotFoundError:
                 raise DataError(f"{source}: there is no such file.") from None
-            self.digest = _MARK + hashlib.sha256(self.content).hexdigest()
+            self.digest = MARK + hashlib.sha256(self.content).hexdigest()
             self.name = Path(source).name
         else:
             self._module = _copied(source)
@@ -182,7 +183,7 @@ class Frozen:
             raise DataError(
                 f"{self.name}: its features of some records are not finite. No privacy budget was spent."
             )
-        return _unit(out) if self.unit_rows else out
+        return unit_length(out) if self.unit_rows else out
 
     def _answer(self, record: Rows) -> Rows:
         """What the network says of one record, flat."""
@@ -271,7 +272,7 @@ def module_digest(module: torch.nn.Module) -> str:
             plain = tensor.detach().cpu().contiguous()
             total.update(f"\n{kind} {name} {plain.dtype} {tuple(plain.shape)}\n".encode())
             total.update(plain.flatten().view(_bytes()).numpy().tobytes())
-    return _MARK + total.hexdigest()
+    return MARK + total.hexdigest()
 
 
 def _bytes() -> Any:
@@ -280,47 +281,7 @@ def _bytes() -> Any:
     return torch.uint8
 
 
-def _unit(rows: Rows) -> Rows:
+def unit_length(rows: Rows) -> Rows:
     """Rows of length 1; a row of zeros stays."""
     lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
     return np.asarray(rows / np.where(lengths > 0.0, lengths, 1.0), np.float32)
-
-
-def read_features(words: Mapping[str, Any], folder: str | Path, given: PublicFeatures | None = None) -> Any:
-    """The feature map that :meth:`Frozen.to_json` or :meth:`Pictures.to_json` describes, as a run keeps it.
-
-    Args:
-        words: what the run says of its features.
-        folder: of the run, where an ONNX file lies.
-        given: the map as the caller has it, for a torch module, whose code is not kept; it must be the same one.
-    """
-    if words.get("features") != "frozen":
-        return Pictures.from_json(words)
-    if given is None and words.get("file"):
-        shape = words.get("shape")
-        given = Frozen(
-            Path(folder) / ONNX_FILE, digest=words["digest"], shape=None if shape is None else tuple(shape),
-            output=words.get("output"), unit_rows=bool(words.get("unit_rows")),
-        )  # fmt: skip
-    if given is None:
-        raise DataError(
-            f"{folder}: the model's features are those of a torch module, which is not kept with it. Pass "
-            f"features=Frozen(module, ...) with the digest {words['digest']}."
-        )
-    if given.to_json() | {"file": None} != {**words, "file": None}:
-        raise DataError(f"{folder}: the model was fitted on other features, with the digest {words['digest']}.")
-    return given
-
-
-def named_features(text: str, columns: int) -> PublicFeatures:
-    """The map of rows of so many numbers that a command line names, such as ``FILE.onnx@sha256:…``.
-
-    >>> named_features("scattering", 784)
-    Pictures(size=28, channels=1, normalization='picture')
-    """
-    if text == "scattering":
-        return Pictures.of(columns)
-    path, _, pinned = text.partition(f"@{_MARK}")
-    if Path(path).suffix.lower() != ".onnx":
-        raise DataError(f"features={text!r}: must be scattering, FILE.onnx or FILE.onnx@{_MARK}DIGEST.")
-    return Frozen(path, digest=_MARK + pinned if pinned else None)

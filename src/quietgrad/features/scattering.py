@@ -267,6 +267,9 @@ class Pictures:
             pass
         raise DataError("the model's features are not described as this version knows them.")
 
+    def save(self, folder: object) -> None:
+        """Write nothing: the words of :meth:`to_json` say it all."""
+
     def rows(self, X: Any) -> npt.NDArray[np.float32]:
         """Rows of features of a table of pixels, dense or sparse; float32."""
         if X.shape[1] != self.pixels:

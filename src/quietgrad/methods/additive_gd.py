@@ -27,6 +27,7 @@ from quietgrad.core.session.queries import Query, following_clip
 from quietgrad.core.vectors import OwnVector
 from quietgrad.methods.base import Algorithm, State
 from quietgrad.methods.budget_allocation import (
+    EASY,
     allocate_range_estimation,
     budget_mu,
     for_table,
@@ -138,7 +139,7 @@ class AdditiveGD(Algorithm):
             pairs = self.pairs if self.pairs is not None else self._acting(session, cut, lines)
             both = AdditiveBasis(kept, pairs)
             start = both.embed(line_params, shapes, outputs)
-            crowded = is_crowded(
+            crowded = both.columns > EASY or is_crowded(
                 session.expected_batch("gradient"), both.columns, session.plan.budget, self.look.regression, 2.0
             )
             rest = replace(self.rest, moments="diagonal" if crowded else "full")
@@ -366,7 +367,7 @@ def for_shapes(
     columns = sum(len(feature.values) or 1 for feature in features)
     shown = for_table(
         n, columns, budget=budget, outputs=outputs, feature_bounds=[(-1.0, 1.0)] * columns, inference=False,
-        regression=regression, target_bounds=(-2.0, 2.0) if regression else None,
+        regression=regression, target_bounds=(-2.0, 2.0) if regression else None, expanded=True,
     )  # fmt: skip
     shown = replace(shown, look=None, bands=True)
     few = n * mu < _LEAST_SIGNAL * max(1.0, math.sqrt(columns / 10.0))

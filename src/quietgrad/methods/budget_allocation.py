@@ -17,7 +17,13 @@ _RELATIVE = 0.05  # share of one histogram that narrows all declared ranges alik
 _CHEAP = 0.02  # share at which wide declared ranges are estimated as well
 _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard errors unasked
 _LITTLE, _CONSTANT = 600.0, 0.15  # nμ below which a regression buys its constant first, and the share for it
-_WIDEST = 1024  # features of a matrix of second moments: n·d² operations and d²/2 numbers
+_WIDEST = 4096  # features of a matrix of second moments: d²/2 numbers
+EASY, _MOST_WORK = 1024, 2e12  # features whose matrix any table can afford; n·d² that a wider one may take
+# Tables of many features and classes, settled on Fashion-MNIST (784 pixels, 1792 random features): moments are of
+# centred rows, so their matrix is worth more noise; clipping is rare, so the clip is small and the way long.
+_MANY_FEATURES, _MANY_CLASSES = 256, 3
+_CENTRED, _WIDE_CROWDED = 0.01, 4.0
+_WIDE_HORIZON, _WIDE_LONGEST = 4.0 * HORIZON, 512.0
 
 
 def budget_mu(budget: Budget) -> float:
@@ -40,13 +46,15 @@ def for_table(
     sparse: bool = False,
     inference: bool | None = False,
     intercept: bool = True,
+    expanded: bool = False,
 ) -> WhitenedGD:
     """The default method for ``n`` records of ``features`` numbers within ``budget``.
 
     A release is bought if it should exceed its noise: ranges of each feature, or one for all; the matrix of
     second moments, or its diagonal. What is declared is not bought. Nothing here depends on a record.
     ``inference`` buys a Newton step for standard errors, of rows as they are; ``None`` does where it costs next to
-    nothing, of features that are clipped to the ranges found.
+    nothing, of features that are clipped to the ranges found. ``expanded`` columns are several for a feature: what
+    was settled for many features is not for them.
     """
     if row_bound is not None:
         Within(0.0, 1e150, closed=False).check("row_bound", row_bound)
@@ -68,7 +76,10 @@ def for_table(
         target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=asked,
         whole_target=bool(inference),
     )  # fmt: skip
-    full = not is_crowded(n, features, budget, regression)
+    wide = features >= _MANY_FEATURES and outputs >= _MANY_CLASSES and intercept and not (sparse or expanded)
+    full = not is_crowded(n, features, budget, regression, _WIDE_CROWDED if wide else None)
+    full = full and not (expanded and features > EASY)
+    wide = wide and full
     # Row norms: the share with which their histogram is useful; none if four times the most would not do.
     needed = (8.0 * math.sqrt(2.0) / (0.4 * n * mu)) ** 2
     norm_share = 0.0 if needed > 4.0 * 0.02 else min(max(needed, 0.005), 0.02)
@@ -76,13 +87,14 @@ def for_table(
     ball = None if row_bound is None or feature_bounds is not None else 1.0
     mean_share = 0.0 if sparse and not full else 0.03
     moment_share = 0.12 if full else 0.04
-    several = 1.0 if outputs < 8 else min(outputs / 4.0, 2.0)  # of many classes, residuals begin near 1
-    wanted = HORIZON * n * mu / (features + 1.0) / math.sqrt(max(outputs, 2) / 2.0)
+    several = 1.0 if outputs < 8 or wide else min(outputs / 4.0, 2.0)  # of many classes, residuals begin near 1
+    horizon = _WIDE_HORIZON if wide else HORIZON
+    wanted = horizon * n * mu / (features + 1.0) / math.sqrt(max(outputs, 2) / 2.0)
     full = full or bool(inference)
     # A regression's errors grow without end with its noise; below this signal a constant is found first.
     little = regression and intercept and not (counts or sparse or inference) and n * mu < _LITTLE
     return WhitenedGD(
-        steps=64 if outputs >= 8 and wanted > 16.0 * outputs else 32,
+        steps=64 if wide or (outputs >= 8 and wanted > 16.0 * outputs) else 32,
         row_bound=ball,
         mean_share=mean_share,
         moment_share=moment_share,
@@ -90,9 +102,11 @@ def for_table(
         moments="full" if full else "diagonal",
         look=look,
         freedom=FREEDOM,
-        horizon=HORIZON,
+        horizon=horizon,
         inference_share=0.5 if inference else 0.0,
         constant_share=_CONSTANT if little else 0.0,
+        centred_share=_CENTRED if wide else 0.0,
+        longest=_WIDE_LONGEST if wide else None,
         clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
 
@@ -113,7 +127,9 @@ def is_crowded(
     # Columns of one feature lean on each other, and steps that do not know it overshoot: half of ``crowded``.
     plain = 0.03 if regression else 1.0 if n >= 10_000 else 0.3
     limit = plain if crowded is None else 0.5 * crowded if regression else crowded if n >= 10_000 else plain
-    return features > _WIDEST or (budget is not None and features**1.5 / (n * budget_mu(budget)) >= limit)
+    if features > _WIDEST or (features > EASY and n * features**2 > _MOST_WORK):
+        return True
+    return budget is not None and features**1.5 / (n * budget_mu(budget)) >= limit
 
 
 def allocate_range_estimation(

@@ -41,6 +41,8 @@ from quietgrad.tables.losses import Logistic, Squared
 from quietgrad.tables.range_queries import BoxedQuery
 from quietgrad.tables.table import Affine, Floats
 from quietgrad.tables.whitening import (
+    CentredMoments,
+    CentredNormHistogram,
     FeatureMean,
     MeanSquares,
     RowNormHistogram,
@@ -79,6 +81,7 @@ _WIDE = 2.5  # times the clip: most gradients are shorter; wider still only wher
 _ABOUNDS = 8.0
 _WIDEST_COUNTS = 16.0  # in means of the counts: a clip for the rarest would drown the rest
 _LEAST_FREEDOM = 1.0  # degrees of freedom beside the intercept, however little can be learned
+_MOST_ROWS = 0.9  # share of centred rows that keep their length
 _TYPICAL = 0.4  # length of a row in a box of half-width 1, per √feature, where it could not be found
 
 
@@ -115,12 +118,16 @@ class WhitenedGD(Algorithm):
         row_bound: R for the moments; ``None`` finds the 99 % quantile of row norms privately.
         mean_share, moment_share, norm_share: parts of the squared budget μ² spent on the mean, the second moments,
             and (without ``row_bound``) the row norms; 0 leaves that release out.
+        centred_share: part of μ² spent on the lengths of rows centred by the released mean. The second moments are
+            then those of centred rows, shortened to the length that nine of ten do not exceed; 0: of rows as they
+            are.
         damping: τ, in units of the spectral norm that the noise of the second moments is expected to have.
         moments: ``"full"`` matrix, or its ``"diagonal"`` where noise would dominate the matrix.
         look: how the ranges of features and targets are found; ``None`` takes the rows as they are.
         freedom: κ, the degrees of freedom that are kept per unit of signal-to-noise of all gradients together.
         horizon: the distance to go, per unit of signal-to-noise and degree of freedom; a distance longer than T
             steps is gone with momentum, a shorter one with shorter steps. ``None``: T plain steps.
+        longest: the longest distance to go, in steps; ``None``: 64, and more for more than eight classes.
         inference_share: part of μ² spent on a Newton step at the end, which gives standard errors.
         constant_share: part of μ² spent on the best constant, from which the descent sets out. Of the model that it
             comes to, only what exceeds noise is added: the less that is, the closer the result to the constant.
@@ -145,6 +152,8 @@ class WhitenedGD(Algorithm):
     inference_share: Share = 0.0
     bands: bool = False
     constant_share: Share = 0.0
+    centred_share: Share = 0.0
+    longest: Positive | None = None
 
     name: ClassVar[str] = "whitened-gd"
 
@@ -155,6 +164,8 @@ class WhitenedGD(Algorithm):
             object.__setattr__(self, "look", RangeEstimation(**look))
         if sum(self._shares().values()) >= 1.0:
             raise ValueError("the shares add up to the whole budget; leave some for the gradients.")
+        if self.centred_share and not (self.mean_share and self.moment_share and self.moments == "full"):
+            raise ValueError("centred_share: centres a full matrix of second moments by the mean; buy both.")
 
     @property
     def needs_means(self) -> bool:
@@ -165,7 +176,10 @@ class WhitenedGD(Algorithm):
         shares = {} if self.look is None else self.look.shares()
         if self.row_bound is None:
             shares["norms"] = self.norm_share
-        shares |= {"constant": self.constant_share, "mean": self.mean_share, "second-moments": self.moment_share}
+        shares |= {
+            "constant": self.constant_share, "mean": self.mean_share, "centred-norms": self.centred_share,
+            "second-moments": self.moment_share,
+        }  # fmt: skip
         # Of the Newton step: a regression also pays for its dispersion.
         regression = self.look is not None and self.look.regression
         parts = {"score": 0.45 if regression else 0.5, "information": 0.5, "dispersion": 0.05 * regression}
@@ -187,7 +201,7 @@ class WhitenedGD(Algorithm):
 
     def asks(self, x0: OwnVector, session: Session) -> Iterator[tuple[str, Asked]]:
         """What is asked without estimating ranges and without standard errors, which need one curator."""
-        if self.look is not None or self.inference_share or self.constant_share:
+        if self.look is not None or self.inference_share or self.constant_share or self.centred_share:
             return
         relation = relation_of(session)
         outputs, column = session.objective.outputs, session.objective.column
@@ -338,6 +352,8 @@ class WhitenedGD(Algorithm):
             raise ValueError(f"inference_share: {NO_ERRORS}.")
         if self.constant_share and not session.objective.column:
             raise ValueError("constant_share: must be 0 for a model without an intercept.")
+        if self.centred_share and not session.objective.column:
+            raise ValueError("centred_share: must be 0 for a model without an intercept.")
         relation, extra = relation_of(session), state.extra
         features = len(state.params) // session.objective.outputs - bool(session.objective.intercept)
         if self.look is not None:
@@ -353,8 +369,9 @@ class WhitenedGD(Algorithm):
             if self.freedom is not None:  # a mean that is mostly noise is no centre (James and Stein 1961)
                 noise = features * (noise_of(session, "mean", query.bound) / n) ** 2
                 mean *= max(0.0, 1.0 - noise / max(float(mean @ mean), 1e-300))
+        extra["mean"] = mean
         second, floor = self._second_moments(state, session, features, bound, relation)
-        extra.update(mean=mean, second=second, floor=floor)
+        extra.update(second=second, floor=floor)
         whitening = self._whitening(state, session)
         # Counts differ from their mean by more than residuals of classes and scaled targets do.
         clip = max(self.clip, min(extra.get("target_spread", 0.0), _WIDEST_COUNTS))
@@ -374,10 +391,21 @@ class WhitenedGD(Algorithm):
         least = 1e-9 * bound * bound  # never below float noise of the data
         if self.moments == "full":
             matrix = SecondMomentMatrix(bound, relation)
+            mean = state.extra["mean"]
+            if self.centred_share:
+                centred = CentredNormHistogram(relation, mean, bound + float(np.linalg.norm(mean)))
+                counts = session.release("centred-norms", self._seen(centred, state))
+                noise = noise_of(session, "centred-norms", centred.bound)
+                radius = read_norms(counts, noise, centred.edges, _MOST_ROWS)
+                matrix = CentredMoments(radius, relation, mean)
+                least = 1e-9 * radius * radius
             total = session.release("second-moments", self._seen(matrix, state)) / n
             # GOE noise of diagonal deviation s has spectral norm about s·√(2d).
             noise = noise_of(session, "second-moments", matrix.bound) / n * math.sqrt(2.0 * features)
-            return matrix.unpack(total, features), max(self.damping * noise, least)
+            second = matrix.unpack(total, features)
+            if self.centred_share:  # about zero, as the uncentred ones are
+                second += np.outer(mean, mean)
+            return second, max(self.damping * noise, least)
         widest = 1.0 if self.look is not None else bound  # ‖x∘x‖ ≤ max|xⱼ|·‖x‖
         squares = MeanSquares(bound * min(bound, widest), relation=relation)
         total = session.release("second-moments", self._seen(squares, state)) / n
@@ -402,7 +430,7 @@ class WhitenedGD(Algorithm):
             return 0.0, 1.0, 1.0
         freedom = whitening.radius**2 - whitening.column**2
         wanted = self.horizon * self._signal(session) / (freedom + 1.0) / wider
-        longest = _LONGEST * max(1.0, session.objective.outputs / 8.0)
+        longest = self.longest or _LONGEST * max(1.0, session.objective.outputs / 8.0)
         ample = wanted / (_AMPLE * longest)
         reach = min(max(wanted, _SHORTEST), longest * max(1.0, (ample / _ABOUNDS) ** 0.25))
         widened = max(min(ample, _WIDE), ample / _ABOUNDS)

@@ -226,13 +226,13 @@ def read_ends(counts: Floats, sigma: float, low: float, high: float, mass: float
     return low + below * width, high - above * width
 
 
-def read_norms(counts: Floats, sigma: float, edges: Floats) -> float:
-    """The length that 99 % of rows do not exceed, from counts below ``edges``; the last if nothing stands out."""
+def read_norms(counts: Floats, sigma: float, edges: Floats, share: float = 0.99) -> float:
+    """The length that a share of rows does not exceed, from counts below ``edges``; the last if none stands out."""
     window = windows(counts[None], sigma)
     if not window.found[0]:
         return float(edges[-1])
     inside = np.maximum(counts[window.first[0] : window.last[0] + 1], 0.0)
-    reached = int(np.searchsorted(np.cumsum(inside), 0.99 * inside.sum())) + int(window.first[0])
+    reached = int(np.searchsorted(np.cumsum(inside), share * inside.sum())) + int(window.first[0])
     return float(edges[min(reached, len(edges) - 1)])
 
 

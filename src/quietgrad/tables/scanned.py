@@ -55,6 +55,8 @@ from quietgrad.tables.range_queries import (
 from quietgrad.tables.row_cache import RowCache
 from quietgrad.tables.table import Affine, Table
 from quietgrad.tables.whitening import (
+    CentredMoments,
+    CentredNormHistogram,
     FeatureMean,
     MeanSquares,
     RowNormHistogram,
@@ -169,8 +171,8 @@ def merged(values: Iterable[Value], merge: Merge) -> Value | None:
 
 _ADDITIVE = frozenset({
     GradientQuery, GradientDifferenceQuery, RecursiveMomentumQuery, JointMomentumQuery, LossQuery,
-    CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, RowNormHistogram, WhitenedGradient,
-    WhitenedInformation, FeatureBins, MagnitudeHistogram, MeanOctaves, RangeHistogram,
+    CellSums, FeatureMean, MeanSquares, SecondMomentMatrix, CentredMoments, RowNormHistogram, CentredNormHistogram,
+    WhitenedGradient, WhitenedInformation, FeatureBins, MagnitudeHistogram, MeanOctaves, RangeHistogram,
     TargetMagnitudeHistogram, TargetRangeHistogram,
 })  # fmt: skip
 

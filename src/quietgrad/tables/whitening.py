@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,9 +23,13 @@ from quietgrad.tables.privacy_units import UserLevelObjective, rows_of
 from quietgrad.tables.range_queries import check_everyone, pair_bound
 from quietgrad.tables.table import Affine, Array, Floats, Matrix, Table
 
-__all__ = ["FeatureMean", "RowNormHistogram", "SecondMomentMatrix", "WhitenedGradient", "Whitening"]
+__all__ = [
+    "CentredMoments", "CentredNormHistogram", "FeatureMean", "RowNormHistogram", "SecondMomentMatrix",
+    "WhitenedGradient", "Whitening",
+]  # fmt: skip
 
 
+_EIGHTHS = 48  # of an octave that lengths of centred rows are counted in: six octaves
 _LARGEST = 1e75  # its fourth power is finite, so one absurd record cannot turn a sum into NaN
 
 
@@ -118,10 +122,14 @@ class SecondMomentMatrix:
         total = np.zeros((features, features))
         slack = 1.0 + (16 + features) * float(np.finfo(np.float64).eps)
         for block, counted in shared.blocks():
-            rows = _shortened(block, self.clip / slack, np.sqrt(counted))
+            rows = _shortened(self._seen(block), self.clip / slack, np.sqrt(counted))
             product = rows.T @ rows
             total += product if isinstance(product, np.ndarray) else product.toarray()
         out += self.pack(total)
+
+    def _seen(self, block: Matrix) -> Matrix:
+        """The rows whose moments are summed."""
+        return block
 
     @staticmethod
     def pack(matrix: Floats) -> Floats:
@@ -136,6 +144,23 @@ class SecondMomentMatrix:
         matrix[np.triu_indices(features)] = triangle
         upper = np.triu(matrix, 1) / math.sqrt(2.0)
         return np.asarray(upper + upper.T + np.diag(np.diag(matrix)))
+
+
+@dataclass(frozen=True, eq=False)
+class CentredMoments(SecondMomentMatrix):
+    """Σ c̄ᵢc̄ᵢᵀ of centred rows cᵢ = xᵢ − m, each shortened to length R, packed as the uncentred ones are.
+
+    Sensitivity: m is public or was released before, so cᵢ is a function of record i and of what is known. A record
+    adds one matrix c̄c̄ᵀ of rank one with Frobenius norm ‖c̄‖² ≤ R², whatever m is. Two such matrices are at most
+    √(‖c̄‖⁴ + ‖c̄'‖⁴ − 2(c̄·c̄')²) ≤ √2·R² apart. These are the bounds of :class:`SecondMomentMatrix`; but centred rows
+    are shorter than rows that have a large mean in common, so R, and the noise with R², may be much smaller.
+    """
+
+    centre: Floats = field(default_factory=lambda: np.zeros(1))
+
+    def _seen(self, block: Matrix) -> Matrix:
+        dense: Array = block if isinstance(block, np.ndarray) else block.toarray()
+        return dense - self.centre
 
 
 def _shortened(block: Matrix, clip: float, weights: Floats) -> Any:
@@ -173,10 +198,14 @@ class RowNormHistogram:
     def sum_into(self, objective: object, batch: Batch, out: Floats) -> None:
         check_everyone(batch, self.relation)
         shared = rows_of(batch)
-        norms = Table(shared.records.X, None).norms
+        norms = self._norms(shared.records)
         which = slice(None) if shared.indices is None else shared.indices
         bins = np.searchsorted(self.edges, norms[which])
         out += np.bincount(bins, np.broadcast_to(shared.of(which), bins.shape), len(out))
+
+    def _norms(self, records: Any) -> Floats:
+        """The lengths that are counted."""
+        return Table(records.X, None).norms
 
     def quantile(self, counts: Floats, fraction: float, noise: float) -> float:
         """The smallest edge that about ``fraction`` of the rows do not exceed, from noisy counts.
@@ -188,6 +217,25 @@ class RowNormHistogram:
             return float(self.edges[int(np.argmax(counts[:-1]))])
         reached = np.searchsorted(np.cumsum(kept), fraction * kept.sum())
         return float(self.edges[min(int(reached), len(self.edges) - 1)])
+
+
+@dataclass(frozen=True, eq=False)
+class CentredNormHistogram(RowNormHistogram):
+    """Counts of the lengths of rows centred by a public or released m, in eighths of an octave below ``reach``.
+
+    One record is one count, wherever the edges lie and whatever m is: the bound is that of the row norms.
+    """
+
+    centre: Floats = field(default_factory=lambda: np.zeros(1))
+    reach: float = 1.0
+
+    @property
+    def edges(self) -> Floats:
+        """Upper edges of the bins; the last bin is open."""
+        return self.reach * np.exp2(np.arange(-_EIGHTHS, 1) / 8.0)
+
+    def _norms(self, records: Any) -> Floats:
+        return Table(records.X, None, transform=Affine(self.centre, np.ones(len(self.centre)))).norms
 
 
 @dataclass(frozen=True, eq=False)
