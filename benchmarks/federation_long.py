@@ -1,6 +1,6 @@
 """One round of a vector of 7 million numbers, ten parties: masks of 32 and 64 bits beside stock FLARE and Flower.
 
-    python benchmarks/federation_long.py [BIN_FOLDER_OF_A_VENV_WITH_FLOWER]
+    QUIETGRAD_FLOWER=... python benchmarks/federation_long.py      # the bin folder of an environment with Flower
 
 Every party is a process of its own. Ours talk over TLS and mask, seal, add noise and open; each answers a question
 that carries the parameters in float32. FLARE's clients add 1 to the float32 vector that they were sent, over TLS;
@@ -274,11 +274,11 @@ def watched(run: Callable[[Path], list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("flower", nargs="?", type=Path)
     parser.add_argument("--dimension", type=int, default=7_000_000)
     parser.add_argument("--bits", type=int, nargs="+", choices=(32, 64), default=(32, 64))
     parser.add_argument("--party", nargs=5)
     parser.add_argument("--roles", action="store_true", help="the roles' CPU in one process, and no network")
+    parser.add_argument("--memory", action="store_true", help="rounds of ours alone, for a party's memory")
     asked = parser.parse_args()
     found: dict[str, Any]
     if asked.party is not None:
@@ -293,10 +293,13 @@ def main() -> None:
         return
     rows = [ours(asked.dimension, bits) for bits in asked.bits]
     found = {"dimension": asked.dimension, "parties": PARTIES, "rounds": ROUNDS, "ours": rows}
+    if asked.memory:
+        save(RESULT.with_name("federation_long_memory.json"), found)
+        return
     save(RESULT, found, "nvflare")
     peers: dict[str, Callable[[], dict[str, Any]]] = {"flare": lambda: flare(asked.dimension)}
-    if asked.flower is not None:
-        peers["flower"] = lambda: flower(asked.flower, asked.dimension)
+    if home := os.environ.get("QUIETGRAD_FLOWER"):
+        peers["flower"] = lambda: flower(Path(home), asked.dimension)
     for name, measure in peers.items():
         found[name] = stock = measure()
         found[f"wall_over_{name}"] = {str(row["bits"]): row["seconds"] / stock["seconds"] for row in rows}

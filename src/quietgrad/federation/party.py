@@ -28,6 +28,7 @@ from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
 from quietgrad.core.session.summing import batch_sum
 from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation import wire
+from quietgrad.federation.freed_memory import give_back
 from quietgrad.federation.journal import Approval, Journal, LastReply
 from quietgrad.federation.members import Handling, MaskingMember, Member, SharingMember, UnknownRunError, round_of
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -264,6 +265,7 @@ class PartyCurator(Member):
         drawn = self._is_drawn(message, slot)
         if self._member is not None:
             self._member.ready(message)
+        give_back(query.dim(self.records))
         try:
             takes_part = drawn is None or drawn
             total = partial(self._answer_sum, slot, draw, query) if takes_part else partial(self._zeros, query)

@@ -4,8 +4,8 @@ A sample is worth something only if nothing that can be seen of a party depends 
 only when it is drawn answers later then, and a coordinator that watches the clock knows the coin. So every party
 trains in every round, draws when that is over, and answers a fixed time after it was asked. Training that fails, or
 is not over after nine tenths of that time, counts as zeros: a drawn party then takes part less often than stated,
-which costs no privacy. The last tenth is for what comes after the coin: masking zeros takes less time than masking an
-update, so the answer is held until it is sealed and written down.
+which costs no privacy. The last tenth is for what comes after the coin: masking zeros takes less time than masking
+an update, so the answer is held until it is sealed and written down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-
 
 TRAINING = 0.9
 """The part of the public time in which a party trains."""
