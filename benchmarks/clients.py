@@ -11,7 +11,7 @@ which private users do not have for free.
 arithmetic by PyTorch one client after the other, and pfl-research. *flower*: wall time of a round of Flower's
 simulation, between the ends of its rounds, and quietgrad's right after it, since Flower's workers are other
 processes. The peers are imported from the folder that PEERS names.
-*scale*: 10 000 and 100 000 clients of a table in one process.
+*scale*: 10 000 and 100 000 clients of a table in one process, and how far memory rises above the table's own.
 """
 
 from __future__ import annotations
@@ -331,12 +331,21 @@ def _flower(X: Any, y: Any, rows_of: Any, ours: Callable[[], None], rounds: int 
     }  # fmt: skip
 
 
+def resident_mb(line: str) -> float:
+    """Memory of this process: ``VmRSS`` now, ``VmHWM`` at its peak."""
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) / 1e3 for row in rows if row.startswith(line))
+
+
 def scale() -> list[dict[str, Any]]:
     rows = []
     for clients in (10_000, 100_000):
         rng = np.random.default_rng(0)
         X = rng.standard_normal((clients * 5, 20))
         y = (X[:, 0] + rng.logistic(size=len(X)) > 0) * 1.0
+        data_mb = (X.nbytes + y.nbytes) / 1e6
+        before = resident_mb("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         begun, cpu = time.perf_counter(), time.process_time()
         result = simulate(
             qg.FedAvg(rounds=20, sampling="poisson", sample=0.05, local_rate=0.5), Logistic(),
@@ -344,7 +353,8 @@ def scale() -> list[dict[str, Any]]:
         )  # fmt: skip
         rows.append({
             "clients": clients, "drawn": clients // 20, "cpu_per_round": round((time.process_time() - cpu) / 20, 3),
-            "wall": round(time.perf_counter() - begun, 1),
+            "wall": round(time.perf_counter() - begun, 1), "data_mb": round(data_mb, 1),
+            "memory_rise_mb": round(resident_mb("VmHWM") - before, 1),
             "accuracy": round(float(((X @ result.params > 0) == y).mean()), 3),
         })  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)

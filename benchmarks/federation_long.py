@@ -1,11 +1,11 @@
-"""One round of a vector of 7 million numbers, ten parties: masks of 32 and 64 bits beside stock Flower.
+"""One round of a vector of 7 million numbers, ten parties: masks of 32 and 64 bits beside stock FLARE and Flower.
 
-    python benchmarks/federation_long.py [BIN_FOLDER_OF_A_VENV_WITH_FLOWER]
+    QUIETGRAD_FLOWER=... python benchmarks/federation_long.py      # the bin folder of an environment with Flower
 
 Every party is a process of its own. Ours talk over TLS and mask, seal, add noise and open; each answers a question
-that carries the parameters in float32. Flower's clients return the float32 vector that they were sent, without TLS.
-Kept are medians over rounds: wall seconds of a round, CPU seconds of all parties and of the server, bytes, and how
-much a party's memory rises over what it was before the rounds.
+that carries the parameters in float32. FLARE's clients add 1 to the float32 vector that they were sent, over TLS;
+Flower's return it, without TLS. Kept are medians over five rounds, three of Flower: wall seconds of a round, CPU
+seconds of all parties and of the server, bytes, and how much a party's memory rises over what it was before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,42 +221,64 @@ def flower(home: Path, dimension: int) -> dict[str, Any]:
     """Rounds of stock Flower, by ``federation_flower.py``'s apps: float32, no TLS."""
     from benchmarks import federation_flower as stock
 
-    stock.PARTIES, stock.ROUNDS, stock.WARM_UP = PARTIES, ROUNDS, WARM
+    stock.PARTIES, stock.ROUNDS, stock.WARM_UP, stock.SECONDS = PARTIES, 3, WARM, SECONDS
     stock.SERVER = stock.SERVER.replace("np.zeros({d})", "np.zeros({d}, np.float32)")
     said = subprocess.run([home / "flwr", "--version"], capture_output=True, text=True, check=True)
-    with tempfile.TemporaryDirectory() as folder:
+    found = watched(lambda folder: stock.flower(home.resolve(), folder, dimension))
+    return {"version": said.stdout.strip(), **found}
+
+
+def flare(dimension: int) -> dict[str, Any]:
+    """Rounds of stock FLARE: float32, mutual TLS."""
+    from importlib.metadata import version
+
+    from benchmarks import federation_flare as stock
+
+    found = watched(lambda folder: stock.flare(folder, NAMES, dimension, WARM + ROUNDS)[WARM:])
+    return {"version": version("nvflare"), **found}
+
+
+def watched(run: Callable[[Path], list[float]]) -> dict[str, Any]:
+    """Seconds of a round, and CPU seconds of all processes; ``run`` keeps a row per round in ``rows.json``."""
+    from benchmarks.federation_flower import _started_by
+
+    with tempfile.TemporaryDirectory() as home:
+        folder = Path(home)
         seen: list[tuple[int, float]] = []  # rounds done, CPU seconds of all processes so far
         over = threading.Event()
 
         def watch() -> None:
             spent: dict[int, float] = {}
             while not over.wait(0.3):
-                for pid in stock._started_by(os.getpid()):
+                for pid in _started_by(os.getpid()):
                     with contextlib.suppress(OSError):
                         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                         spent[pid] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
                 with contextlib.suppress(OSError, ValueError):
-                    seen.append((len(json.loads(Path(folder, "rows.json").read_text())), sum(spent.values())))
+                    done = len(json.loads((folder / "rows.json").read_text()))
+                    if done:
+                        seen.append((done, sum(spent.values())))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            seconds = stock.flower(home.resolve(), Path(folder), dimension)
+            seconds = run(folder)
         finally:
             over.set()
             watcher.join()
     counted = dict(reversed(seen))  # when a round was first seen to be done
     first, last = min(counted), max(counted)
     cpu = (counted[last] - counted[first]) / (last - first) if last > first else None
-    return {"version": said.stdout.strip(), "seconds": statistics.median(seconds), "all_cpu": cpu}
+    return {"seconds": statistics.median(seconds), "all_cpu": cpu}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("flower", nargs="?", type=Path)
     parser.add_argument("--dimension", type=int, default=7_000_000)
+    parser.add_argument("--bits", type=int, nargs="+", choices=(32, 64), default=(32, 64))
     parser.add_argument("--party", nargs=5)
     parser.add_argument("--roles", action="store_true", help="the roles' CPU in one process, and no network")
+    parser.add_argument("--memory", action="store_true", help="rounds of ours alone, for a party's memory")
     asked = parser.parse_args()
     found: dict[str, Any]
     if asked.party is not None:
@@ -268,18 +291,24 @@ def main() -> None:
         found = {"dimension": asked.dimension, "parties": PARTIES, "roles": in_one, "64_over_32": ratios}
         save(RESULT.with_name("federation_long_roles.json"), found)
         return
-    rows = [ours(asked.dimension, bits) for bits in (32, 64)]
+    rows = [ours(asked.dimension, bits) for bits in asked.bits]
     found = {"dimension": asked.dimension, "parties": PARTIES, "rounds": ROUNDS, "ours": rows}
-    save(RESULT, found)
-    if asked.flower is not None:
-        found["flower"] = stock = flower(asked.flower, asked.dimension)
-        found["wall_over_flower"] = {str(row["bits"]): row["seconds"] / stock["seconds"] for row in rows}
+    if asked.memory:
+        save(RESULT.with_name("federation_long_memory.json"), found)
+        return
+    save(RESULT, found, "nvflare")
+    peers: dict[str, Callable[[], dict[str, Any]]] = {"flare": lambda: flare(asked.dimension)}
+    if home := os.environ.get("QUIETGRAD_FLOWER"):
+        peers["flower"] = lambda: flower(Path(home), asked.dimension)
+    for name, measure in peers.items():
+        found[name] = stock = measure()
+        found[f"wall_over_{name}"] = {str(row["bits"]): row["seconds"] / stock["seconds"] for row in rows}
         if stock["all_cpu"]:
-            found["cpu_over_flower"] = {
+            found[f"cpu_over_{name}"] = {
                 str(row["bits"]): (row["server_cpu"] + PARTIES * row["party_cpu"]) / stock["all_cpu"]
                 for row in rows
             }
-    save(RESULT, found)
+        save(RESULT, found, "nvflare")
 
 
 if __name__ == "__main__":

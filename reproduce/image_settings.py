@@ -2,15 +2,17 @@
 
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py --only mnist --epsilon 1.2   # one cell
     QUIETGRAD_DATA=... OMP_NUM_THREADS=1 python reproduce/image_settings.py                              # all of it
+    ... python reproduce/image_settings.py --only mnist --epsilon 3 --batch 1024 --step 0.5     # a part of a search
     OMP_NUM_THREADS=1 python reproduce/image_settings.py --quick                 # small digits, seconds
 
 Takes 900 CPU hours in full and is resumable: 25 CPU minutes for one run of CNN5, 20 for one of MNIST, for each
-setting of the search. Until a cell is run the page says "not tested at its settings".
+setting of the search. A part of a search is kept and continued; what it chose is fitted when it is complete. Until
+then the page says what was tried, and no verdict.
 
 The paper clips at C1 = 1.5 (MNIST) and 2 (CIFAR-10), searches C2 with γ = C2, b, the step and b₀ ∈ {b, 2b, 4b}, and
 trains for 20 epochs (MNIST), 100 (CNN5) and 150 (CNN6). It counts iterations: its claim is that DP-SRM needs fewer
-of them for an error, so ``iterations`` has for each run the first step at which its test error is at most the
-paper's final DP-SGD error. Every ε is searched on its own, on a sixth of the training images, by one fit each;
+of them for an error, so ``iterations`` has for each run the first step at which its error is at most the paper's
+final DP-SGD error. Every ε is searched on its own, on a sixth of the training images, by one fit each;
 DP-SRM with two clips and with one joint clip, DP-SGD at C1 and at the effective clips of DP-SRM's winners
 (``reproduce/comparisons.py``), so that a lead is none of the clip. Add-remove and Poisson samples with noise from
 the accountant: the paper's own noise has no proof.
@@ -122,17 +124,26 @@ def iterations(curve: list[tuple[int, float]], target: float) -> int | None:
     return next((step for step, seen in curve if seen <= target), None)
 
 
-def cell(name: str, epsilon: float, method: str, data: tuple[Images, Images], make: Make) -> None:
-    """Search one ε of one figure for one method, and run what won ten times; rows that are there are kept."""
+def cell(
+    name: str, epsilon: float, method: str, data: tuple[Images, Images], make: Make, only: Row | None = None
+) -> None:
+    """Search one ε of one figure for one method, and run what won ten times; rows that are there are kept.
+
+    ``only`` restricts the search to some values by setting; what won is run when no setting is left.
+    """
     figure, (train, test) = FIGURES[name], data
     cut = 5 * len(train[1]) // 6
     learn, look = (train[0][:cut], train[1][:cut]), (train[0][cut:], train[1][cut:])
     key = {"figure": name, "epsilon": epsilon, "method": method}
     for given in figure.grid(method):
-        if STORE.find("search", **key, **given) is None:
+        asked = all(given.get(setting, value) == value for setting, value in (only or {}).items())
+        if asked and STORE.find("search", **key, **given) is None:
             made = fit(algorithm(method, given, cut, figure.epochs), epsilon, learn, look, make, 0)
-            STORE.keep("search", {**key, **given, "error": made["error"], "cpu_seconds": made["cpu_seconds"]})
+            count = iterations(made["curve"], figure.target[epsilon])
+            STORE.keep("search", {**key, **given, **made, "iterations": count})
     tried = [row for row in STORE.rows("search") if all(row[k] == v for k, v in key.items())]
+    if len(tried) < len(list(figure.grid(method))):
+        return
     names = next(figure.grid(method)).keys()
     best = {k: min(tried, key=lambda row: float(row["error"]))[k] for k in names}
     for run in range(RUNS):
@@ -144,17 +155,31 @@ def cell(name: str, epsilon: float, method: str, data: tuple[Images, Images], ma
 
 
 def tables(rows: dict[str, list[Row]]) -> list[Table]:
-    """Errors, and iterations to the paper's DP-SGD error."""
-    body = []
-    for key in dict.fromkeys((r["figure"], r["epsilon"], r["method"]) for r in rows["fits"]):
-        mine = [r for r in rows["fits"] if (r["figure"], r["epsilon"], r["method"]) == key]
-        errors, counts = [r["error"] for r in mine], [r["iterations"] for r in mine if r["iterations"] is not None]
-        spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else None
-        body.append(
-            [*key, len(mine), statistics.fmean(errors), spread, statistics.median(counts) if counts else None]
-        )
-    columns = ["figure", "ε", "method", "runs", "test error %", "± se", "iterations to the paper's DP-SGD error"]
-    return [{"title": "Figures 3 and 4 at the paper's settings", "columns": columns, "rows": body}]
+    """Errors and iterations to the paper's DP-SGD error: of searches, however far they are, and of what won."""
+    made = []
+    for what, kind, where in (("The search", "search", "held-out"), ("What it chose", "fits", "test")):
+        body = []
+        for key in dict.fromkeys((r["figure"], r["epsilon"], r["method"]) for r in rows[kind]):
+            mine = [r for r in rows[kind] if (r["figure"], r["epsilon"], r["method"]) == key]
+            body.append([*key, *(_searched(mine) if kind == "search" else _fitted(mine))])
+        least = ["settings tried", "of", "least error %"]
+        columns = least if kind == "search" else ["runs", "test error %", "± se"]
+        title = f"Figures 3 and 4 at the paper's settings. {what}, {where} images"
+        last = "iterations to the paper's DP-SGD error"
+        made.append({"title": title, "columns": ["figure", "ε", "method", *columns, last], "rows": body})
+    return made
+
+
+def _searched(tried: list[Row]) -> list[Any]:
+    grid = list(FIGURES[tried[0]["figure"]].grid(tried[0]["method"]))
+    counts = [row["iterations"] for row in tried if row["iterations"] is not None]
+    return [len(tried), len(grid), min(row["error"] for row in tried), min(counts, default=None)]
+
+
+def _fitted(runs: list[Row]) -> list[Any]:
+    errors, counts = [r["error"] for r in runs], [r["iterations"] for r in runs if r["iterations"] is not None]
+    spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else None
+    return [len(runs), statistics.fmean(errors), spread, statistics.median(counts) if counts else None]
 
 
 STORE = Store(
@@ -181,7 +206,15 @@ def main() -> None:
     parser.add_argument("--only", choices=list(FIGURES))
     parser.add_argument("--epsilon", type=float)
     parser.add_argument("--method", choices=("dp-sgd", "dp-srm"))
+    parser.add_argument("--batch", type=int, help="of the search, only this batch size")
+    parser.add_argument("--step", type=float, help="of the search, only this step")
+    parser.add_argument("--clip", type=float, help="of DP-SGD's search, only this clip")
+    parser.add_argument("--momentum", type=float, help="of DP-SGD's search, only this momentum")
+    parser.add_argument("--second", type=float, help="of DP-SRM's search, only this C2 = γ")
+    parser.add_argument("--joint", action=argparse.BooleanOptionalAction, help="of DP-SRM's search, one joint clip")
     asked = parser.parse_args()
+    settings = ("batch", "step", "clip", "momentum", "second", "joint")
+    only = {name: getattr(asked, name) for name in settings if getattr(asked, name) is not None}
     torch.set_num_threads(1)
     keep_freed_memory()
     if asked.quick:
@@ -193,7 +226,7 @@ def main() -> None:
         data, make = (mnist(), lambda: Net("relu")) if name == "mnist" else (cifar10(), CNN5)
         for epsilon in figure.epsilons if asked.epsilon is None else (asked.epsilon,):
             for method in ("dp-sgd", "dp-srm") if asked.method is None else (asked.method,):
-                cell(name, epsilon, method, data, make)
+                cell(name, epsilon, method, data, make, only)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,24 @@ def test_numbers_in_refuses_what_is_no_header() -> None:
     for weights in (b"", b"\xff" * 16, (2).to_bytes(8, "little") + b"[]", (4).to_bytes(8, "little") + b"null"):
         with pytest.raises(ValueError, match="not a safetensors file"):
             numbers_in(weights, "w")
+    for shape in ([2**70], [2**20] * 10**4, [-3, -4], [1.5], ["a"], [[2]], [True], 7, None):
+        with pytest.raises(ValueError, match="not a safetensors file"):
+            numbers_in(weights_of(shape), "w")
+
+
+def weights_of(shape: object) -> bytes:
+    """A safetensors file of one tensor that claims this shape."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 9]}}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(4)
+
+
+def test_weights_that_contradict_their_header_are_refused(folder: Path) -> None:
+    (folder / "start.safetensors").write_bytes(weights_of([PARAMETERS]))
+    (folder / "plan.toml").write_text(plan_text(TWO, objective='start = "start.safetensors"'))
+    network = read_plan("plan.toml").network
+    assert network is not None
+    with pytest.raises(DataError, match="not the weights of this module"):
+        network.build()
 
 
 @pytest.fixture

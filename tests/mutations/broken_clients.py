@@ -11,6 +11,7 @@ from quietgrad.core.errors import BudgetError
 from quietgrad.core.session.queries import Batch
 from quietgrad.core.vectors import Vector
 from quietgrad.federation.party import PartyCurator
+from quietgrad.federation.public_time import AtOnce
 from quietgrad.federation.wire import Message
 from quietgrad.tables.queries.local_update import LocalTraining, LocalUpdateQuery
 
@@ -68,8 +69,9 @@ class LateIsAbsent(PartyCurator):
 class PlainZeros(PartyCurator):
     """An undrawn party hands in zeros without noise."""
 
-    def _answer(self, message: Message, slot: str, total: Any, query: Any, multiplier: float) -> Message:
-        return super()._answer(message, slot, total, query, multiplier if total.any() else 0.0)
+    def _answer(self, message: Message, slot: str, sum_of: Any, query: Any, multiplier: float) -> Message:
+        total = sum_of()
+        return super()._answer(message, slot, lambda: total, query, multiplier if total.any() else 0.0)
 
 
 class OldCoin(PartyCurator):
@@ -94,6 +96,33 @@ class WhenReady:
 
     def answer(self, train: Callable[[], Any], coin: Callable[[], bool], zeros: Any, seconds: float) -> Any:
         return train() if coin() else zeros
+
+    def hold(self) -> None:
+        pass
+
+
+class Watching(AtOnce):
+    """A sound pace that notes how many answers were made when one is let go."""
+
+    def __init__(self) -> None:
+        self.party: PartyCurator | None = None
+        self.answered: list[int] = []
+
+    def hold(self) -> None:
+        assert self.party is not None
+        self.answered.append(self.party.answered()["update"])
+
+
+class HeldTooEarly(Watching):
+    """A pace that lets an answer go when its coin is drawn: masking zeros takes less time than an update."""
+
+    def answer(self, train: Callable[[], Any], coin: Callable[[], bool], zeros: Any, seconds: float) -> Any:
+        answer = super().answer(train, coin, zeros, seconds)
+        super().hold()
+        return answer
+
+    def hold(self) -> None:
+        pass
 
 
 class SlowLogistic:

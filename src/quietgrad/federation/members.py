@@ -157,9 +157,9 @@ class SharingMember(_Roles[SharingParty]):
         """Refuse before any record is touched if this side cannot take part in the round."""
         self._role(message)
 
-    def submit(self, message: Message, vector: Array) -> Message:
+    def submit(self, message: Message, vector: Callable[[], Array]) -> Message:
         t = round_of(message)
-        return _message("shares", t, submission(self._role(message), t, vector))
+        return _message("shares", t, submission(self._role(message), t, vector()))
 
 
 class MaskingMember(_Roles[MaskingParty]):
@@ -171,9 +171,10 @@ class MaskingMember(_Roles[MaskingParty]):
         """Refuse before any record is touched if this side cannot take part in the round."""
         self._role(message).check_delivered(round_of(message))
 
-    def submit(self, message: Message, vector: Array) -> Message:
-        t = round_of(message)
-        return _message("masked", t, submission(self._role(message), t, vector))
+    def submit(self, message: Message, vector: Callable[[], Array]) -> Message:
+        role, t = self._role(message), round_of(message)
+        role.add(t, vector())  # it has no name here, so it is gone when its masked form is sealed
+        return _message("masked", t, Reply({"frame": role.sealed(t)}))
 
 
 class SumMember(_Roles[SumServer], Member):

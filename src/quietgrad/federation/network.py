@@ -218,11 +218,12 @@ class NetworkSource(BaseObjective):
                     "members. Save the module's state as safetensors and name it in [objective] start."
                 )
             return
+        from safetensors import SafetensorError
         from safetensors.torch import load
 
         try:
             module.load_state_dict(load(self.start))
-        except (RuntimeError, ValueError, KeyError) as error:
+        except (RuntimeError, ValueError, KeyError, SafetensorError) as error:
             raise DataError(f"{self.start_file}: not the weights of this module: {error}") from None
 
 
@@ -239,6 +240,16 @@ def numbers_in(weights: bytes, name: str) -> int:
             raise ValueError("header is too long")
         header = json.loads(weights[8 : 8 + length])
         shapes = [entry["shape"] for key, entry in header.items() if key != "__metadata__"]
-        return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes)
+        return sum(_size(shape) for shape in shapes)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError):
         raise ValueError(f"[objective] {name}: not a safetensors file.") from None
+
+
+def _size(shape: list[int]) -> int:
+    """How many numbers a tensor has; no product that a hostile header makes long is computed."""
+    count = 1
+    for side in shape:
+        if type(side) is not int or not 0 <= side <= _MOST_WEIGHTS or count > _MOST_WEIGHTS:
+            raise ValueError("a shape is no list of sizes")
+        count *= side
+    return count

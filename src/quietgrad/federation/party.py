@@ -28,6 +28,7 @@ from quietgrad.core.session.queries import Batch, Objective, Query, public_loss
 from quietgrad.core.session.summing import batch_sum
 from quietgrad.core.vectors import OwnVector, zeros_like
 from quietgrad.federation import wire
+from quietgrad.federation.freed_memory import give_back
 from quietgrad.federation.journal import Approval, Journal, LastReply
 from quietgrad.federation.members import Handling, MaskingMember, Member, SharingMember, UnknownRunError, round_of
 from quietgrad.federation.plan import FederatedPlan, Shape
@@ -264,13 +265,17 @@ class PartyCurator(Member):
         drawn = self._is_drawn(message, slot)
         if self._member is not None:
             self._member.ready(message)
+        give_back(query.dim(self.records))
         try:
-            total = self._answer_sum(slot, draw, query) if drawn is None or drawn else self._zeros(query)
+            takes_part = drawn is None or drawn
+            total = partial(self._answer_sum, slot, draw, query) if takes_part else partial(self._zeros, query)
             reply = self._answer(message, slot, total, query, multiplier)
             if self._member is None:
                 self._last.keep(question, t, reply)
         finally:
             self._journal.record(t, slot, draw, drawn=bool(drawn))  # before anything leaves, and whatever happened
+            if self._draws_in_secret(slot):
+                self._pace.hold()
         return reply
 
     def _is_drawn(self, message: Message, slot: str) -> bool | None:
@@ -288,9 +293,10 @@ class PartyCurator(Member):
 
     def _answer_sum(self, slot: str, draw: int, query: Query) -> Floats:
         """This party's sum; if it draws in secret, by a coin that is drawn last, handed over at a public time."""
-        seconds = self.plan.schedule[slot].sampling.answer_after
-        if seconds is None or self.plan.trust == "curator":
+        if not self._draws_in_secret(slot):
             return self._sum(slot, draw, query, self._samplers[slot](draw) if self._samples(slot) else None)
+        seconds = self.plan.schedule[slot].sampling.answer_after
+        assert seconds is not None
 
         def coin() -> bool:
             # Presence is settled by now: the others of the round are known, and this party answers in any case.
@@ -299,6 +305,10 @@ class PartyCurator(Member):
 
         return self._pace.answer(lambda: self._sum(slot, draw, query, None), coin, self._zeros(query), seconds)
 
+    def _draws_in_secret(self, slot: str) -> bool:
+        """Whether its coin must not show in when this party answers; a trusted curator may know it."""
+        return self.plan.schedule[slot].sampling.answer_after is not None and self.plan.trust != "curator"
+
     def _samples(self, slot: str) -> bool:
         """Whether this side's sampler says which records take part; not where the coordinator drew the party."""
         return self.plan.schedule[slot].sampling.coordinator_draws is None
@@ -306,12 +316,20 @@ class PartyCurator(Member):
     def _zeros(self, query: Query) -> Floats:
         return np.zeros(query.dim(self.records))
 
-    def _answer(self, message: Message, slot: str, total: Floats, query: Query, multiplier: float) -> Message:
+    def _answer(
+        self, message: Message, slot: str, sum_of: Callable[[], Floats], query: Query, multiplier: float
+    ) -> Message:
+        """The reply with what ``sum_of`` returns; a long vector is held by no more places than needed."""
         if self._member is not None:
             bound = query.bound * self.plan.reach
-            total /= self.plan.scale(multiplier, bound, len(total))  # in place: long vectors have no room for more
-            return self._member.submit(message, total)
-        bound = query.bound * self.plan.factors[self._place]
+
+            def in_units() -> Floats:
+                total = sum_of()
+                total /= self.plan.scale(multiplier, bound, len(total))  # in place: there may be no room for two
+                return total
+
+            return self._member.submit(message, in_units)
+        total, bound = sum_of(), query.bound * self.plan.factors[self._place]
         if self.plan.own_noise and multiplier > 0.0 and bound > 0.0:
             self._sources[slot].add(total, message.fields["draw"], multiplier, bound)
         return Message("sum", {"run": self._journal.run, "round": message.fields["round"]}, {"total": total})

@@ -3,7 +3,9 @@
 A sample is worth something only if nothing that can be seen of a party depends on its coin. A party that trains
 only when it is drawn answers later then, and a coordinator that watches the clock knows the coin. So every party
 trains in every round, draws when that is over, and answers a fixed time after it was asked. Training that fails, or
-is not over by then, counts as zeros: a drawn party then takes part less often than stated, which costs no privacy.
+is not over after nine tenths of that time, counts as zeros: a drawn party then takes part less often than stated,
+which costs no privacy. The last tenth is for what comes after the coin: masking zeros takes less time than masking
+an update, so the answer is held until it is sealed and written down.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
+TRAINING = 0.9
+"""The part of the public time in which a party trains."""
+
 
 class Pace(Protocol):
     """When a party's answer leaves."""
@@ -28,23 +33,30 @@ class Pace(Protocol):
         """What ``train`` returns if the coin says so, else ``zeros``; the coin is drawn after the training."""
         ...
 
+    def hold(self) -> None:
+        """Wait until the answer may leave."""
+        ...
+
 
 class PublicTime:
     """Answers ``seconds`` after it was asked, whatever happened until then.
 
-    >>> begun = time.monotonic()
-    >>> late = PublicTime().answer(lambda: time.sleep(9.0) or np.ones(1), lambda: True, np.zeros(1), 0.05)
+    >>> begun, pace = time.monotonic(), PublicTime()
+    >>> late = pace.answer(lambda: time.sleep(9.0) or np.ones(1), lambda: True, np.zeros(1), 0.05)
+    >>> pace.hold()
     >>> late, 0.05 <= time.monotonic() - begun < 9.0
     (array([0.]), True)
     """
 
     def __init__(self) -> None:
         self._worker: threading.Thread | None = None
+        self._until = 0.0
 
     def answer(
         self, train: Callable[[], Floats], coin: Callable[[], bool], zeros: Floats, seconds: float
     ) -> Floats:
-        until = time.monotonic() + seconds
+        begun = time.monotonic()
+        trained_by, self._until = begun + TRAINING * seconds, begun + seconds
         done: list[Floats] = []
 
         def work() -> None:
@@ -56,12 +68,13 @@ class PublicTime:
         if self._worker is None or not self._worker.is_alive():  # else an earlier round is still being trained for
             self._worker = threading.Thread(target=work, name="local training", daemon=True)
             self._worker.start()
-            self._worker.join(max(0.0, until - time.monotonic()))
+            self._worker.join(max(0.0, trained_by - time.monotonic()))
         trained = done[0] if done else zeros
-        drawn = coin()
-        answer = trained if drawn else zeros
-        time.sleep(max(0.0, until - time.monotonic()))
-        return answer
+        time.sleep(max(0.0, trained_by - time.monotonic()))
+        return trained if coin() else zeros
+
+    def hold(self) -> None:
+        time.sleep(max(0.0, self._until - time.monotonic()))
 
 
 class AtOnce:
@@ -72,3 +85,6 @@ class AtOnce:
     ) -> Floats:
         trained = train()
         return trained if coin() else zeros
+
+    def hold(self) -> None:
+        """Return at once."""

@@ -172,6 +172,14 @@ class MaskingParty(Endpoint):
 
     def submit(self, t: int, vector: npt.ArrayLike) -> bytes:
         """Encode the vector, add this party's share of the noise and the mask, and seal it for the server."""
+        self.add(t, vector)
+        return self.sealed(t)
+
+    def add(self, t: int, vector: npt.ArrayLike) -> None:
+        """Encode the vector and add it and this party's share of the noise to the round's mask.
+
+        Long vectors are let go of before they are sealed: then no two of them are held.
+        """
         self.check_delivered(t)
         state = self._round(t)
         assert state.mask is not None
@@ -182,7 +190,14 @@ class MaskingParty(Endpoint):
         else:
             masked += terms.encoded(vector)
             masked += share.draw(t)
-        state.submitted, state.mask = True, None
+        state.submitted = True
+
+    def sealed(self, t: int) -> bytes:
+        """Seal what :meth:`add` made, once."""
+        state = self._round(t)
+        if state.mask is None or not state.submitted:
+            raise ProtocolError(self.name, f"round {t} has no vector to be sealed")
+        masked, state.mask = state.mask, None
         return self._seal(self._server, FrameType.MASKED, t, masked.data.cast("B"))
 
     def reveal(self, t: int, frame: bytes) -> bytes:

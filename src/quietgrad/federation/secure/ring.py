@@ -78,13 +78,13 @@ def add_rounded(
     largest = float(max(x.max(), -x.min()))
     if not math.isfinite(largest):
         raise DataError("vector: has a NaN or an infinity. Count such contributions as zero before summing.")
-    factor = 1.0 / step
-    if largest > 0.0:
-        # In units of the largest entry, so that no square overflows or vanishes.
-        squares = math.fsum(_squares(x[first : first + CHUNK], largest) for first in range(0, len(x), CHUNK))
-        length = largest * math.sqrt(squares)
-        if length > bound:
-            factor *= bound / length
+    # In units of the largest entry, so that no square overflows or vanishes; of zeros too, so that the time taken
+    # does not tell them from an update.
+    unit = largest if largest > 0.0 else 1.0
+    squares = math.fsum(_squares(x[first : first + CHUNK], unit) for first in range(0, len(x), CHUNK))
+    length, factor = unit * math.sqrt(squares), 1.0 / step
+    if length > bound:
+        factor *= bound / length
 
     from quietgrad.core.compiled import add_dithered  # imports numba
 
