@@ -163,6 +163,7 @@ PAGES = {
     "cli.md": None,
     "certificates.md": two_runs,
     "ledger.md": patients,
+    "ledger-file.md": patients,
     "scan.md": people,
     "data.md": None,
     "reproductions.md": None,
