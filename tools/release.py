@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-LARGEST_WHEEL = 1_060_000  # bytes: nothing but modules, 3.0 MB of them; no data, pictures or tables
+LARGEST_WHEEL = 1_200_000  # bytes: nothing but modules, 3.2 MB of them; no data, pictures or tables
 SLOWEST_IMPORT = 2.5  # times numpy's
 PYTHONS = ("3.11", "3.12", "3.13")
 VERIFIER = ROOT / "verifier"
@@ -27,6 +27,8 @@ LARGEST_VERIFIER = 60_000  # bytes
 NEEDED = (
     "quietgrad/py.typed",
     "quietgrad/assurance/report/page.html.j2",
+    "quietgrad/assurance/report/model.html.j2",
+    "quietgrad/assurance/report/ledger.html.j2",
     "quietgrad/assurance/certificates/schema.json",
 )
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from quietgrad.methods.stagewise import StagewiseDPSGD
     from quietgrad.methods.stationarity import Certificate, certify
     from quietgrad.methods.whitened_gd import WhitenedGD
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "core.accounting.budget": "Budget Relation",

@@ -158,11 +158,38 @@ def two_runs(folder: Path) -> None:
     assert main(["train", "a9a", *shared, "--out", "runs/b"]) == 0
 
 
+def own_csv(folder: Path) -> None:
+    """A table of the reader's own, and new rows like it."""
+    rng = np.random.default_rng(0)
+    for name in ("people.csv", "new.csv"):
+        ages = rng.integers(20, 90, 2000)
+        lines = (f"p{k},{age},{'yes' if age + rng.normal(0, 9) > 55 else 'no'}" for k, age in enumerate(ages))
+        (folder / name).write_text("\n".join(["patient_id,age,ill", *lines]))
+
+
+def with_schema(folder: Path) -> None:
+    own_csv(folder)
+    columns = '[columns]\nage = {kind = "whole number", bounds = [0, 110]}\n'
+    (folder / "schema.toml").write_text(f'[label]\ncolumn = "ill"\nkind = "yes/no"\n{columns}')
+
+
+def first_run(folder: Path) -> None:
+    """The run of first-csv.md, its claim, and an account for it."""
+    with_schema(folder)
+    train = ["train", "people.csv", "--schema", "schema.toml", "--epsilon", "1", "--algorithm", "dp-gd"]
+    assert main([*train, "--steps", "4", "--out", "runs/first", "--quiet"]) == 0
+    assert main(["certificate", "runs/first", "-o", "claim.json"]) == 0
+
+
 PAGES = {
     "README.md": None,
+    "first-csv.md": own_csv,
+    "epsilon.md": with_schema,
+    "check-claim.md": first_run,
     "cli.md": None,
     "certificates.md": two_runs,
     "ledger.md": patients,
+    "ledger-file.md": patients,
     "scan.md": people,
     "data.md": None,
     "reproductions.md": None,

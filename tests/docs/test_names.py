@@ -89,9 +89,13 @@ def test_the_changelog_promises_what_exists() -> None:
 
 
 def test_pages_list_all_names_of_their_registries() -> None:
-    """Events, oracles and samplings, where a page lists them; test_docs.py tests the algorithms."""
+    """Events, oracles, samplings, trust, columns and models, where a page lists them."""
+    from quietgrad.cli.training import MODELS
     from quietgrad.core.accounting import events
     from quietgrad.core.sampling import SamplingName
+    from quietgrad.data import schema
+    from quietgrad.federation.plan import Trust
+    from quietgrad.federation.secure.terms import Mode
     from quietgrad.methods.oracles.gradient_estimators import ORACLES
 
     def text(page: str) -> str:
@@ -103,6 +107,10 @@ def test_pages_list_all_names_of_their_registries() -> None:
     assert kinds - listed == set(), "docs/accounting.md says what each event costs"
     assert all(oracle in text("second-order.md") for oracle in ORACLES)
     assert [name for name in get_args(SamplingName) if name not in text("choosing.md") + text("cli.md")] == []
+    assert [name for name in get_args(Trust) if f'"{name}"' not in text("coming-from.md")] == []
+    assert [name for name in get_args(Mode) if f"`{name}`" not in text("threat-model.md")] == []
+    assert [name for name in schema._KINDS if name not in text("first-csv.md")] == []
+    assert [name for name in MODELS if f"`{name}" not in text("first-csv.md")] == []
 
 
 PLANTED = [

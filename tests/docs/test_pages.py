@@ -123,6 +123,7 @@ PAGES = {
     "certificates.md": "",
     "correlated.md": TABLE + PARTIES,
     "estimators-results.md": TABLE + PEOPLE,
+    "estimators-models.md": TABLE + PERIODS + PEOPLE + CSV,
     "estimators-releases.md": TABLE + VISITS,
     "estimators.md": TABLE + PERIODS + PEOPLE + CSV,
     "federation.md": TABLE + PARTIES,
