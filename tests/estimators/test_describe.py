@@ -136,14 +136,14 @@ def test_a_cell_causes_no_warning() -> None:
     """Warnings are errors here: that of numpy about a time zone would tell of the record that has one."""
     there = pd.Timestamp("2020-01-01 05:00", tz="Asia/Tokyo")
     numbers = read_columns({"when": ["2020-01-01", there, "x"]}, {"when": {"kind": "date"}})[1]
-    assert np.isfinite(numbers[:2]).all() and np.isnan(numbers[2, 0])
+    assert np.isfinite(numbers[:2]).all()
+    assert np.isnan(numbers[2, 0])
 
 
 @pytest.mark.parametrize("cells", [[1, 2], [1, 2.5], [1, "x"]])
 def test_a_list_has_no_type_that_one_cell_could_decide(cells: list[Any]) -> None:
     with pytest.raises(DataError, match="is a list: declare its kind"):
         describe({"a": cells})
-
 
 
 def test_the_command_writes_a_page_without_matplotlib(

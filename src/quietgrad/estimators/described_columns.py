@@ -120,7 +120,9 @@ def declared_columns(schema: Any) -> dict[str, Mapping[str, Any]] | None:
 def kind_by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
     kind: Any = getattr(cells, "dtype", None)
     if kind is None:  # numpy would find one that a single cell decides
-        raise DataError(f"column {name!r} is a list: declare its kind in a schema, or give an array or a data frame.")
+        raise DataError(
+            f"column {name!r} is a list: declare its kind in a schema, or give an array or a data frame."
+        )
     if str(kind) in ("bool", "boolean"):
         return {"kind": "bool"}
     if (listed := listed_by(kind)) is not None:
