@@ -16,6 +16,7 @@ import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators import describe
+from quietgrad.estimators.described_columns import read_columns
 
 SCHEMA: dict[str, Any] = {
     "age": {"kind": "integer", "bounds": [0, 120]},
@@ -120,6 +121,29 @@ def test_a_cell_that_is_no_number_is_a_gap(cell: Any) -> None:
     assert told.loc["x", "missing"] == pytest.approx(500.0, abs=50.0)
     assert told.loc["x", "mean"] == pytest.approx(5.0, abs=0.3)
     assert told.loc["when", "missing"] == pytest.approx(500.0, abs=50.0)
+
+
+@pytest.mark.parametrize("more", ["2020-01-01", "x", None, 7.5])
+def test_no_cell_of_a_list_changes_what_the_others_are_worth(more: Any) -> None:
+    """numpy makes texts of [5, 6, "2020-01-01"], and years of these: every record would move with one."""
+    schema = {"when": {"kind": "date"}, "size": {"kind": "number"}}
+    alone = read_columns({"when": [5, 6], "size": [True, 2]}, schema)[1]
+    joined = read_columns({"when": [5, 6, more], "size": [True, 2, more]}, schema)[1]
+    assert np.array_equal(joined[:2], alone)
+
+
+def test_a_cell_causes_no_warning() -> None:
+    """Warnings are errors here: that of numpy about a time zone would tell of the record that has one."""
+    there = pd.Timestamp("2020-01-01 05:00", tz="Asia/Tokyo")
+    numbers = read_columns({"when": ["2020-01-01", there, "x"]}, {"when": {"kind": "date"}})[1]
+    assert np.isfinite(numbers[:2]).all()
+    assert np.isnan(numbers[2, 0])
+
+
+@pytest.mark.parametrize("cells", [[1, 2], [1, 2.5], [1, "x"]])
+def test_a_list_has_no_type_that_one_cell_could_decide(cells: list[Any]) -> None:
+    with pytest.raises(DataError, match="is a list: declare its kind"):
+        describe({"a": cells})
 
 
 def test_the_command_writes_a_page_without_matplotlib(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -156,3 +157,8 @@ def test_no_weight_moves_a_sum_beyond_its_bound(relation: Relation, by_person: b
             pairs = itertools.combinations(there, 2)
         worst = max(float(np.linalg.norm(a - b)) for a, b in pairs)
         assert worst <= factor * bound * (1 + 1e-9), (type(query).__name__, worst)
+
+
+@pytest.mark.parametrize("cell", ["secret", None, [2.0], math.inf, -1.0])
+def test_what_is_no_weight_counts_nothing_and_is_not_shown(cell: Any) -> None:
+    assert survey_weights([1.0, cell, "1"], 2.0, 3) == pytest.approx([0.5, 0.0, 0.5])

@@ -11,8 +11,9 @@ from quietgrad.core.session.queries import Batch
 from quietgrad.core.session.summing import batch_sum
 from quietgrad.objectives import L2, Huber, Logistic, Multinomial, Squared
 from quietgrad.tables.parties import PartyLevelObjective
-from quietgrad.tables.privacy_units import RecordsWithIds
-from quietgrad.tables.queries.local_update import LocalUpdateQuery
+from quietgrad.tables.privacy_units import GroupIndex, RecordsWithIds, UnitGrouping
+from quietgrad.tables.queries.local_update import LocalTraining, LocalUpdateQuery
+from quietgrad.tables.table import Affine
 
 LOSSES = [
     (Logistic(), 2), (Huber(1.0), 0), (Squared(), 0), (Multinomial(classes=3, intercept=True), 3),
@@ -74,3 +75,45 @@ def test_a_party_trains_alike_whoever_else_takes_part() -> None:
     query = LocalUpdateQuery(np.zeros(3), 7, 0.5, 4, 100.0)
     alone = [_sum(Logistic(), X, y, ids, query, np.array([k])) for k in range(4)]
     assert _sum(Logistic(), X, y, ids, query) == pytest.approx(np.sum(alone, axis=0), rel=1e-12)
+
+
+def test_training_that_expands_the_last_bit_is_no_other_partys_doing() -> None:
+    """Where gradients cancel, rounding decides where an update points: a party of 20 records padded the others.
+
+    With shapes that followed from all parties the sum moved by 7 C.
+    """
+    rng = np.random.default_rng(0)
+    X, y = rng.standard_normal((7 * 60 + 20, 1)) * 300.0, rng.standard_normal(7 * 60 + 20)
+    ids = np.minimum(np.arange(len(y)) // 7, 60)
+    for party in range(61):
+        x, mine = X[ids == party, 0], ids == party
+        for _ in range(2):
+            y[mine] -= x * (x @ y[mine]) / (x @ x)
+    query = LocalUpdateQuery(np.zeros(1), 10, 0.1, 20, 1.0)
+    alone = _sum(Squared(), X, y, ids, query, np.arange(60))
+    assert abs(_sum(Squared(), X, y, ids, query) - alone) <= query.bound
+
+
+BITWISE = [
+    Squared(), Logistic(row_bound=1.0, intercept=True), Logistic(row_bound=1.0, rows="normalize"),
+    Squared(transform=Affine(np.full(3, 0.3), np.array([[2.0, 1.0, 0.0], [1.0, 1.0, 0.5], [0.0, 0.5, 3.0]]))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", BITWISE)
+def test_a_partys_update_is_the_same_to_the_last_bit_beside_any_others(loss: Any) -> None:
+    rng = np.random.default_rng(3)
+    training = LocalTraining(7, 3.0, 12, loss.regularizer)
+    for _ in range(20):
+        sizes = rng.integers(1, 30, 6)
+        ids = np.repeat(np.arange(6), sizes)
+        X, y = rng.standard_normal((len(ids), 3)), rng.integers(0, 2, len(ids)) * 1.0
+
+        def updates(parties: Any, X: Any = X, y: Any = y, ids: Any = ids) -> set[bytes]:
+            there = np.isin(ids, parties)
+            records, groups = loss.prepare((X[there], y[there])), UnitGrouping.of(ids[there])
+            clients = GroupIndex(None, groups.order, groups.starts, True)
+            blocks = loss.local_updates(Batch(records, None, None), clients, np.ones(records.dim), training)
+            return {row.tobytes() for block in blocks for row in block}
+
+        assert updates(rng.permutation(6)[:3]) < updates(np.arange(6))

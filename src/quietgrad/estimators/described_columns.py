@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from quietgrad.core.errors import DataError, DeclaredWarning
 from quietgrad.estimators.dates import bounds_in_days, days_since_1970
 from quietgrad.estimators.validation import codes_in, is_frame, listed_by, taken_as_public
 from quietgrad.methods.range_estimation import checked_bounds
+from quietgrad.tables.cells import as_floats, cell_numbers
 from quietgrad.tables.shapes import usual_edges
 from quietgrad.tables.table import Floats
 
@@ -117,7 +118,11 @@ def declared_columns(schema: Any) -> dict[str, Mapping[str, Any]] | None:
 
 
 def kind_by_type(name: str, cells: object, typed: list[str]) -> dict[str, Any]:
-    kind: Any = getattr(cells, "dtype", np.asarray(cells).dtype)
+    kind: Any = getattr(cells, "dtype", None)
+    if kind is None:  # numpy would find one that a single cell decides
+        raise DataError(
+            f"column {name!r} is a list: declare its kind in a schema, or give an array or a data frame."
+        )
     if str(kind) in ("bool", "boolean"):
         return {"kind": "bool"}
     if (listed := listed_by(kind)) is not None:
@@ -145,24 +150,5 @@ def _column(name: str, said: Mapping[str, Any]) -> DescribedColumn:
 
 
 def _numbers(column: DescribedColumn, cells: object) -> Floats:
-    """The cells as numbers, dates as days since 1970; what is no finite number is a gap, NaN.
-
-    It is a rule for every cell by itself: a refusal would tell that a record holds such a cell.
-    """
-    each = days_since_1970 if column.kind == "date" else _as_floats
-    try:
-        numbers = each(cells)
-    except (TypeError, ValueError, OverflowError):
-        numbers = np.array([_or_gap(each, cell) for cell in np.asarray(cells, dtype=object)])
-    return np.where(np.isfinite(numbers), numbers, np.nan)
-
-
-def _as_floats(cells: object) -> Floats:
-    return np.asarray(cells, dtype=np.float64)
-
-
-def _or_gap(each: Callable[[object], Floats], cell: object) -> float:
-    try:
-        return float(each([cell])[0])
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
+    """The cells as numbers, dates as days since 1970; what is no finite number is a gap, NaN."""
+    return cell_numbers(cells, days_since_1970 if column.kind == "date" else as_floats)

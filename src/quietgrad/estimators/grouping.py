@@ -322,7 +322,7 @@ def _public_values(
 ) -> tuple[Any, ...] | None:
     """The public values of a column to group by; ``None`` where they are to be found."""
     if said is None:
-        dtype = getattr(cells, "dtype", np.asarray(cells).dtype)
+        dtype = getattr(cells, "dtype", None)  # a list has none: its values are found
         if getattr(dtype, "kind", "O") in "iuOUST" and not hasattr(dtype, "categories"):
             return None
         said = kind_by_type(name, cells, typed)

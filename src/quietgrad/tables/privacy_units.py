@@ -37,6 +37,7 @@ from quietgrad.core.session.queries import (
     add_hessians,
 )
 from quietgrad.core.vectors import OwnVector
+from quietgrad.tables.cells import cell_numbers
 from quietgrad.tables.person_ids import call_id_function, factorize_ids
 from quietgrad.tables.table import Floats, Table
 
@@ -352,7 +353,7 @@ def survey_weights(sample_weight: object, max_weight: float | None, rows: int) -
             "sample_weight: needs max_weight=, the largest weight that a record may have, as a public number: a "
             "record counts with its weight over it. Larger weights are cut. Nothing was spent."
         )
-    weights = np.asarray(sample_weight, dtype=np.float64)
+    weights = cell_numbers(sample_weight)
     if weights.shape != (rows,):
         raise DataError("sample_weight: must be one number per record.")
     with np.errstate(all="ignore"):

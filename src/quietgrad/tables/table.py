@@ -221,6 +221,7 @@ class Table:
         self.intercept = intercept
         self.transform = transform
         self.row_bound = row_bound
+        self.normalizes = rows == "normalize"
         self._view: tuple[object, Table] | None = None
         self.features = int(X.shape[1])
         self.dim = (self.features + (intercept != 0.0)) * outputs
