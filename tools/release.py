@@ -134,7 +134,16 @@ def check_files(wheel: Path, sdist: Path, version: str) -> None:
         raise SystemExit(f"{wheel.name}: missing {missing}, foreign {foreign[:3]}, or no licence")
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = ["LICENSE", "README.md", "SECURITY.md", "CITATION.cff", "CHANGELOG.md", "pyproject.toml", "Makefile"]
+    wanted = [
+        "LICENSE",
+        "README.md",
+        "SECURITY.md",
+        "CITATION.cff",
+        "CHANGELOG.md",
+        "changes/0.2.0.md",
+        "pyproject.toml",
+        "Makefile",
+    ]
     if absent := [name for name in wanted if name not in inside]:
         raise SystemExit(f"{sdist.name}: {absent} are missing")
 

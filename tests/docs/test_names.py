@@ -67,7 +67,7 @@ def test_docstrings_name_what_exists(path: Path) -> None:
 def changes() -> dict[str, list[str]]:
     """The items of the changelog's current section, by heading."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    current = text[text.index("## Unreleased") : text.index("\n## 0.")]
+    current = re.split(r"\n## \d", text)[1]
     parts = re.split(r"\n### (\w+)\n", current)[1:]
     return {head: re.split(r"\n(?=- )", body.strip()) for head, body in zip(parts[::2], parts[1::2], strict=True)}
 
