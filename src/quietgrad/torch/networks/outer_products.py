@@ -194,10 +194,8 @@ class Convolution:
         return positions_first.copy_(flat.mT).mT
 
     def _unfolded(self, inputs: Tensor) -> bool:
-        return (
-            self.groups == 1 and len(self.kernel) == 2 and not self._several(inputs)
-            and compiled_sums.takes(inputs.contiguous())
-        )  # fmt: skip
+        flat = self.groups == 1 and len(self.kernel) == 2 and not self._several(inputs)
+        return flat and inputs.device.type == "cpu" and inputs.dtype in (torch.float32, torch.float64)
 
     def add_gradient(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
         # As a product of matrices: a convolution in float64 is many times slower.
