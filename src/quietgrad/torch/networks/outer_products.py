@@ -402,8 +402,9 @@ class OuterProducts:
     def _chunks(self) -> list[slice]:
         outputs, fan_in = self.layer.shape
         numbers = self.positions * (self.families * outputs + fan_in * self.layer.groups)
-        # Each chunk reads and writes the whole weight.
-        return self._parts(max(1, max(_CHUNK, outputs * fan_in) // max(1, numbers)))
+        # Each chunk reads and writes the whole weight; of a large one, a few.
+        most = max(_CHUNK, min(outputs * fan_in, 8 * _CHUNK))
+        return self._parts(max(1, most // max(1, numbers)))
 
     def _parts(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
