@@ -1,6 +1,6 @@
 """What a private step costs on the models people train: DP-SGD and DP-SRM ÷ plain SGD, whole steps.
 
-    OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N]
+    OMP_NUM_THREADS=1 python benchmarks/zoo.py [PART OF A NAME ...] [--repeats N] [--batch 64] [--without-lora]
 
     python benchmarks/zoo.py --table    # what was measured, as docs/benchmarks.md shows it
 
@@ -8,7 +8,8 @@ Randomly initialised small configurations (tests/torch/zoo.py, four times as wid
 as many tokens or pixels: 48 tokens, 64 × 64 images, 65 patches), attention with masks, CPU time, one thread, the
 kinds of step taken in turn within each repeat, ratios of medians. A private step is sampling, clipping, secure
 noise, accounting and update; plain SGD takes random batches of the same size. `opacus` is the same ratio of its
-step, where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and its hooks run the model.
+step, where it is installed (`PYTHONPATH=DIR`, see torch_steps.py) and one of its settings runs the model: hooks,
+functorch, or hooks without its checks (`strict=False`). Other batches than 32 have a file of their own.
 """
 
 from __future__ import annotations
@@ -38,15 +39,18 @@ from tests.torch.zoo import CASES, Case
 from benchmarks.record import save
 
 BATCH, RECORDS, SCALE, STEPS = 32, 256, 4, 2
-RESULT = Path(__file__).parent / "results" / "zoo.json"
+RESULTS = Path(__file__).parent / "results"
+SETTINGS: dict[str, dict[str, bool]] = {
+    "hooks": {}, "functorch": {"force_functorch": True}, "without checks": {"strict": False},
+}  # fmt: skip
 
 
-def plain(case: Case) -> Callable[[], None]:
+def plain(case: Case, batch: int = BATCH) -> Callable[[], None]:
     """Ordinary SGD, one step per call."""
     optimizer = torch.optim.SGD([p for p in case.model.parameters() if p.requires_grad], lr=0.01)
 
     def step() -> None:
-        where = torch.randint(0, RECORDS, (BATCH,))
+        where = torch.randint(0, RECORDS, (batch,))
         optimizer.zero_grad()
         case.loss(case.model(*(part[where] for part in case.x)), case.y[where]).mean().backward()
         optimizer.step()
@@ -54,11 +58,11 @@ def plain(case: Case) -> Callable[[], None]:
     return step
 
 
-def private(case: Case, method: Any) -> tuple[Callable[[], None], str]:
+def private(case: Case, method: Any, batch: int = BATCH) -> tuple[Callable[[], None], str]:
     """One step of a run as qt.fit makes it, and how the model is differentiated."""
     objective: Any = ModuleObjective(case.model, case.loss)
     curator = CentralCurator(objective, (case.x, case.y))
-    chosen = method(steps=10000, batch_size=BATCH, learning_rate=0.01)
+    chosen = method(steps=10000, batch_size=batch, learning_rate=0.01)
     session = curator.open(plan(chosen, n=RECORDS, budget=qg.Budget(8.0, 1e-5)))
     state = chosen.init(curator.initial())
     chosen.step(state, session)  # the first step of DP-SRM has no difference
@@ -71,42 +75,50 @@ def private(case: Case, method: Any) -> tuple[Callable[[], None], str]:
     return step, how
 
 
-def opacus(case: Case) -> Callable[[], None] | None:
-    """One step by Opacus' hooks, or None where it is not installed or refuses the model."""
+def opacus(make: Callable[[], Case], batch: int) -> tuple[Callable[[], None], str] | None:
+    """One step by Opacus and the setting it takes, or None where it is not installed or refuses the model."""
     if not importlib.util.find_spec("opacus"):
         return None
+    for setting, options in SETTINGS.items():
+        try:
+            step = opacus_step(make(), batch, options)
+            step()
+        except Exception as refused:  # a peer that cannot run a model has no number for it
+            print("opacus,", setting, type(refused).__name__, str(refused)[:100], flush=True)
+        else:
+            return step, setting
+    return None
+
+
+def opacus_step(case: Case, batch: int, options: dict[str, bool]) -> Callable[[], None]:
+    """One step by Opacus' per-sample gradients."""
     peer, optimizers = importlib.import_module("opacus.grad_sample"), importlib.import_module("opacus.optimizers")
-    try:
-        module = peer.GradSampleModule(case.model)
-        optimizer = optimizers.DPOptimizer(
-            torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01), noise_multiplier=1.0,
-            max_grad_norm=1.0, expected_batch_size=BATCH,
-        )  # fmt: skip
+    module = peer.GradSampleModule(case.model, **options)
+    optimizer = optimizers.DPOptimizer(
+        torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.01), noise_multiplier=1.0,
+        max_grad_norm=1.0, expected_batch_size=batch,
+    )  # fmt: skip
 
-        def step() -> None:
-            where = (torch.rand(RECORDS) < BATCH / RECORDS).nonzero().flatten()
-            optimizer.zero_grad()
-            case.loss(module(*(part[where] for part in case.x)), case.y[where]).mean().backward()
-            optimizer.step()
+    def step() -> None:
+        where = (torch.rand(RECORDS) < batch / RECORDS).nonzero().flatten()
+        optimizer.zero_grad()
+        case.loss(module(*(part[where] for part in case.x)), case.y[where]).mean().backward()
+        optimizer.step()
 
-        step()
-    except Exception as refused:  # a peer that cannot run a model has no number for it
-        print("opacus:", type(refused).__name__, str(refused)[:100], flush=True)
-        return None
     return step
 
 
-def measured(name: str, repeats: int) -> dict[str, Any]:
+def measured(name: str, repeats: int, batch: int = BATCH) -> dict[str, Any]:
     """Ratios of one model."""
     torch.manual_seed(0)
     case = CASES[name](RECORDS, SCALE)
-    sgd = plain(case._replace(model=copy.deepcopy(case.model)))
-    dp_sgd, how = private(case._replace(model=copy.deepcopy(case.model)), qg.DPSGD)
-    dp_srm, _ = private(case, qg.DPSRM)
+    sgd = plain(case._replace(model=copy.deepcopy(case.model)), batch)
+    dp_sgd, how = private(case._replace(model=copy.deepcopy(case.model)), qg.DPSGD, batch)
+    dp_srm, _ = private(case, qg.DPSRM, batch)
     steps = {"sgd": sgd, "dp-sgd": dp_sgd, "dp-srm": dp_srm}
-    peer = opacus(CASES[name](RECORDS, SCALE))
+    peer = opacus(lambda: CASES[name](RECORDS, SCALE), batch)
     if peer is not None:
-        steps["opacus"] = peer
+        steps["opacus"] = peer[0]
     times: dict[str, list[float]] = {kind: [] for kind in steps}
     for repeat in range(repeats + 1):
         for kind, step in steps.items():
@@ -123,6 +135,7 @@ def measured(name: str, repeats: int) -> dict[str, Any]:
         "dp-sgd": round(medians["dp-sgd"] / medians["sgd"], 2),
         "dp-srm": round(medians["dp-srm"] / medians["sgd"], 2),
         "opacus": round(medians["opacus"] / medians["sgd"], 2) if "opacus" in medians else None,
+        "opacus_by": None if peer is None else peer[1],
     }
 
 
@@ -142,11 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--without-lora", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
+    result = RESULTS / ("zoo.json" if options.batch == BATCH else f"zoo_{options.batch}.json")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # Opacus warns about hooks on inputs without gradients
-    table = json.loads(RESULT.read_text())["models"] if RESULT.exists() else {}
+    table = json.loads(result.read_text())["models"] if result.exists() else {}
     table = {name: table[name] for name in CASES if name in table}
     if options.table:
         print(rows(table))
@@ -154,9 +170,11 @@ def main() -> None:
     for name in CASES:
         if options.names and not any(part in name for part in options.names):
             continue
-        table[name] = measured(name, options.repeats)
+        if options.without_lora and name.endswith(", LoRA"):
+            continue
+        table[name] = measured(name, options.repeats, options.batch)
         print(name, table[name], flush=True)
-        save(RESULT, {"batch": BATCH, "repeats": options.repeats, "models": table}, "opacus")
+        save(result, {"batch": options.batch, "repeats": options.repeats, "models": table}, "opacus")
 
 
 if __name__ == "__main__":

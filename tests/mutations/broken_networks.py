@@ -13,7 +13,7 @@ import torch
 from quietgrad.core.noise.rng import SecureStream
 from quietgrad.tables.privacy_units import UnitGrouping, UserLevelRecords
 from quietgrad.torch.loops import distributed
-from quietgrad.torch.networks import gradients, module, one_record, program_state, records, taps
+from quietgrad.torch.networks import gradients, module, one_record, outer_products, program_state, records, taps
 from quietgrad.torch.networks.randomness import PerRecordRNG, RecordSeeds
 from quietgrad.torch.networks.vectors import SizeBucket, UnitAssignment
 
@@ -131,6 +131,13 @@ def uses_measured_apart(patch: Patch) -> None:
         part.pieces.append((slot, piece))
 
     patch.setattr(gradients.Collector, "_add", add)
+    uncompared(patch)
+
+
+def measured_by_other_columns(patch: Patch) -> None:
+    """Gram matrices are taken of half of what the sum is made of."""
+    columns = outer_products.LinearLayerMap.wide_columns
+    patch.setattr(outer_products.LinearLayerMap, "wide_columns", lambda self, inputs: columns(self, inputs) / 2)
     uncompared(patch)
 
 

@@ -59,6 +59,8 @@ TABLE = [
              lambda: probe_gradients("aliased weights")),
     Mutation("uses measured apart", "L0 sensitivity", broken.uses_measured_apart,
              lambda: probe_network("tied weights")),
+    Mutation("measured by other columns", "L0 sensitivity", broken.measured_by_other_columns,
+             lambda: probe_network("layers")),
     Mutation("buffers kept", "L0 replay", broken.buffers_kept, lambda: probe_mixing("a running mean")),
     Mutation("attributes kept", "L0 replay", broken.attributes_stay, lambda: probe_mixing("a running mean")),
     Mutation("all records to a collate function", "L0 mixing", broken.all_to_a_collate,

@@ -405,23 +405,21 @@ def test_scale_and_shift_of_norms_are_autograds(last: bool, dtype: torch.dtype) 
     x = 50 + torch.randn((3, 6, 5), dtype=dtype, generator=random)
     g = torch.randn((3, 6, 5), dtype=dtype, generator=random)
     width = 5 if last else 6
-    found = None
+    if last:
+        _, mean, rstd = torch.native_layer_norm(x, [5], None, None, 1e-5)
+        mean, rstd = mean.flatten(1), rstd.flatten(1)
+    else:
+        _, mean, rstd = torch.native_group_norm(x, None, None, 3, 6, 5, 2, 1e-5)
+    found = compiled_sums.scale_and_shift(g, x, mean, rstd, last=last)
+    slow = operations._scale_and_shift(g.clone().requires_grad_(), x, mean, rstd, last=last)
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
     for k in range(3):
-        scale, shift = (
-            torch.ones(width, dtype=dtype).requires_grad_(),
-            torch.zeros(width, dtype=dtype).requires_grad_(),
-        )
+        scale, shift = (torch.full((width,), each, dtype=dtype, requires_grad=True) for each in (1.0, 0.0))
         out = F.layer_norm(x[k], (5,), scale, shift) if last else F.group_norm(x[k, None], 2, scale, shift)[0]
         wanted = torch.autograd.grad((out * g[k]).sum(), [scale, shift])
-        if last:
-            _, mean, rstd = torch.native_layer_norm(x, [5], None, None, 1e-5)
-            mean, rstd = mean.flatten(1), rstd.flatten(1)
-        else:
-            _, mean, rstd = torch.native_group_norm(x, None, None, 3, 6, 5, 2, 1e-5)
-        found = compiled_sums.scale_and_shift(g, x, mean, rstd, last=last)
-        slow = operations._scale_and_shift(g.requires_grad_(), x, mean, rstd, last=last)
-        g.requires_grad_(False)
-        tolerance = 1e-4 if dtype == torch.float32 else 1e-11
-        for here, there, other in zip(found, wanted, slow, strict=True):
+        only = slice(k, k + 1)
+        alone = compiled_sums.scale_and_shift(g[only], x[only], mean[only], rstd[only], last=last)
+        for here, there, other, itself in zip(found, wanted, slow, alone, strict=True):
             assert torch.allclose(here[k], there, rtol=tolerance, atol=tolerance)
             assert torch.allclose(here[k], other[k].detach(), rtol=tolerance, atol=tolerance)
+            assert torch.equal(here[k], itself[0])  # no bit depends on the other examples

@@ -194,10 +194,8 @@ class Convolution:
         return positions_first.copy_(flat.mT).mT
 
     def _unfolded(self, inputs: Tensor) -> bool:
-        return (
-            self.groups == 1 and len(self.kernel) == 2 and not self._several(inputs)
-            and compiled_sums.takes(inputs.contiguous())
-        )  # fmt: skip
+        flat = self.groups == 1 and len(self.kernel) == 2 and not self._several(inputs)
+        return flat and inputs.device.type == "cpu" and inputs.dtype in (torch.float32, torch.float64)
 
     def add_gradient(self, grads: Tensor, inputs: Tensor, out: Tensor) -> None:
         # As a product of matrices: a convolution in float64 is many times slower.
@@ -404,8 +402,9 @@ class OuterProducts:
     def _chunks(self) -> list[slice]:
         outputs, fan_in = self.layer.shape
         numbers = self.positions * (self.families * outputs + fan_in * self.layer.groups)
-        # Each chunk reads and writes the whole weight.
-        return self._parts(max(1, max(_CHUNK, outputs * fan_in) // max(1, numbers)))
+        # Each chunk reads and writes the whole weight; of a large one, a few.
+        most = max(_CHUNK, min(outputs * fan_in, 8 * _CHUNK))
+        return self._parts(max(1, most // max(1, numbers)))
 
     def _parts(self, size: int) -> list[slice]:
         return [slice(i, min(i + size, len(self))) for i in range(0, len(self), size)]
