@@ -97,6 +97,12 @@ def test_a_batch_cannot_be_mixed_and_state_is_refused() -> None:
             Frozen(network_with_state).rows(X)
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_weights_of_other_kinds(kind: torch.dtype) -> None:
+    rows = Frozen(network().to(kind), shape=(1, 4, 4)).rows(X[:5])
+    np.testing.assert_allclose(rows, frozen().rows(X[:5]), atol=0.05)
+
+
 def test_training_the_original_does_not_move_the_features() -> None:
     net = network()
     features = Frozen(net, shape=(1, 4, 4))
@@ -134,6 +140,8 @@ def test_what_cannot_be_features() -> None:
         Frozen(network(), shape=(0, 4))
     with pytest.raises(DataError, match="one tensor"):
         Frozen(torch.nn.LSTM(16, 2)).rows(X)
+    with pytest.raises(DataError, match="Pass the shape that it takes"):
+        Frozen(network()).rows(X)
     with pytest.raises(DataError, match="not finite"):
         Frozen(torch.nn.Identity()).rows(np.full((2, 3), np.inf))
     with pytest.raises(ValueError, match="a map of quietgrad"):

@@ -36,9 +36,12 @@ def test_what_is_bought_for_many_features_and_classes() -> None:
         for_table(50_000, 1792, budget=BUDGET, outputs=10, expanded=True),
     )
     assert [method.centred_share for method in others] == [0.0] * 5
+    two = for_table(50_000, 784, budget=BUDGET, inference=False)
+    assert (two.centred_share, two.longest) == (0.01, None)
+    assert for_table(50_000, 784, budget=BUDGET, regression=True, target_bounds=(0.0, 1.0)).centred_share == 0.0
     # Beyond what a matrix can be computed for, and where its noise would drown it.
-    for n, features in ((50_000, 4097), (10**7, 2000), (3_000, 1792)):
-        assert for_table(n, features, budget=BUDGET, outputs=10).moments == "diagonal"
+    for n, features, outputs in ((50_000, 4097, 10), (10**7, 2000, 10), (3_000, 1792, 10), (10**5, 1100, 1)):
+        assert for_table(n, features, budget=BUDGET, outputs=outputs).moments == "diagonal"
 
 
 @pytest.mark.parametrize("relation", Relation)

@@ -187,17 +187,32 @@ class Frozen:
 
     def _answer(self, record: Rows) -> Rows:
         """What the network says of one record, flat."""
-        if self._module is None:
-            session, name, kind = self._session
-            (answer,) = session.run([self._output or session.get_outputs()[0].name], {name: record.astype(kind)})
-            return np.asarray(answer, np.float32).ravel()
+        try:
+            answer = self._session_answer(record) if self._module is None else self._module_answer(record)
+        except DataError:
+            raise
+        except Exception:  # foreign code: its message may show a record
+            raise DataError(
+                f"{self.name}: fails on a record of shape {record.shape[1:]}. Pass the shape that it takes, such "
+                "as shape=(1, 28, 28)."
+            ) from None
+        return np.asarray(answer, np.float32).ravel()
+
+    def _session_answer(self, record: Rows) -> Any:
+        session, name, kind = self._session
+        (answer,) = session.run([self._output or session.get_outputs()[0].name], {name: record.astype(kind)})
+        return answer
+
+    def _module_answer(self, record: Rows) -> Any:
         import torch
 
+        assert self._module is not None
+        kinds = [p.dtype for p in self._module.parameters() if p.is_floating_point()]
         with torch.inference_mode():
-            answer = self._module(torch.from_numpy(record))
+            answer = self._module(torch.from_numpy(record).to(kinds[0] if kinds else torch.float32))
         if not isinstance(answer, torch.Tensor):
             raise DataError(f"{self.name}: must return one tensor, returns {type(answer).__name__}.")
-        return np.asarray(answer.numpy(), np.float32).ravel()
+        return answer.float().numpy()
 
     # --- ONNX files -------------------------------------------------------------------------------------------
 
@@ -256,8 +271,8 @@ def _copied(module: Any) -> Any:
 def module_digest(module: torch.nn.Module) -> str:
     """``sha256:…`` of a module's parts, as torch prints them, and of all its parameters and buffers.
 
-    It does not cover the code of ``forward``: export to ONNX, whose file holds the whole function, where that
-    matters.
+    It does not cover the code of ``forward``, nor numbers that the code holds: where that matters, export to ONNX,
+    whose file holds the whole function.
 
     >>> import torch
     >>> net = torch.nn.Linear(2, 1)

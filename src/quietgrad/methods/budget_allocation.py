@@ -19,8 +19,8 @@ _SPACIOUS = 0.004  # p^1.5/(nμ) below which half the budget buys standard error
 _LITTLE, _CONSTANT = 600.0, 0.15  # nμ below which a regression buys its constant first, and the share for it
 _WIDEST = 4096  # features of a matrix of second moments: d²/2 numbers
 EASY, _MOST_WORK = 1024, 2e12  # features whose matrix any table can afford; n·d² that a wider one may take
-# Tables of many features and classes, settled on Fashion-MNIST (784 pixels, 1792 random features): moments are of
-# centred rows, so their matrix is worth more noise; clipping is rare, so the clip is small and the way long.
+# Many features, settled on Fashion-MNIST (784 pixels, 1792 random features): moments are of centred rows. With many
+# classes besides, their matrix is worth more noise; clipping is rare, so the clip is small and the way long.
 _MANY_FEATURES, _MANY_CLASSES = 256, 3
 _CENTRED, _WIDE_CROWDED = 0.01, 4.0
 _WIDE_HORIZON, _WIDE_LONGEST = 4.0 * HORIZON, 512.0
@@ -76,9 +76,10 @@ def for_table(
         target_bounds=target_bounds, regression=regression, counts=counts, sparse=sparse, whole=asked,
         whole_target=bool(inference),
     )  # fmt: skip
-    wide = features >= _MANY_FEATURES and outputs >= _MANY_CLASSES and intercept and not (sparse or expanded)
+    centred = features >= _MANY_FEATURES and intercept and not (sparse or expanded or regression or inference)
+    wide = centred and outputs >= _MANY_CLASSES
     full = not is_crowded(n, features, budget, regression, _WIDE_CROWDED if wide else None)
-    full = full and not (expanded and features > EASY)
+    full = full and (wide or features <= EASY)
     wide = wide and full
     # Row norms: the share with which their histogram is useful; none if four times the most would not do.
     needed = (8.0 * math.sqrt(2.0) / (0.4 * n * mu)) ** 2
@@ -105,7 +106,7 @@ def for_table(
         horizon=horizon,
         inference_share=0.5 if inference else 0.0,
         constant_share=_CONSTANT if little else 0.0,
-        centred_share=_CENTRED if wide else 0.0,
+        centred_share=_CENTRED if centred and full else 0.0,
         longest=_WIDE_LONGEST if wide else None,
         clip=0.8 if inference else 0.4 * several,  # a Newton step needs a start that clipping did not push away
     )
