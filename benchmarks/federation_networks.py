@@ -202,8 +202,10 @@ def main() -> None:
         kept["tls"] = [over_tls(method) for method in METHODS]
         save(RESULT, kept, "nvflare")
     if asked.only != "tls":
-        kept["flare"] = [on_flare(method) for method in METHODS]
-        save(RESULT, kept, "nvflare")
+        kept["flare"] = []
+        for method in METHODS:
+            kept["flare"].append(on_flare(method))
+            save(RESULT, kept, "nvflare")
 
 
 if __name__ == "__main__":

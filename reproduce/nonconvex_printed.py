@@ -261,7 +261,38 @@ def tables(rows: dict[str, list[Row]]) -> list[Table]:
     if rows["baselines"]:
         plain = [[r["data"], r["method"], r["paper_test_loss"], r["test_loss"]] for r in rows["baselines"]]
         found.append({"title": "Without noise", "columns": ["data", "method", "paper", "ours"], "rows": plain})
-    return found
+    return [*found, *gradient_complexity(rows["rows"])]
+
+
+GRADIENTS = {"DP-GD": 1, "DP-SGD": 1, "DP-SRM": 2}
+"""Gradients of a record in a step that uses it: DP-SRM differentiates it at two points."""
+
+
+def gradient_complexity(rows: list[Row]) -> list[Table]:
+    """Gradients until ‖∇F‖ is small, which is what the paper's rates count, by the curves of figures 1 and 2.
+
+    The target of a cell is the largest of the methods' final norms, so that all reach it; gradients are counted in
+    passes over the data, up to the first point of the mean curve that is at most the target.
+    """
+    body: list[list[Any]] = []
+    for data, epsilon in dict.fromkeys((row["data"], row["epsilon"]) for row in rows):
+        curves = {
+            row["method"]: row["curve"]
+            for row in rows
+            if (row["data"], row["epsilon"]) == (data, epsilon) and row["method"] in GRADIENTS and row["curve"]
+        }
+        if len(curves) < len(GRADIENTS):
+            continue
+        target = max(curve[-1][2] for curve in curves.values())
+        counts = [
+            GRADIENTS[method] * next(at for at, _, slope in curves[method] if slope <= target)
+            for method in GRADIENTS
+        ]
+        body.append([data, epsilon, target, *counts])
+    columns = ["data", "ε", "‖∇F‖ at most", *GRADIENTS]
+    return (
+        [{"title": "Gradients per record to a norm, in passes", "columns": columns, "rows": body}] if body else []
+    )
 
 
 def _cells(row: Row) -> list[Any]:
