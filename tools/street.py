@@ -30,11 +30,19 @@ def layers() -> list[list[str]]:
 def imports() -> Counter[tuple[str, str]]:
     """How many modules of one room import another room."""
     graph = grimp.build_graph("quietgrad", exclude_type_checking_imports=True, cache_dir=None)
+    known = {room for layer in layers() for room in layer}
     seen: Counter[tuple[str, str]] = Counter()
     for module in graph.modules:
-        rooms = {found.split(".")[1] for found in graph.find_modules_directly_imported_by(module) if "." in found}
-        seen.update((module.split(".")[1], room) for room in rooms if "." in module)
+        rooms = {room_of(found, known) for found in graph.find_modules_directly_imported_by(module)} - {""}
+        seen.update((room_of(module, known), room) for room in rooms if room_of(module, known))
     return Counter({pair: count for pair, count in seen.items() if pair[0] != pair[1]})
+
+
+def room_of(module: str, known: set[str]) -> str:
+    """The room that a module is in, such as assurance.audit; empty for one that is in none."""
+    parts = module.split(".")[1:]
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in known), "")
 
 
 def direct(pairs: Counter[tuple[str, str]], rooms: set[str]) -> dict[tuple[str, str], int]:
@@ -53,7 +61,7 @@ def direct(pairs: Counter[tuple[str, str]], rooms: set[str]) -> dict[tuple[str, 
 
 def lines(room: str) -> int:
     """Lines of a room."""
-    home = SOURCE / room
+    home = SOURCE / room.replace(".", "/")
     files = home.rglob("*.py") if home.is_dir() else [home.with_suffix(".py")]
     return sum(len(file.read_text().splitlines()) for file in files)
 

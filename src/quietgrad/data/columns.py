@@ -290,7 +290,7 @@ def to_numbers(
             numbers[row] = np.nan if text in absent else _to_number(text, decimal, thousands)
         except (ValueError, OverflowError):
             if not lenient:
-                raise NotNumericError(column) from None
+                raise NotNumericError(column, declared=True) from None
             numbers[row] = np.nan
     return numbers
 
@@ -306,13 +306,21 @@ def _to_number(text: str, decimal: str, thousands: str) -> float:
 
 
 class NotNumericError(DataError):
-    """A column holds cells that are not numbers; ``column`` is its name."""
+    """Columns hold cells that are not numbers; ``declared`` if a schema says that they are numbers."""
 
-    def __init__(self, *columns: str) -> None:
+    def __init__(self, *columns: str, declared: bool = False) -> None:
         self.columns = columns
         named = ", ".join(repr(c) for c in columns)
+        where = f"column{'s' if len(columns) > 1 else ''} {named}: not numeric"
+        if declared:
+            super().__init__(
+                f"{where} in every row, though declared as numbers. To count the other cells as gaps, write "
+                'unreadable = "gap" and missing = "indicator" for the column in the schema; or declare its decimal '
+                "mark and thousands separator, or a category. No privacy budget was spent."
+            )
+            return
         super().__init__(
-            f"column{'s' if len(columns) > 1 else ''} {named}: not numeric. Draft a schema with "
+            f"{where}. Draft a schema with "
             "`quietgrad data schema FILE -o schema.toml`, fill in what is public, and pass it: --schema "
             "schema.toml. A list of categories must be public, not computed from this file. No privacy budget was "
             "spent."

@@ -31,6 +31,8 @@ class CSVDialect:
     names: tuple[str, ...]
     header: bool
     missing: tuple[str, ...] = ("",)
+    declared: bool = False
+    """Whether a schema says what the columns are, so that an error can name its entries."""
 
     @classmethod
     def of(cls, start: bytes, where: str, schema: Schema | None = None, delimiter: str | None = None) -> CSVDialect:
@@ -44,7 +46,7 @@ class CSVDialect:
         try:
             arrow_csv.ParseOptions(delimiter=delimiter)
             if schema is not None and schema.names:
-                return cls(delimiter, schema.names, False, missing)
+                return cls(delimiter, schema.names, False, missing, declared=True)
             row = next(csv.reader([first.decode("utf-8-sig")], delimiter=delimiter, skipinitialspace=True), [])
         except UnicodeDecodeError:
             raise DataError(_NOT_TEXT.format(where)) from None
@@ -52,7 +54,7 @@ class CSVDialect:
             raise DataError(f"{where}: the delimiter {delimiter!r} must be a single character.") from None
         except csv.Error:
             raise DataError(f"{where}: not readable as delimited text.") from None
-        return cls(delimiter, tuple(name.strip() for name in row), True, missing)
+        return cls(delimiter, tuple(name.strip() for name in row), True, missing, declared=schema is not None)
 
     def body(self, text: bytes) -> memoryview:
         """A file's text without its header line."""
@@ -143,7 +145,7 @@ class CSVDialect:
         except csv.Error:
             raise DataError(f"{where}: not readable as delimited text.") from None
         if wrong:
-            raise NotNumericError(*(column for column in kinds if column in wrong))
+            raise NotNumericError(*(column for column in kinds if column in wrong), declared=self.declared)
         return pa.concat_tables(tables or [pa.schema(list(kinds.items())).empty_table()])
 
 

@@ -149,7 +149,7 @@ class PrivacyReport:
 
 
 def assumptions(privacy: Iterable[Privacy]) -> tuple[str, ...]:
-    """What the statements of some runs rest on."""
+    """Return the assumptions that the statements of some runs rest on."""
     units = dict.fromkeys(one.unit for one in privacy)
     return (*(_UNIT[unit] for unit in units), *_ASSUMPTIONS)
 

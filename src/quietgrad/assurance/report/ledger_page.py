@@ -93,7 +93,7 @@ class LedgerRun:
 
     @property
     def work(self) -> str:
-        """What ran, by the notes of its entries; a private count belongs to the run that follows it."""
+        """The name of what ran, from the notes of its entries; a private count belongs to the run after it."""
         notes = [entry.note.partition(";")[0] for entry in self.entries]
         return next((note for note in reversed(notes) if note and note != "count"), notes[-1]) or "not named"
 

@@ -40,7 +40,7 @@ class FeatureRow:
 
 @dataclass(frozen=True)
 class FittedModel:
-    """What the section about a model shows; parts that a model does not have are empty."""
+    """The section of a page about one model; parts that a model does not have are empty."""
 
     score: str
     """The quantity that coefficients and shapes add to, such as log-odds."""

@@ -78,7 +78,7 @@ class ReportedRun:
 
     @property
     def spending(self) -> Spending | None:
-        """What was asked and what was spent; ``None`` of a run without a guarantee."""
+        """The ε that was asked for and the ε that was spent; ``None`` for a run without a guarantee."""
         score = self.score
         return spending_of(self.result.privacy, None if score is None else score.privacy, self.asked)
 
@@ -112,7 +112,7 @@ class ReportedRun:
 
     @property
     def model(self) -> list[tuple[str, str]]:
-        """What was fitted, to what."""
+        """Facts about the model and its data, as pairs of text."""
         facts = self.result.details.get("model", {})
         rows = [
             ("data", str(self.result.data.get("name", "not named"))),
