@@ -155,6 +155,21 @@ def test_a_record_moves_a_cached_sum_by_no_more_than_its_clip(tmp_path: Path) ->
                 query = BoxedQuery(query.query, FRAME)
 
 
+@pytest.mark.parametrize("order", [["none", "some"], ["some", "none", "more"]])
+def test_a_file_without_rows_shares_no_place_with_another(order: list[str], tmp_path: Path) -> None:
+    """It begins at the row at which the next one does: rows were lost, or, by two threads, counted twice."""
+    head = "x0,x1,x2,x3,y\n"
+    lines = [",".join(f"{cell:.6g}" for cell in row) + f",{label}\n" for row, label in zip(X, Y, strict=True)]
+    for name, rows in (("none", []), ("some", lines[:200]), ("more", lines[200:300])):
+        (tmp_path / f"{name}.csv").write_text(head + "".join(rows))
+    source = scan([tmp_path / f"{name}.csv" for name in order], target="y", classes=[0, 1], threads=1)
+    loss = Logistic(intercept=True)
+    plain = loss.prepare(source)
+    plain.source = Uncached(source)  # type: ignore[attr-defined]
+    for one, other in zip(sums(loss.prepare(source)), sums(plain), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_file_that_changes_after_its_rows_are_cached_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path)
     records: Any = Logistic(intercept=True).prepare(scan(path, target="y", classes=[0, 1]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -57,16 +57,37 @@ def test_no_factor_lifts_a_vector_above_the_bound_in_numpy_or_torch(rule: Clippi
         np.testing.assert_allclose(made, again, rtol=1e-14)
 
 
-def test_a_rule_that_answers_nonsense_cannot_exceed_the_bound() -> None:
-    class Wild(Clipping, kind="wild"):
-        def factors(self, norms: Any, clip: Any) -> Any:
-            return norms * 0 + np.array([1e300, -1e300, math.nan, math.inf])
+@pytest.fixture
+def foreign() -> Iterator[type[Clipping]]:
+    """A rule that answers by a function of all the norms that it is given."""
 
-    try:
-        made = scale_factors(Wild(), np.array([1.0, 2.0, 3.0, 4.0]), 1.0)
-        assert made.tolist() == [1.0, -0.5, 0.0, 0.0]
-    finally:
-        del rules._KINDS["wild"]
+    class Foreign(Clipping, kind="foreign"):
+        def __init__(self, answer: Callable[[Any, Any], Any]) -> None:
+            object.__setattr__(self, "answer", answer)
+
+        def __post_init__(self) -> None: ...
+
+        def factors(self, norms: Any, clip: Any) -> Any:
+            return self.answer(norms, clip)  # type: ignore[attr-defined]
+
+    yield Foreign
+    del rules._KINDS["foreign"]
+
+
+def test_a_rule_that_answers_nonsense_cannot_exceed_the_bound(foreign: Any) -> None:
+    answers = {1.0: 1e300, 2.0: -1e300, 3.0: math.nan, 4.0: math.inf}
+    made = scale_factors(foreign(lambda norms, clip: answers[norms[0]]), np.array([1.0, 2.0, 3.0, 4.0]), 1.0)
+    assert made.tolist() == [1.0, -0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("of", [np.array, torch.tensor])
+@pytest.mark.parametrize("within", [False, True])
+def test_no_rule_sees_two_norms_at_once(foreign: Any, of: Any, within: bool) -> None:
+    """Divided by the largest norm of a sample, one record more would move the contributions of all others."""
+    rule: Any = foreign(lambda norms, clip: clip / norms.max())
+    rule = PerLayer(within=rule) if within else rule
+    alone, beside = (np.asarray(scale_factors(rule, of(n), of([1.0]))) for n in ([0.5, 1.0], [0.5, 1.0, 1e6]))
+    assert beside[:2].tolist() == alone.tolist() == [2.0, 1.0]
 
 
 def test_bounds_of_groups_have_squares_that_add_up_whatever_the_weights() -> None:

@@ -81,13 +81,14 @@ class Task(NamedTuple):
     """A piece of the source, and which of its rows (in increasing order; ``None``: all).
 
     Of a source that counts people, ``rows`` are people: ``people`` of them begin here, the number of the first
-    among all being ``first``.
+    among all being ``first``. ``number`` is the piece's own: one without rows begins where the next one does.
     """
 
     unit: Any
     rows: Indices | None
     first: int = 0
     people: int = 0
+    number: int = 0
 
     def __repr__(self) -> str:
         return f"Task({self.unit!r})"  # never the rows: who is in a sample is a secret
@@ -241,7 +242,7 @@ class _BoxedSum:
     def __call__(self, parts: PartReader, task: Task) -> npt.NDArray[np.float64]:
         out = np.zeros(self.ends[-1])
         transform = self.transform
-        lengths = (id(transform), task.first)
+        lengths = (id(transform), task.number)
         known = self.cache.get(lengths) if self.cache is not None and lengths in self.cache else None
         new = None if known is not None or self.cache is None else self.cache.writer(lengths)
         with np.errstate(all="ignore"):
@@ -262,7 +263,7 @@ class _BoxedSum:
         return transforms[0] if transforms else None
 
     def _boxed(self, parts: PartReader, task: Task) -> Iterator[Table]:
-        key = (id(self.frame), task.first)
+        key = (id(self.frame), task.number)
         if self.cache is not None and key in self.cache:
             task.unit.check()  # nothing is released from a table that changes under a run
             for columns, y in self.cache.get(key):
@@ -407,10 +408,8 @@ class Scanned(StreamedRecords):
     def tasks(self, indices: Indices | None) -> list[Task]:
         """The pieces to read, with the rows asked for."""
         firsts = np.concatenate([[0], self._ends[:-1]]).tolist()
-        pieces = [
-            Task(*one)
-            for one in zip(self.source.units, [None] * len(firsts), firsts, self.source.sizes, strict=True)
-        ]
+        units = zip(self.source.units, firsts, self.source.sizes, strict=True)
+        pieces = [Task(unit, None, first, size, number) for number, (unit, first, size) in enumerate(units)]
         if indices is None:
             return pieces
         order = np.sort(indices)

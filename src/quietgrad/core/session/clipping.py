@@ -4,7 +4,8 @@ A rule is a frozen, public object. It maps the norm of a vector to the vector's 
 parameters into groups that are scaled separately. It sees norms only and keeps no state.
 
 The bound does not depend on the rule. :func:`scale_factors` limits every factor to C_k/‖v_k‖. The bounds C_k of
-groups are normalised weights times C, so that ΣC_k² = C² for any weights.
+groups are normalised weights times C, so that ΣC_k² = C² for any weights. A rule that is not one of those here is
+asked about one vector at a time, so that no record's factor follows from another's norm.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class PerLayer(Clipping, kind="per-layer"):
         return self.weights
 
     def factors(self, norms: Norms, clip: Any) -> Norms:
-        return self.within.factors(norms, clip)
+        return _factors(self.within, norms, clip)
 
     def groups(self, names: Sequence[str]) -> tuple[list[int], list[float]]:
         pairs = self._pairs
@@ -156,6 +157,7 @@ class PerLayer(Clipping, kind="per-layer"):
 
 
 FLAT = Flat()
+_OWN = (Flat, Automatic, PerLayer)
 
 
 def read_clipping(given: object) -> Clipping:
@@ -195,6 +197,17 @@ def group_bounds(weights: Sequence[float], clip: float) -> list[float]:
     return [clip * (weight / length) for weight in weights]
 
 
+def _factors(rule: Clipping, norms: Norms, clip: Any) -> Norms:
+    """The rule's factors, each by a norm alone: of all norms a foreign rule could take the largest, or the mean."""
+    if type(rule) in _OWN:
+        return rule.factors(norms, clip)
+    lengths, bounds = (np.asarray(x.cpu() if hasattr(x, "cpu") else x, dtype=np.float64) for x in (norms, clip))
+    pairs = zip(lengths.ravel(), np.broadcast_to(bounds, lengths.shape).ravel(), strict=True)
+    answers = [np.ravel(rule.factors(np.array([length]), np.array([bound]))) for length, bound in pairs]
+    given = np.array([float(answer[0]) for answer in answers]).reshape(lengths.shape)
+    return given if isinstance(norms, np.ndarray) else norms.new_tensor(given)
+
+
 def scale_factors(clipping: Clipping, norms: Norms, clip: Any) -> Norms:
     """Return the rule's factors, limited to C/‖v‖ in absolute value, so that no scaled vector is longer than C.
 
@@ -206,8 +219,8 @@ def scale_factors(clipping: Clipping, norms: Norms, clip: Any) -> Norms:
     if isinstance(norms, np.ndarray):
         with np.errstate(all="ignore"):
             limit = np.nan_to_num(clip / norms, nan=0.0, posinf=np.inf)
-            given = np.nan_to_num(clipping.factors(norms, clip), nan=0.0, posinf=0.0, neginf=0.0)
+            given = np.nan_to_num(_factors(clipping, norms, clip), nan=0.0, posinf=0.0, neginf=0.0)
         return np.clip(given, -limit, limit) * (limit >= _TINY)
     limit = (clip / norms).nan_to_num(0.0, math.inf)
-    given = clipping.factors(norms, clip).nan_to_num(0.0, 0.0, 0.0)
+    given = _factors(clipping, norms, clip).nan_to_num(0.0, 0.0, 0.0)
     return given.clamp(-limit, limit) * (limit >= _TINY)
