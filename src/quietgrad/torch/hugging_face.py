@@ -134,8 +134,8 @@ class DPTrainer(Trainer):  # type: ignore[misc]
                     raise ValueError(
                         f"{each.__name__}.compute_loss: another package's loss may keep what it computes of a "
                         "record (accuracies, numbers of tokens) for its logs. Write `compute_loss = "
-                        f"Trainer.compute_loss` in {kind.__name__}, with transformers' Trainer: the loss is then the "
-                        "model's own."
+                        f"Trainer.compute_loss` in {kind.__name__}, with transformers' Trainer: the loss is then "
+                        "the model's own."
                     )
         optimizer = str(self.args.optim).lower()
         if "lomo" in optimizer or "layerwise" in optimizer:
