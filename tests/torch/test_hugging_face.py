@@ -363,3 +363,43 @@ def test_an_example_moves_the_adapters_and_nothing_else() -> None:
     )
     assert 2.98 < told["epsilon"] <= 3.0
     assert told["moved"] == 16
+
+
+_Trainer: Any = transformers.Trainer
+
+
+class Logging(_Trainer):  # type: ignore[misc]
+    """A trainer of another package, as TRL's: its loss keeps accuracies of records, and its logs show them."""
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        loss = super().compute_loss(model, inputs)
+        self.kept.append(float(loss))
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any) -> None:
+        super().log({**logs, "accuracy": 0.5}, *args)
+
+
+Logging.__module__ = "peft"  # stands for an installed package
+
+
+def test_a_loss_of_another_package_is_refused_and_its_logs_are_left_out(tmp_path: Path) -> None:
+    args = transformers.TrainingArguments(
+        str(tmp_path / "out"), per_device_train_batch_size=BATCH, max_steps=1, save_strategy="no", report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    privacy = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+
+    class Mixed(DPTrainer, Logging):
+        pass
+
+    with pytest.raises(ValueError, match=r"Logging\.compute_loss: another package's loss may keep"):
+        Mixed(model=bert(), args=args, train_dataset=Texts(), privacy=privacy, pad=8)
+
+    class Plain(Mixed):
+        compute_loss = transformers.Trainer.compute_loss
+
+    trainer = Plain(model=bert(), args=args, train_dataset=Texts(), privacy=privacy, pad=8)
+    trainer.train()
+    assert trainer.state.log_history
+    assert not any("accuracy" in line for line in trainer.state.log_history)

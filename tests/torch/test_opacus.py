@@ -317,3 +317,11 @@ def test_the_mode_for_sharded_parameters_returns_what_the_ghost_mode_does() -> N
     made[2](made[0](x), y).backward()
     made[1].step()
     assert made[3].privacy.condition is None
+
+
+def test_a_fixed_batch_norm_of_vectors_normalises_a_record_over_its_channels() -> None:
+    model: Any = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    fixed: Any = qt.ModuleValidator.fix(model)
+    alone = fixed[:2](torch.randn(1, 5))  # a group for each channel would be zero, and torch refuses a batch of one
+    assert float(alone.detach().std(correction=0)) == pytest.approx(1.0, rel=1e-3)
+    assert train(private(model=fixed), 1) == 1

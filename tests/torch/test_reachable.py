@@ -10,6 +10,7 @@ import itertools
 import math
 import sqlite3
 import weakref
+from collections import UserList
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from quietgrad.torch.clipped_sums import clipped_gradient_sum
 from quietgrad.torch.networks.constructors import Sentry
 from quietgrad.torch.networks.program_state import ProgramState
 from tests.torch.one_record.cases import CLASSES, FEATURES, Case, by_autograd, clipped_sum, moved, table
@@ -374,3 +376,27 @@ def test_no_gradient_is_left_in_a_parameter_of_the_loss(alone: bool) -> None:
     total = clipped_sum(Case(lambda: model, loss=loss), table(8), range(8), model)
     assert float(total.norm()) > 0.1
     assert loss.scale.grad is None
+
+
+class Numbers(UserList[float]):
+    """A class of the user's with methods of a package: what it holds is in an attribute that no code here names."""
+
+
+class Remembers:
+    """A loss that counts its records by an inherited method."""
+
+    def __init__(self) -> None:
+        self.seen = Numbers()
+
+    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
+        self.seen.append(1.0)
+        return nn.functional.cross_entropy(output, y) * len(self.seen)
+
+
+def test_what_an_inherited_method_keeps_is_put_back() -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(3, 2), Remembers()
+    x = torch.randn(1, 3).expand(4, 3).clone()
+    _, norms = clipped_gradient_sum(model, loss, (x, torch.zeros(4, dtype=torch.long)), 100.0)
+    assert not loss.seen
+    assert bool((norms == norms[0]).all())  # the same records, wherever they lie

@@ -27,6 +27,7 @@ from quietgrad.core.session.statement import Privacy
 from quietgrad.torch.loops.base import epsilon_of
 from quietgrad.torch.loops.distributed import is_leader, process_count
 from quietgrad.torch.loops.private_loop import PrivateBatch, PrivateLoop
+from quietgrad.torch.networks.object_kinds import is_installed
 from quietgrad.torch.networks.records import Multiple, Padding, as_padding
 
 _RUN = "private-run-"  # folders of trainings in the output folder
@@ -126,6 +127,16 @@ class DPTrainer(Trainer):  # type: ignore[misc]
             value = vars(self.args)[name]
             if value not in allowed:
                 raise SettingError(f"{{{name}}}: {why}.", **{name: value})
+        kind = type(self)
+        if kind.compute_loss is not Trainer.compute_loss:
+            for each in kind.__mro__:
+                if each is not Trainer and "compute_loss" in vars(each) and is_installed(each.__module__):
+                    raise ValueError(
+                        f"{each.__name__}.compute_loss: another package's loss may keep what it computes of a "
+                        "record (accuracies, numbers of tokens) for its logs. Write `compute_loss = "
+                        f"Trainer.compute_loss` in {kind.__name__}, with transformers' Trainer: the loss is then "
+                        "the model's own."
+                    )
         optimizer = str(self.args.optim).lower()
         if "lomo" in optimizer or "layerwise" in optimizer:
             raise ValueError(
@@ -255,7 +266,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         told = self._allowed(logs)
         if self._begun is not None and not any(key.startswith("eval_") for key in told):
             told["epsilon"] = self._charged()
-        super().log(told, *args, **kwargs)
+        Trainer.log(self, told, *args, **kwargs)  # a trainer between the two would add what it computed of records
 
     def _charged(self) -> float:
         """ε of the steps so far, while more may follow; of a training that ends, what it is charged."""

@@ -93,7 +93,9 @@ def _replacement(layer: nn.Module) -> nn.Module | None:
         raise ValueError("a lazy norm has no shape yet: run the module once on an example first.")
     if isinstance(layer, _BatchNorm):
         channels = layer.num_features
-        new: nn.Module = nn.GroupNorm(_groups(channels), channels, eps=layer.eps, affine=layer.affine)
+        # A vector has one number per channel: a group of its own would be normalised to zero.
+        groups = 1 if isinstance(layer, nn.BatchNorm1d) else _groups(channels)
+        new: nn.Module = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
         if layer.affine:
             new.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
         found = next(layer.parameters(), None)

@@ -19,14 +19,27 @@ import types
 import weakref
 from _ctypes import CFuncPtr
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from multiprocessing.synchronize import SemLock
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_INSTALLED = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+def installed_paths(searched: Iterable[str]) -> tuple[str, ...]:
+    """Folders of installed packages: this interpreter's, and others that are searched (a user's, a system's).
+
+    >>> installed_paths(["/home/ann/.local/lib/site-packages", "/home/ann/project"])[-1]
+    '/home/ann/.local/lib/site-packages'
+    """
+    own = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return *own, *(each for each in searched if Path(each).name in ("site-packages", "dist-packages"))
+
+
+_INSTALLED = installed_paths(sys.path)
 _VALUES: tuple[type, ...] = (
     int, float, complex, str, bytes, types.NoneType, types.EllipsisType, types.NotImplementedType, range, slice,
     types.CodeType, types.MethodDescriptorType, types.WrapperDescriptorType, types.GetSetDescriptorType,

@@ -11,10 +11,8 @@ from __future__ import annotations
 import array
 import contextvars
 import copy
-import dis
 import functools
 import gc
-import inspect
 import random
 import sys
 import threading
@@ -31,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quietgrad.torch.networks.code_names import DYNAMIC, inherited_names, names_in
 from quietgrad.torch.networks.constructors import CONSTRUCTORS, Method, Sentry, unguarded
 from quietgrad.torch.networks.containers import (
     MISSING,
@@ -67,14 +66,10 @@ Put = Callable[[Any], None] | None  # puts another object in the place where one
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _ENGINES = ("torch._", "torch.fx", "torch.jit", "torch.library", "torch.cuda", "torch.distributed", "torch.export")
-_DYNAMIC = frozenset({
-    "getattr", "setattr", "delattr", "vars", "__dict__", "attrgetter", "__setattr__", "__getattribute__",
-})  # fmt: skip
 _INTERNALS = frozenset({
     "_functorch", "functorch", "get_unwrapped", "_unwrap_batched", "_remove_batch_dim", "DisableTorchFunction",
     "_push_on_torch_dispatch_stack",
 })  # fmt: skip  # of torch, where the records of a pass lie together
-_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _EVERY_GLOBAL = frozenset({"globals", "eval", "exec"})
 # Code that runs when an object is no more, which may be in another record's pass.
 _AT_THE_END = frozenset({"__del__", "weakref", "_weakref"})
@@ -93,37 +88,6 @@ class Found:
     names_internals: bool = False  # whether the code names what is below torch's vmap
     destructors: bool = False  # whether code of the program's may run when an object is no more
     sentry: Sentry = field(default_factory=Sentry)  # stops constructors that were not followed
-
-
-@dataclass(frozen=True)
-class _CodeNames:
-    globals: frozenset[str]
-    attributes: frozenset[str]  # and texts, which may name one
-    imports: frozenset[str]
-    generators: bool  # whether it is, or makes, a generator, whose ``finally`` runs when it is dropped
-
-
-@functools.cache
-def _names_in(code: types.CodeType) -> _CodeNames:
-    named: set[str] = set()
-    imports: set[str] = set()
-    for step in dis.get_instructions(code):
-        if step.opname.endswith(("_GLOBAL", "_NAME")) and isinstance(step.argval, str):
-            (imports if step.opname == "IMPORT_NAME" else named).add(step.argval)
-    attributes = set(code.co_names)
-    # An expression in parentheses has no ``finally``.
-    suspends = bool(code.co_flags & _SUSPENDS) and code.co_name != "<genexpr>"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            inner = _names_in(constant)
-            named |= inner.globals
-            attributes |= inner.attributes
-            imports |= inner.imports
-            suspends |= inner.generators
-        else:
-            parts = constant if isinstance(constant, tuple) else (constant,)
-            attributes.update(part for part in parts if isinstance(part, str))
-    return _CodeNames(frozenset(named), frozenset(attributes), frozenset(imports), suspends)
 
 
 def reach(roots: Iterable[object], called: Iterable[Method] = ()) -> Found:
@@ -173,7 +137,7 @@ class _Walk:
         self.found.names_internals |= not fresh.isdisjoint(_INTERNALS)
         self.found.destructors |= not fresh.isdisjoint(_AT_THE_END)
         self._mentioned |= fresh
-        if fresh & _DYNAMIC and not self._every_name:
+        if fresh & DYNAMIC and not self._every_name:
             self._every_name = True
             fresh |= set(self._waiting)
         for name in fresh & self._waiting.keys():
@@ -309,7 +273,7 @@ class _Walk:
             return
         self.add(value.__dict__, None, value.__name__)
         self.found.containers.append(FunctionParts(value))
-        names = _names_in(value.__code__)
+        names = names_in(value.__code__)
         self.found.destructors |= names.generators
         space = value.__globals__
         self.mention(names.attributes)
@@ -378,7 +342,9 @@ class _Walk:
 
     def _module(self, value: nn.Module) -> None:
         self._class(type(value), called=False)
-        own, every = vars(value), is_installed(type(value).__module__)
+        cls: Any = type(value)
+        own, inherited = vars(value), inherited_names(cls)
+        every = is_installed(cls.__module__) or not DYNAMIC.isdisjoint(inherited)
         self.found.containers.append(Entries(own))
         for name, item in own.items():
             put = functools.partial(own.__setitem__, name)
@@ -389,7 +355,7 @@ class _Walk:
                 for param in item.values():
                     if param is not None and not param.requires_grad:
                         self.add(param, None, name)
-            elif not every and (is_foreign(item) or is_of_a_package(item)):
+            elif not every and name not in inherited and (is_foreign(item) or is_of_a_package(item)):
                 self.add_if_mentioned(name, item, put, name)
             else:
                 self.add(item, put, name)
@@ -412,23 +378,28 @@ class _Walk:
         return any(is_foreign(part) and _copy_of(part) is None for part in parts)
 
     def _attributes(self, value: Any, where: str) -> None:
-        """The attributes and slots of an object: all of a package's object, of the user's those the code names."""
+        """The attributes and slots of an object: all of a package's object, of the user's those that code names.
+
+        Code of packages counts there if the class inherits it.
+        """
         cls: Any = type(value)
         self._class(cls, called=False)
-        every = is_installed(cls.__module__)
+        inherited = inherited_names(cls)
+        every = is_installed(cls.__module__) or not DYNAMIC.isdisjoint(inherited)
         self.mention(getattr(cls, "_program_attributes", ()))
         own = getattr(value, "__dict__", None)
         if isinstance(own, dict):
             self.found.containers.append(Entries(own))
             for name, item in own.items():
-                self._attribute(name, item, functools.partial(own.__setitem__, name), every)
+                self._attribute(name, item, functools.partial(own.__setitem__, name), every or name in inherited)
         slots = slots_of(cls)
         if slots:
             self.found.containers.append(Slots(value, slots))
             for each in slots:
                 item = member(value, each)
                 if item is not MISSING:
-                    self._attribute(each.__name__, item, functools.partial(each.__set__, value), every)
+                    followed = every or each.__name__ in inherited
+                    self._attribute(each.__name__, item, functools.partial(each.__set__, value), followed)
 
     def _attribute(self, name: str, item: Any, put: Put, every: bool) -> None:
         if every:
