@@ -190,6 +190,8 @@ def main() -> None:
                     f"{at}, public photographs",
                     lambda data=data, epsilon=epsilon, public=public: ours(data, epsilon, public),
                 )
+        for epsilon in reversed(budgets):
+            at = f"{name}, ε = {epsilon:g}"
             for kind, rates in RATES.items():
                 for rate in rates:
                     cell(

@@ -312,7 +312,7 @@ def wide() -> list[str]:
     cells = read("wide_classes")["cells"]
 
     def best(table: str, name: str) -> float:
-        return max(cell["accuracy"] for key, cell in cells.items() if key.startswith(f"{table}, {name}"))
+        return max(float(cell["accuracy"]) for key, cell in cells.items() if key.startswith(f"{table}, {name}"))
 
     at = "cifar10-1792, ε = 3"
     own = f"untuned {short(best(at, 'untuned'))}, whitened by public photographs {short(best(at, 'public'))}"

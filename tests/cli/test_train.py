@@ -359,8 +359,8 @@ def test_a_killed_fit_of_a_model_goes_on(model: str, table: Path, tmp_path: Path
 
 
 def test_resume_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = {"data": "a9a", "reading": {"label": "y"}, "sketch": "small", "oracle": None}  # no option any more
-    for content, says in ((None, "no run was started"), ("{", "cannot be read"), (json.dumps(old), "sketch")):
+    old = {"data": "a9a", "reading": {"label": "y"}, "mirrored": "yes", "oracle": None}  # an option that is gone
+    for content, says in ((None, "no run was started"), ("{", "cannot be read"), (json.dumps(old), "mirrored")):
         if content is not None:
             (tmp_path / "run.json").write_text(content)
         assert main(["resume", str(tmp_path)]) == 1
