@@ -16,32 +16,39 @@ import pytest
 import quietgrad as qg
 from quietgrad.cli import main
 from quietgrad.federation.plan_file import read_plan
+from tests.federation.deployment import plan_text, write
 from tests.federation.flower import SECONDS, Flower
 from tests.federation.talk import toml_plan
 from tests.federation.test_network import folder, start
 
 __all__ = ["folder", "start"]  # fixtures of the other file
 NAMES = ("clinic-1", "clinic-2", "clinic-3")
+SIZES = dict.fromkeys(NAMES, 50)
 PLAN = toml_plan(
-    dict.fromkeys(NAMES, 50), 'trust = "secure"\nsecure = "masks"', steps=2, features=3,
+    SIZES, 'trust = "secure"\nsecure = "masks"', steps=2, features=3,
     coordinator="timeout = 60", delta="1e-4",
 )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("QUIETGRAD_FLOWER" not in os.environ, reason="names no environment with Flower")
-def test_three_clinics(folder: Path, start: Any) -> None:
-    (folder / "plan.toml").write_text(PLAN)
+@pytest.mark.parametrize("kind", ["table", "network"])
+def test_three_clinics(folder: Path, start: Any, kind: str) -> None:
+    if kind == "network":
+        write(folder, SIZES, plan_text(SIZES, algorithm='name = "dp-srm"\nsteps = 2\nbatch_size = 40'))
+    else:
+        (folder / "plan.toml").write_text(PLAN)
+        rng = np.random.default_rng(3)
+        for name in NAMES:
+            X = rng.normal(size=(50, 3))
+            np.savez(f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
     digest = read_plan("plan.toml").digest
     assert main(["federate", "provision", "plan.toml", "--out", "keys"]) == 0
     assert main(["federate", "job", "plan.toml", "--engine", "flower", "--out", "app"]) == 0
     approve = ["approve", "plan.toml", "--keys", "keys/coordinator", "--pin", digest, "--out", "model"]
     assert main(["federate", *approve, "--file", "approval.json"]) == 0
-    rng = np.random.default_rng(3)
     parties = {}
     for name in NAMES:
-        X = rng.normal(size=(50, 3))
-        np.savez(f"{name}.npz", X=X, y=(X[:, 0] > 0).astype(int))
         words = ("party", "plan.toml", "--keys", f"keys/{name}", "--data", f"{name}.npz", "--out", name)
         parties[name] = start(*words, "--listen", f"{name}.sock", "--json")
     flower = Flower(folder, Path(os.environ["QUIETGRAD_FLOWER"]), NAMES, folder / "approval.json")

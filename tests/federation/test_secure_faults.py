@@ -138,6 +138,21 @@ def test_the_next_round_may_be_prepared_during_one_and_aborted_rounds_are_forgot
     finish(9)
 
 
+def test_a_mask_is_sealed_once_and_only_with_one_vector_in_it() -> None:
+    world = Masked(honest=4)
+    delivery = world.server.relay(0, {p.me: p.prepare(0) for p in world.parties})
+    party = world.parties[0]
+    party.deliver(0, delivery[0])
+    with pytest.raises(ProtocolError, match="no vector to be sealed"):
+        party.sealed(0)
+    party.add(0, world.vectors[0])
+    with pytest.raises(ProtocolError, match="already submitted"):
+        party.add(0, world.vectors[0])
+    party.sealed(0)
+    with pytest.raises(ProtocolError, match="no vector to be sealed"):
+        party.sealed(0)
+
+
 Frames = dict[int, bytes]
 
 
