@@ -20,6 +20,7 @@ from quietgrad.assurance.report import page as pages
 from quietgrad.assurance.report.certificate import detection, privacy_report
 from quietgrad.assurance.report.model import model_of
 from quietgrad.assurance.report.page import read_runs
+from quietgrad.assurance.report.spending import spending_of
 from quietgrad.charts import (
     Chart,
     Intervals,
@@ -152,8 +153,13 @@ def test_a_private_score_is_not_called_exact(
     )  # fmt: skip
     assert [part for part in order if part not in said] == []
     assert sorted(order, key=said.index) == list(order)
+    (run,) = read_runs([folder])
+    assert run.score is not None
+    other = replace(run.score.privacy, relation=qg.Relation.REPLACE_ONE)  # which cannot be added
+    assert "the score costs besides" in str(spending_of(run.result.privacy, other, run.asked))
     (folder / "evaluation.json").unlink()
     said = shown([folder])
+    assert "private score included" not in said
     assert "ε asked 8, spent 6.4 = model 6.4" in said
     assert "test accuracy not private" in said
     assert "computed from records without noise; publishing" in said

@@ -187,6 +187,10 @@ def test_page(file: str, tmp_path: Path) -> None:
         f"{account(Repeated(Gaussian(9.0), 25), delta=1e-5, relation='add-remove'):.4g}</td>" in text
     )  # as charged
     assert "ε in all over entries" in text  # all in one minute: by number, not by time
+    ledger.set_cap("default", Budget(5.0, 1e-6))
+    ledger.reserve("table 3f9ab0c41d6e7a52", Gaussian(9.0), delta=1e-6, relation="add-remove", run="unnamed")
+    assert runner.invoke(app, ["page", file, "-o", str(target)]).exit_code == 0
+    assert "1 run without a named account" in target.read_text()
 
 
 def test_page_says_what_is_wrong(file: str, tmp_path: Path) -> None:

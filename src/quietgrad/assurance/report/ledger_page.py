@@ -128,6 +128,8 @@ class AccountView:
     anchor: str
     runs: tuple[LedgerRun, ...]
     curve: str
+    others: int = 0
+    """Runs of other accounts that count here too: those that name no account count for ``default``."""
 
     @property
     def is_open(self) -> bool:
@@ -172,10 +174,11 @@ def render_ledger(ledger: Ledger, links: Mapping[str, Mapping[str, str]]) -> str
     certified = {str(entry.body.get("run")) for entry in entries if entry.kind == "certificate"}
     views = []
     for k, name in enumerate(book.accounts()):
-        total, lines = total_of(ledger, book, name), book.lines(name)
-        runs = tuple(_runs(lines, links, certified))
-        curve = "" if total.epsilon is None else _curve(lines, total)
-        views.append(AccountView(total, f"account-{k + 1}", runs, curve))
+        total, runs = total_of(ledger, book, name), tuple(_runs(book.lines(name), links, certified))
+        counted = book.of(name)
+        curve = "" if total.epsilon is None else _curve(counted, total)
+        others = len(tuple(_runs(counted, links, certified))) - len(runs)
+        views.append(AccountView(total, f"account-{k + 1}", runs, curve, others))
     longest = max((view.total.epsilon or 0.0 for view in views if view.total.cap is None), default=0.0)
     page = page_environment().get_template("ledger.html.j2")
     return page.render(

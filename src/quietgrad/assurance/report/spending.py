@@ -22,12 +22,21 @@ class Spending:
     ε asked 1, spent 1.3 = model 1 + score 0.3, at δ = 2e-06, add-remove
     >>> print(Spending(((0.4, 1e-6),), None, "replace-one"))
     ε spent 0.4 on the model, at δ = 1e-06, replace-one
+    >>> print(Spending(((0.4, 1e-6),), None, "add-remove", apart=True))
+    ε spent 0.4 on the model, at δ = 1e-06, add-remove; the score costs besides, under another guarantee
     """
 
     parts: tuple[tuple[float, float], ...]
     """(ε, δ) of the model, and of the score if there is one."""
     asked: tuple[float, float] | None
     relation: str
+    apart: bool = False
+    """Whether there is a score whose relation or unit is another, so that no sum of both exists."""
+
+    @property
+    def scored(self) -> bool:
+        """Whether a score is in the sum."""
+        return len(self.parts) > 1
 
     @property
     def epsilon(self) -> float:
@@ -46,7 +55,8 @@ class Spending:
             words = f"ε asked {self.asked[0]:.4g} = {total}"
         else:
             words = f"ε asked {self.asked[0]:.4g}, spent {self.epsilon:.4g} = {total}"
-        return f"{words}, at δ = {self.delta:.3g}, {self.relation}"
+        besides = "; the score costs besides, under another guarantee" if self.apart else ""
+        return f"{words}, at δ = {self.delta:.3g}, {self.relation}{besides}"
 
 
 def spending_of(model: Privacy, score: Privacy | None, asked: tuple[float, float] | None) -> Spending | None:
@@ -57,7 +67,7 @@ def spending_of(model: Privacy, score: Privacy | None, asked: tuple[float, float
     same = score is not None and (score.relation, score.unit) == (model.relation, model.unit)
     if score is not None and same and score.epsilon is not None and score.delta is not None:
         parts.append((score.epsilon, score.delta))
-    return Spending(tuple(parts), asked, str(model.relation))
+    return Spending(tuple(parts), asked, str(model.relation), apart=score is not None and len(parts) == 1)
 
 
 def asked_of(folder: Path) -> tuple[float, float] | None:

@@ -172,11 +172,9 @@ class Chain:
                 raise LedgerError(f"{self.path}: cannot open the ledger ({os_error_text(error)}).") from None
             try:
                 unlock = lock(fd, self.path, shared=shared)
-                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                if self._names(fd):
                     break
                 unlock()
-                os.close(fd)
-            except FileNotFoundError:
                 os.close(fd)
             except OSError as error:
                 os.close(fd)
@@ -193,6 +191,13 @@ class Chain:
         finally:
             unlock()
             os.close(fd)
+
+    def _names(self, fd: int) -> bool:
+        """Whether ``path`` still names the open file."""
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def _reading(self, fd: int, *, trust_head: bool = True) -> ChainContents:
         seq, stated, problem = self._read_head() if trust_head else (0, "", "")
