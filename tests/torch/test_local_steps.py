@@ -11,7 +11,8 @@ from torch import nn
 
 from quietgrad.core.session.queries import Batch, NoRegularizer
 from quietgrad.objectives import L2
-from quietgrad.tables.privacy_units import GroupIndex
+from quietgrad.tables.parties import PartyLevelObjective
+from quietgrad.tables.privacy_units import GroupIndex, RecordsWithIds
 from quietgrad.tables.queries.local_update import LocalTraining, LocalUpdateQuery
 from quietgrad.torch.networks import local_steps
 from quietgrad.torch.networks.module import ModuleObjective
@@ -139,3 +140,35 @@ def test_clients_of_one_shape_are_run_together(monkeypatch: pytest.MonkeyPatch) 
         )
     )
     assert passes == [3]  # of 12, 25 and 12 records, ten at a time; the others have shapes of their own
+
+
+class _Tokens(nn.Module):
+    """One weight, and a table of three tokens: a fourth one raises an exception."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.table = nn.Linear(1, 1, bias=False), nn.Embedding(3, 1)
+        self.table.weight.requires_grad_(False).zero_()
+        nn.init.zeros_(self.line.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x[:, :1]) + self.table(x[:, 1].long())
+
+
+def test_training_that_expands_the_last_bit_is_no_other_clients_doing() -> None:
+    """A client on which the module fails ended the pass of 31 others, who then trained, and rounded, alone: 3 C."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((32, 7)) * 300.0, rng.standard_normal((32, 7))
+    for _ in range(2):  # gradients cancel, and rounding decides where an update points
+        y -= x * (x * y).sum(1, keepdims=True) / (x * x).sum(1, keepdims=True)
+    X = torch.stack([torch.from_numpy(x).flatten(), torch.zeros(32 * 7)], 1).float()
+    X[-1, 1] = 7.0
+    loss = ModuleObjective(_Tokens(), lambda output, y: (output.squeeze(1) - y).square().mean() / 2)
+    asked = PartyLevelObjective(loss)
+    data = X, torch.from_numpy(y).flatten().float()
+    records = asked.prepare(RecordsWithIds(data, np.repeat(np.arange(32), 7)))
+    query, sums = LocalUpdateQuery(torch.zeros(1), 10, 0.1, 20, 1.0), []
+    for there in (np.arange(31), np.arange(32)):
+        sums.append(torch.zeros(1, dtype=torch.float64))
+        query.sum_into(asked, Batch(records, there, bytes(32)), sums[-1])
+    assert float((sums[0] - sums[1]).abs()) <= query.bound

@@ -107,6 +107,20 @@ class SupportsLocalTraining(Protocol):
         ...
 
 
+def _updates(loss: SupportsLocalTraining, batch: Batch, clients: GroupIndex, *how: Any) -> Iterator[Any]:
+    """The rows of all clients, each a function of that client alone, to the last bit.
+
+    Training may expand a rounding until it decides where an update points. So a loss whose rows are the same beside
+    any other clients says so, ``trains_apart``; every other is asked about one client at a time.
+    """
+    if getattr(loss, "trains_apart", False):
+        yield from loss.local_updates(batch, clients, *how)
+        return
+    places = np.arange(len(clients.starts) - 1) if clients.people is None else clients.people
+    for place in places:
+        yield from loss.local_updates(batch, clients._replace(people=np.array([place])), *how)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalUpdateQuery:
     """Σ over units of clip_C(θ_local − θ), and with ``share`` > 0 of whether it was within C.
@@ -160,7 +174,7 @@ class LocalUpdateQuery:
         if not isinstance(loss, SupportsLocalTraining):
             raise ValueError(f"{type(loss).__name__}: knows no local training; use a loss of tables or a network.")
         training = LocalTraining(self.steps, self.rate, self.batch_size, loss.regularizer)
-        for updates in loss.local_updates(Batch(records, None, batch.key), clients, self.params, training):
+        for updates in _updates(loss, Batch(records, None, batch.key), clients, self.params, training):
             self._add(updates, out)
 
     def _add(self, updates: Any, out: Vector) -> None:
