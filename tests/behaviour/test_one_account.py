@@ -315,7 +315,7 @@ def test_the_chosen_model_of_a_search_pays_for_its_later_fits(tmp_path: Path) ->
     assert entries(tmp_path) == 2
     over = Account().reserve(Cost.of(events.RepeatAndSelect(events.Gaussian(20.0), 5.0), BUDGET))
     over.close(None, reason="over", data_dependent=False)
-    with pytest.raises(BudgetError, match="is over"):
+    with pytest.raises(BudgetError, match="is closed"):
         over.part(events.Gaussian(40.0), BUDGET)
 
 

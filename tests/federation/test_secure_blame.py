@@ -234,7 +234,7 @@ def test_an_impossible_sum_updates_no_model(secure: str, monkeypatch: pytest.Mon
     submit = kind.submit
 
     def loud(self: Any, message: Message, vector: Any) -> Message:
-        return submit(self, message, vector + 1e5 if self.name == "party-2" else vector)
+        return submit(self, message, (lambda: vector() + 1e5) if self.name == "party-2" else vector)
 
     monkeypatch.setattr(kind, "submit", loud)
     plan, curator = federation({}, secure=secure, spare=1)

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     >>> main(["--version"])
-    quietgrad 0.2.0
+    quietgrad 0.3.0
     0
     """
     args = list(sys.argv[1:] if argv is None else argv)

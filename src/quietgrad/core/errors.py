@@ -147,6 +147,8 @@ def boundary(refusal: str) -> Iterator[None]:
     """
     try:
         yield
+    except SettingError:  # a setting in the file, which is not the caller's own
+        raise DataError(refusal) from None
     except (QuietgradError, FileNotFoundError):
         raise
     except Exception:

@@ -216,5 +216,5 @@ def check_path_name(what: str, name: object) -> str:
     quietgrad.core.errors.DataError: federation='../../tmp': must be 1 to 128 letters, digits, ...
     """
     if not isinstance(name, str) or not is_path_name(name):
-        raise DataError(f"{{{what}}}: {RULE}; it becomes a file's or a folder's name.", **{what: name})
+        raise DataError(f"{what}={name!r}: {RULE}; it becomes a file's or a folder's name.")
     return name

@@ -364,6 +364,8 @@ class PrivateLoop(Loop):
 
     def pause(self) -> None:
         """Save where the loop stands and let go of its folder: the same call goes on with it, here or elsewhere."""
+        if self.paused:
+            return
         if not self._keeps or (is_leader() and self._kept is None):
             raise ValueError("loop.pause: the loop is not kept; make it with folder=, and without a seed.")
         self.save()
