@@ -10,7 +10,8 @@ import pytest
 
 import quietgrad as qg
 from quietgrad.assurance.report.certificate import detection
-from quietgrad.estimators.holdout import TOO_NOISY, expected_error
+from quietgrad.estimators.holdout import expected_error
+from quietgrad.methods.score_noise import TOO_NOISY
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "epsilon.md").read_text(encoding="utf-8")
 
