@@ -8,7 +8,6 @@ import xml.etree.ElementTree as xml
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -169,8 +168,9 @@ def test_coefficients_are_those_of_the_estimator(tmp_path: Path) -> None:
     """In the units of the target, with the intervals of ``summary()``; without errors there is no interval."""
     X = np.random.default_rng(2).uniform(size=(4000, 2))
     y = 1000.0 * X[:, 0] + 100.0 * np.random.default_rng(3).normal(size=4000)
-    bounds: dict[str, Any] = {"feature_bounds": [(0, 1), (0, 1)], "target_bounds": (-500, 1500)}
-    model = PrivateLinearRegression(epsilon=8.0, delta=1e-5, inference=True, **bounds).fit(X, y)
+    model = PrivateLinearRegression(
+        epsilon=8.0, delta=1e-5, inference=True, feature_bounds=[(0, 1), (0, 1)], target_bounds=(-500, 1500)
+    ).fit(X, y)
     fitted = model_of(load(to_run(model, tmp_path / "linear")))
     table = {row["name"]: row for row in model.summary().reset_index().to_dict("records")}
     assert [row.name for row in fitted.rows] == ["x0", "x1", "(intercept)"]
