@@ -152,7 +152,8 @@ class _Tokens(nn.Module):
         nn.init.zeros_(self.line.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.line(x[:, :1]) + self.table(x[:, 1].long())
+        answer: torch.Tensor = self.line(x[:, :1]) + self.table(x[:, 1].long())
+        return answer
 
 
 def test_training_that_expands_the_last_bit_is_no_other_clients_doing() -> None:
