@@ -5,7 +5,7 @@
 A script is a way to train (a loop's shape) with a model and its data, small and for a few steps. It *runs* if it
 ends and states an ε > 0, with or without a condition; it is *refused* if an error of the library says why in a
 sentence. Every other error is *bare*. What a script should do is written beside it: a refusal that is not expected
-is a false one. Lightning is tried if it is installed.
+is a false one. Lightning and TRL are tried if they are installed.
 """
 
 from __future__ import annotations
