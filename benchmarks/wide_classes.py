@@ -39,7 +39,7 @@ from benchmarks.record import save
 RESULT = Path(__file__).parent / "results" / "wide_classes.json"
 TABLES = ("mnist-784", "mnist-1792", "cifar10-1792", "cifar10-4096")
 DELTA, CLASSES, STEPS, RATE = 1e-5, 10, 250, 0.08
-RATES = {"DP-SGD": (36.0, 108.0, 324.0, 972.0), "DP-Adam": (0.1, 0.3, 1.0)}
+RATES = {"DP-SGD": (36.0, 108.0, 324.0, 972.0), "DP-Adam": (0.03, 0.1, 0.3, 1.0)}
 COMPONENTS = 1024
 
 
