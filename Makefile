@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml verifier/pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e verifier
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[torch,federated,report,data,logs,docs,dev,zoo]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[torch,federated,report,data,logs,onnx,docs,dev,zoo]'
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/zoo torchvision==0.28.0 timm==1.0.30
 	touch $(VENV)/.plain $@
 

@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("torch", "hf", "federated", "report", "logs", "data", "excel", "cluster", "zoo", "docs", "dev")
+EXTRAS = ("torch", "hf", "federated", "report", "logs", "data", "excel", "onnx", "cluster", "zoo", "docs", "dev")
 OLD = 3 * 365  # days without any release: unmaintained as far as the index tells
 _STATUS = ("archived", "deprecated", "quarantined")
 
