@@ -55,7 +55,7 @@ def check(spec: RunSpec) -> None:
 
 
 def findings_of(spec: RunSpec) -> tuple[list[ColumnRemark], str | None]:
-    """What there is to say of the run that ``spec`` describes, and why training would be refused, if it would."""
+    """Return remarks on the run that ``spec`` describes, and the reason why training would be refused, if any."""
     findings = _of_cells(spec)
     try:
         data = spec.load_data()
@@ -81,7 +81,7 @@ def is_worth_a_check(spec: RunSpec) -> bool:
 
 
 def _of_cells(spec: RunSpec) -> list[ColumnRemark]:
-    """What the cells of a delimited, parquet or xlsx file tell; nothing of files of other kinds."""
+    """Return remarks on the cells of a delimited, parquet or xlsx file, and none on files of other kinds."""
     path = None if spec.data is None else Path(spec.data)
     if path is None or not path.is_file() or path.suffix.lower() not in _TABLES:
         return []

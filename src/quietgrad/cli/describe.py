@@ -193,7 +193,7 @@ def _page(file: str, found: Description) -> str:
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:
-    """What is known of a column, each number with its error where it has one."""
+    """Return the facts of a column as rows, each number with its error where it has one."""
     quantile = re.compile(r"q(\d\d)")
     rows = []
     for key, value in row.items():

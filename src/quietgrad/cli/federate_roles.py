@@ -1,4 +1,4 @@
-"""What `quietgrad federate` runs: rehearsals, the coordinator, sum servers and parties, and what they say."""
+"""Roles of `quietgrad federate`: rehearsals, the coordinator, sum servers and parties, and their messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _EVERY = 5.0  # seconds between lines of progress
 
 
 def member_logger(name: str, quiet: bool) -> Tell:
-    """Prints words to stderr with the member's name and the time."""
+    """Return a function that prints words to stderr with the member's name and the time."""
 
     def tell(words: str) -> None:
         if not quiet:
@@ -61,7 +61,7 @@ def approval(
     data: Path | None = None, ledger: Path | None = None, account: str = "default",
     cap_epsilon: float | None = None,
 ) -> Approved:  # fmt: skip
-    """What a member approves by its options: the plan as it is now, if its digest is the expected one."""
+    """Build a member's approval of the plan as it is now. Refuse a plan that does not match a given ``pin``."""
     text = read_text(plan)
     file = parse_plan(text, str(plan), beside(plan))
     network = file.network
@@ -88,7 +88,7 @@ def approval(
 
 
 def threat_rows(plan: FederatedPlan) -> list[tuple[str, str]]:
-    """The threat model of a plan, as questions and answers."""
+    """Return the threat model of a plan, as questions and answers."""
     if not plan.is_private:
         return [("trust", plan.trust), ("protects against", NOT_PRIVATE)]
     people = [("people", multiplicity(plan))] if plan.unit is PrivacyUnit.PERSON else []

@@ -228,7 +228,7 @@ def _print_tables(rows: list[Row]) -> None:
 
 
 def so_far(result: Result, folder: Path) -> list[tuple[str, str]]:
-    """What the account that paid for a run has spent by now, as a row; none if its ledger does not know the run."""
+    """Return a row with the total that a run's account has spent, or no row if its ledger does not know the run."""
     privacy, path = result.privacy, ledger_of(folder)
     if privacy.delta is None or privacy.relation is None or not path.exists():
         return []

@@ -105,7 +105,7 @@ def _losses(objective: Any, held: Any) -> npt.NDArray[np.float64]:
 
 
 def _outputs(objective: Any, records: PartyRecords) -> npt.NDArray[np.float64]:
-    """What the module says of each record, in evaluation mode."""
+    """Return the module's outputs for all records, in evaluation mode."""
     import torch
 
     outputs = []

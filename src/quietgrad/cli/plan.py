@@ -123,14 +123,14 @@ def _regime(method: Algorithm, radius: float, smoothness: float | None) -> Regim
 
 
 def whole(number: float, option: str) -> int:
-    """A count that may be written as 1e9."""
+    """Check that a number, which may be written as 1e9, is a count, and return it."""
     if not (number >= 1.0 and float(number).is_integer()):
         raise typer.BadParameter(f"{number:g}: must be a whole number ≥ 1.", param_hint=option)
     return int(number)
 
 
 def expected(the_plan: Plan, columns: int, cluster: str) -> ScanCostEstimate:
-    """What scanning the plan's table takes on ``MACHINESxCORES``."""
+    """Estimate the cost of scanning the plan's table on ``MACHINESxCORES``."""
     machines, _, cores = cluster.partition("x")
     if not (machines.isdigit() and cores.isdigit() and int(machines) and int(cores)):
         raise typer.BadParameter(f"{cluster!r}: must be MACHINESxCORES, such as 64x8.", param_hint="--cluster")

@@ -409,7 +409,7 @@ class RunSpec:
         return own if own.is_file() and not own.is_symlink() else None
 
     def describe_objective(self, data: Dataset) -> dict[str, Any]:
-        """What ``objective_from`` needs, and the class names: public facts that are kept with the model."""
+        """Return what ``objective_from`` needs, and the class names: public facts that are kept with the model."""
         return {
             "objective": self.objective or usual_loss(data.task),
             "regularizer": self.regularizer,

@@ -36,7 +36,7 @@ _MARKS = re.compile(rf"[\s'\u2019$€£¥₹%]|(?:{CURRENCIES})")
 
 
 class ColumnKind:
-    """What all kinds of columns share: named features, each with its public range, in a block of numbers.
+    """Base class of column kinds: named features, each with its public range, in a block of numbers.
 
     ``indicator`` adds a flag, a feature of its own, that is 1 where an entry is missing.
     """

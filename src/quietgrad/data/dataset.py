@@ -1,4 +1,4 @@
-"""What a reader hands on: one frozen `Dataset`, checked before any budget is touched; and public splits of rows.
+"""Datasets: one frozen `Dataset` from every reader, checked before any budget is touched, and public splits.
 
 Everything said about the data besides the rows themselves (bounds, classes, names) is public: it comes from a
 schema, the registry or an argument, never from the records.
@@ -93,12 +93,12 @@ class Dataset:
 
     @property
     def targets(self) -> npt.NDArray[Any]:
-        """What each row's target is: its label (no code), or its number."""
+        """The target of each row: its label (not its code), or its number."""
         return self._decoded(self.y)
 
     @property
     def targets_test(self) -> npt.NDArray[Any] | None:
-        """What each held-out row's target is."""
+        """The target of each held-out row, or ``None`` if there are none."""
         return None if self.y_test is None else self._decoded(self.y_test)
 
     def _decoded(self, y: Labels) -> npt.NDArray[Any]:

@@ -80,7 +80,7 @@ def _places() -> list[str]:
 
 
 def _get(url: str, most: int) -> bytes:
-    """What is at an address, if it is not larger than ``most`` bytes."""
+    """Read the content at an address, of at most ``most`` bytes."""
     where = urllib.parse.urlparse(url)
     if where.scheme == "file":
         return read_bytes(urllib.request.url2pathname(where.path), most=most)

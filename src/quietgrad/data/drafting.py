@@ -41,7 +41,7 @@ _FEWEST_GAPS = 3  # cells with such a number
 
 @dataclass(frozen=True)
 class DraftColumn:
-    """What the form of a column's cells tells: its kind, how it is written, whether cells are empty."""
+    """Findings from the form of a column's cells: its kind, its notation, and whether cells are empty."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""What a careful colleague would say of a table before a budget is spent.
+"""Remarks on a table before a budget is spent: gaps, clipped cells, labels, ids and rows left out.
 
 This looks at private cells without noise, for their owner. What it returns is to be shown to the owner alone and
 stored nowhere: it holds exact counts and words of cells.
@@ -37,7 +37,7 @@ class ColumnRemark:
 
 
 def inspect_columns(cells: Table, schema: Schema | None, skip: Sequence[str | None] = ()) -> list[ColumnRemark]:
-    """Constant columns, gaps by their spelling, cells that bounds clip or a vocabulary does not know."""
+    """Remark on constant columns, gaps by their spelling, and cells that are clipped or not in a vocabulary."""
     findings: list[ColumnRemark] = []
     for name, column in cells.items():
         if name in skip or (schema is not None and name not in (*schema.columns, schema.label)):

@@ -36,7 +36,7 @@ ScanWork = Callable[["ScanParts", Task], Value]
 
 @dataclass(frozen=True)
 class ScanParts:
-    """Reads the blocks of pieces; sent to threads and workers."""
+    """Reader of the blocks of pieces. It is sent to threads and workers."""
 
     layout: RowLayout
     rows: int
@@ -45,18 +45,18 @@ class ScanParts:
     mapped: tuple[Callable[[Array], Array], ...] = ()
 
     def blocks(self, task: Task) -> Iterator[Any]:
-        """What an objective's ``prepare`` takes, block by block."""
+        """Iterate over the blocks of a task, each as an objective's ``prepare`` takes it."""
         return (self.seen(*block) for block in self.read(task))
 
     def seen(self, X: Array, y: Array, people: UnitGrouping | None) -> Any:
-        """A block as an objective takes it."""
+        """Return a block as an objective takes it."""
         data: Any = RowBlock(X, y)
         for turned in self.turned:
             data = turned(*data)
         return data if people is None else RecordsWithIds(data, people)
 
     def read(self, task: Task) -> Iterator[tuple[Array, Array, UnitGrouping | None]]:
-        """(X, y) and the people that rows are about, block by block; a person's rows are in one block."""
+        """Yield (X, y) and the people that rows are about, block by block. A person's rows are in one block."""
         if self.whose is not None:
             yield from whole_people(self, task, self.whose)
         else:
@@ -204,7 +204,7 @@ class UserAlignedPartition:
 
 @dataclass(frozen=True)
 class IdRuns:
-    """What a piece tells of its people: secret, and held for as long as the scan is being cut.
+    """Summary of the person ids in a piece. It is secret, and held only while the scan is being cut.
 
     ``orders`` says whether ids never decrease: by value, and of texts by length first, as whole numbers do.
     """
@@ -221,7 +221,7 @@ class IdRuns:
         return "IdRuns()"
 
     def then(self, other: IdRuns) -> IdRuns:
-        """Both, one after the other."""
+        """Return the summary of both pieces, one after the other."""
         if not self.rows or not other.rows:
             return self if self.rows else other
         if self.kind != other.kind:

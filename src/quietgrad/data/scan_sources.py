@@ -1,4 +1,4 @@
-"""What can be scanned, cut into partitions: files by path, pattern, folder or address, and frames in memory.
+"""Sources of a scan, cut into partitions: files by path, pattern, folder or address, and frames in memory.
 
 A partition is some row groups of a file or a slice of a frame. It is small and can be sent to another process. It
 keeps the state of its file from when the scan was made, and refuses a file that has changed before or while it is
@@ -39,7 +39,7 @@ LEAST_ROWS = 1 << 15
 
 
 class Stamp(NamedTuple):
-    """What tells that a file is the one it was: size, times and place on the disk."""
+    """State of a file by which a change is detected: size, times and place on the disk."""
 
     size: int
     modified: int
@@ -170,7 +170,7 @@ def line_blocks(stream: pa.NativeFile) -> Iterator[bytes]:
 
 
 def stamp_of(path: str, filesystem: fs.FileSystem) -> Stamp | None:
-    """What the file looks like now; ``None`` if it is gone."""
+    """Return the current stamp of a file, or ``None`` if it is gone."""
     if isinstance(filesystem, fs.LocalFileSystem):
         try:
             seen = os.stat(path)

@@ -52,7 +52,7 @@ _SPARE = 40  # MB: what libraries and results take, whatever the table
 
 @dataclass
 class _ScanMetadata:
-    """What the first reading found; shared by all views of one scan."""
+    """Facts that earlier readings found. The views of one scan share those that hold for each."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     sizes: tuple[int, ...] | None = None
@@ -61,7 +61,7 @@ class _ScanMetadata:
     passes: list[int] = field(default_factory=lambda: [0])
 
     def of_rows(self) -> _ScanMetadata:
-        """What is known of the same rows, whatever is read of them."""
+        """Return the facts that hold for any view of the same rows: the rows of each piece, and the passes."""
         return _ScanMetadata(self.lock, sizes=self.sizes, passes=self.passes)
 
 

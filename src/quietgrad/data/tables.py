@@ -76,7 +76,7 @@ def _floats(values: pa.Array) -> npt.NDArray[np.float64]:
 
 
 class ColumnOptions(TypedDict, total=False):
-    """What the caller says of the columns, beside a schema.
+    """Options for the columns that a caller gives beside a schema.
 
     The label is the last column if `label` is not given, and there is none unless `labelled`. `person` is the
     column of the ids of the people that rows are about, `keep` one of ids that stand beside predictions; columns of

@@ -37,7 +37,7 @@ _FINEST = 768  # columns of numeric features cut into 32 bins each; more are cut
 
 @dataclass(eq=False, repr=False)
 class _Additive(PrivateModel):
-    """What both additive models share."""
+    """Base class of both additive models: categories, bins and pairs of columns."""
 
     categories: Mapping[Any, Sequence[Any]] | None = field(default=None, kw_only=True)
     bins: int | None = field(default=None, kw_only=True)

@@ -1,4 +1,4 @@
-"""What the estimators share: one budget per fit, one reservation before anything leaves, one account for clones.
+"""Base classes of estimators: one budget per fit, one reservation before any release, one account for clones.
 
 A fit may need private estimates of labels, targets or feature ranges before it can train. Its whole cost is planned
 from public numbers, reserved in the ledger at once, and stated in ``privacy_``. Clones made by a grid search or a
@@ -475,7 +475,7 @@ class PrivateModel(SpendsPrivacy):
 
 @dataclass(eq=False, repr=False)
 class PrivateLinearModel(PrivateModel):
-    """What linear models share besides."""
+    """Base class of linear models: row bound, intercept, regularization, features, inference and algorithm."""
 
     _: KW_ONLY
     row_bound: float | None = None  # type: ignore[misc]
@@ -487,12 +487,12 @@ class PrivateLinearModel(PrivateModel):
 
 
 def number_of(size: int | PublicCount) -> int:
-    """The number of records, declared, public or counted."""
+    """Return the number of records, declared, public or counted."""
     return size.n if isinstance(size, PublicCount) else size
 
 
 def what_counting_cost(size: PublicCount) -> str:
-    """What a refusal says of the budget, once it is known for how many records a fit would be."""
+    """Return a refusal's sentence on what was charged, once the number of records of a fit is known."""
     if size.counted:
         return "The private count of the records was charged, about 1 % of ε; the rest of the budget was not."
     return "No privacy budget was spent."

@@ -43,7 +43,7 @@ _FEW = 300  # nμ below which the estimate of the labels takes more of the budge
 
 @dataclass(eq=False, repr=False)
 class Classifier(ClassifierMixin, PrivateModel):  # type: ignore[misc]
-    """What linear and additive classifiers share."""
+    """Base class of linear and additive classifiers: declared or privately found classes, and accuracy."""
 
     classes: Sequence[Any] | None = field(default=None, kw_only=True)
 

@@ -36,7 +36,7 @@ class DescribedColumn:
 
     @property
     def levels(self) -> list[str]:
-        """What its cells are called: bins or values, and the last for gaps and values that are not listed."""
+        """The names of its cells: values and "other", or bins and, if it may have gaps, "missing"."""
         if self.values:
             return [*map(str, self.values), "other"]
         pairs = itertools.pairwise(self.edges.tolist())

@@ -106,7 +106,7 @@ class _Describe(Ranges):
 
 
 class _DescribeOptions(TypedDict, total=False):
-    """What :func:`describe` takes besides the groups."""
+    """Options of :func:`describe` besides the groups."""
 
     epsilon: float
     delta: float
@@ -310,7 +310,7 @@ def _row(
     sums: tuple[float, float, float] | None,
     everyone: tuple[float, float],
 ) -> dict[str, Any]:
-    """What is said of one column."""
+    """Build the row of statistics of one column."""
     n, off = everyone
     partial = bool(column.values) or column.gaps
     held = n - float(counts[-1]) if partial else n

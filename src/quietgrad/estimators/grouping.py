@@ -366,7 +366,7 @@ def _named_groups(
 def _scaled(
     numbers: Floats, columns: list[DescribedColumn], summed: list[int], limits: Mapping[int, tuple[float, float]]
 ) -> Floats:
-    """Values in [−1, 1], of a column with gaps after a flag that it has none."""
+    """Scale values to [−1, 1]. Before a column with gaps comes a flag that is 1 where there is a value."""
     parts = [np.zeros((len(numbers), 0))]
     for j in summed:
         low, high = limits[j]
@@ -377,7 +377,7 @@ def _scaled(
 
 
 def _bins(per_group: float, method: _GroupReleases, session: Any, relation: Relation) -> int:
-    """As many bins as let one with an equal part of a usual group stand out of the noise."""
+    """Return 32 or 16 bins if an equal part of a usual group in each stands out of the noise, else 8."""
     mechanism = session.plan.schedule["cells"].mechanism
     law = method.law("cells", noise_of(session, "cells", mechanism.bound_of(CellSums(1, method.tables, relation))))
     return next((bins for bins in (32, 16) if per_group / bins > 2.0 * law.half_width(1.0)), 8)

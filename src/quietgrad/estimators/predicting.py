@@ -1,4 +1,4 @@
-"""What models answer: each record by itself, and the records of a scan block by block."""
+"""Predictions of models: for each record by itself, and for the records of a scan block by block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quietgrad.tables.table import Array, Floats, Matrix, rows_in
 
 
 def predict_row_independent(model: object, verb: str, X: object, width: int | None) -> Floats:
-    """``model.verb`` of every record in numbers, each answer from that record alone: ``width`` of them, or one.
+    """Return ``model.verb`` of every record, ``width`` numbers or one, each answer from that record alone.
 
     A score bounds what one person moves by the cell that the person falls into, so no record may move another one's
     answer. This library's models answer by arithmetic of one row (:func:`row_products`). Any other model is asked
@@ -55,7 +55,7 @@ class AskedOnce:
         return getattr(self._model, name)
 
     def answers(self, verb: str, X: object, width: int | None) -> Floats:
-        """What :func:`predict_row_independent` says of these rows."""
+        """Return the answers of :func:`predict_row_independent` for these rows, and keep them."""
         rows, found = self._known.get(verb, (None, None))
         if found is None or rows is not X:
             found = predict_row_independent(self._model, verb, X, width)

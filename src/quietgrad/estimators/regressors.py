@@ -31,7 +31,7 @@ _LEAST_SIGNAL = 150.0  # nμ below which the range of targets cannot be found: a
 
 @dataclass(eq=False, repr=False)
 class Regressor(RegressorMixin, PrivateModel):  # type: ignore[misc]
-    """What linear and additive regressors share."""
+    """Base class of linear and additive regressors: targets in declared or privately found bounds."""
 
     target_bounds: tuple[float, float] | None = field(default=None, kw_only=True)
 

@@ -85,7 +85,7 @@ def from_run(folder: str | Path, features: PublicFeatures | None = None) -> Any:
 
 
 def fitted_attributes(folder: str | Path, features: PublicFeatures | None = None) -> dict[str, Any]:
-    """What a fit sets on its estimator, read from the run in ``folder``."""
+    """Read the attributes that a fit sets on its estimator from the run in ``folder``."""
     model = from_run(folder, features)
     return {name: value for name, value in vars(model).items() if name.endswith("_") or name == "_columns"}
 

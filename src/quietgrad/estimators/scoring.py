@@ -240,9 +240,9 @@ class _HoldoutData:
         return len(self.y)
 
     def with_rows(self, turned: CellPlaces) -> tuple[Any, ...]:
-        """What a tabulation takes: cells and weights, and the people as numbers, if they are.
+        """Return a tabulation's input: cells and weights, and the people's rows if they are numbers.
 
-        A ledger knows them again by these; a model may take something else.
+        A ledger recognises the people by these rows. A model may take something else.
         """
         cells, weights = turned(self.X, self.y)
         try:

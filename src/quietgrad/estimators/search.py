@@ -208,7 +208,7 @@ class PrivateSearch(MetaEstimatorMixin, SpendsPrivacy):  # type: ignore[misc]
 
     @property
     def classes_(self) -> Any:
-        """Of the best model, if it is a classifier."""
+        """The classes of the best model, if it is a classifier."""
         check_is_fitted(self, "best_estimator_")
         return self.best_estimator_.classes_
 
@@ -352,7 +352,7 @@ def _closeness(model: Any, X: object, y: Array) -> Any:
 
 
 class _Split(NamedTuple):
-    """Who trains (by row, and by person) and who scores, and their public numbers."""
+    """Rows and people that train, rows that score, and the public numbers of both sides."""
 
     train: Any
     trained: Any

@@ -223,13 +223,13 @@ class PrivatePipeline(Pipeline):  # type: ignore[misc]
 
     @property
     def privacy_(self) -> Privacy:
-        """What is proved about the last step's fit, and what that does not cover."""
+        """The privacy statement of the last step's fit, which notes what it does not cover."""
         stated: Privacy = self[-1].privacy_
         return stated
 
 
 def learning_steps(pipeline: Pipeline) -> Iterator[str]:
-    """What to say of the steps before the last that learn from the records without privacy."""
+    """Yield a warning about the steps before the last that learn from the records without privacy."""
     if learning := [name for name, step in _steps(pipeline.steps[:-1]) if learns(step)]:
         yield (
             f"ε does not cover {', '.join(learning)}: such a step learns from the records without privacy. Use "

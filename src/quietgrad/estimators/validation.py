@@ -1,4 +1,4 @@
-"""What estimators are given: rows, columns with vocabularies, scans and privacy units."""
+"""Inputs of estimators: rows, columns with vocabularies, scans and privacy units."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Vocabularies = Mapping[Any, Sequence[Any]]
 
 
 class DataFrame(Protocol):
-    """What is read of a data frame of pandas or polars."""
+    """The part of a pandas or polars data frame that estimators read."""
 
     columns: Any
     dtypes: Any
@@ -48,7 +48,7 @@ class DataFrame(Protocol):
 
 
 class ScanTable(ScanSource, Protocol):
-    """What an estimator reads of a :class:`quietgrad.data.scanning.Scan`."""
+    """The part of a :class:`quietgrad.data.scanning.Scan` that estimators read."""
 
     name: str
     feature_names: Sequence[str]
@@ -124,7 +124,7 @@ def scan_if_one(X: object, y: object) -> tuple[Any, Any]:
 
 
 def with_labels(X: object, y: object, labels: Callable[[Any], Any] | None) -> Any:
-    """What an objective takes: records with ``labels(y)`` for their targets."""
+    """Return records as an objective takes them, with ``labels(y)`` for their targets."""
     if is_scan(X):
         return X if labels is None else X.labelled(labels)
     return X, y if labels is None else labels(y)
@@ -219,7 +219,7 @@ def listed_by(kind: object) -> list[Any] | None:
 
 
 def taken_as_public(what: str, instead: str) -> str:
-    """What is said of categories that only a dtype declares: the type itself may have been read from records."""
+    """Return the note on categories that only a dtype declares, which may itself come from the records."""
     return (
         f"the categories of {what} are taken as public, as declared by its dtype; if they were read from the "
         f"records (astype('category')), give {instead}"
@@ -329,12 +329,12 @@ WEIGHTED = "a record counts with its weight over the largest that was declared; 
 
 
 class PrivacyUnitSpec(NamedTuple):
-    """Who is one in a fit; ``people`` is ``None`` where every row is. It lives as long as the fit does."""
+    """The privacy unit of one fit: a row if ``people`` is ``None``, else a person. It lives as long as the fit."""
 
     people: UnitGrouping | ScannedPeople | None = None
     records_public: int | None = None
     weights: Any = None
-    """What each record counts, in [0, 1]: survey weights over the largest that was declared."""
+    """The weight of each record, in [0, 1]: survey weights over the largest that was declared."""
 
     @classmethod
     def of(
@@ -344,7 +344,7 @@ class PrivacyUnitSpec(NamedTuple):
         rule: PersonRule = MEAN_OF_ALL,
         records_public: int | None = None,
     ) -> PrivacyUnitSpec:
-        """From what ``fit`` was given; refused, before anything is planned, if it is not one id per row."""
+        """Build it from what ``fit`` was given. Before anything is planned, refuse ids that are not one per row."""
         if person is None:
             rule.refuse_without_people()
             return cls(None, records_public)
@@ -356,11 +356,11 @@ class PrivacyUnitSpec(NamedTuple):
 
     @property
     def unit(self) -> PrivacyUnit:
-        """What the fit's n counts."""
+        """The privacy unit, which the fit's n counts."""
         return PrivacyUnit.RECORD if self.people is None else PrivacyUnit.PERSON
 
     def asks(self, loss: object) -> Any:
-        """The loss as a curator must be asked about it: about rows, or about people."""
+        """Return the loss as a curator must be asked about it: about rows, or about people."""
         if self.people is None:
             return loss
         return UserLevelObjective(loss, self.people.rule)

@@ -118,7 +118,7 @@ class Frozen:
 
     @property
     def note(self) -> str:
-        """What the privacy statement says: which public function the features are."""
+        """The note in the privacy statement: which public function the features are."""
         return f"features are those of a public network, {self.digest}, asked about one record at a time"
 
     def to_json(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Frozen:
         return unit_length(out) if self.unit_rows else out
 
     def _answer(self, record: Rows) -> Rows:
-        """What the network says of one record, flat."""
+        """Return the network's output for one record, flat."""
         try:
             answer = self._session_answer(record) if self._module is None else self._module_answer(record)
         except DataError:

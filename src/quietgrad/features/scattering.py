@@ -154,7 +154,7 @@ def wavelet(n: int, scale: int, angle: int) -> Complex:
 
 
 def _folded(spectrum: torch.Tensor) -> torch.Tensor:
-    """Of a picture's spectrum that of its every second pixel: the mean of the four quadrants."""
+    """Return the spectrum of a picture's every second pixel: the mean of the four quadrants of its own."""
     half = spectrum.shape[-1] // 2
     rows = spectrum[..., :half, :] + spectrum[..., half:, :]
     return (rows[..., :half] + rows[..., half:]) / 4.0
@@ -245,7 +245,7 @@ class Pictures:
 
     @property
     def note(self) -> str:
-        """What a privacy statement says of these features."""
+        """The note on these features in a privacy statement."""
         return "features are wavelet coefficients of single pictures, scaled by public constants"
 
     def to_json(self) -> dict[str, Any]:

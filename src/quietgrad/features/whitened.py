@@ -84,7 +84,7 @@ class Whitened:
 
     @property
     def note(self) -> str:
-        """What the privacy statement says: which public numbers the features rest on."""
+        """The note in the privacy statement: which public numbers the features rest on."""
         first = "" if self.features is None else f"{self.features.note}; "
         return f"{first}features are whitened by public rows, {self.digest}"
 

@@ -116,7 +116,7 @@ class Approved:
         return replace(file, host=host, port=port)
 
     def _beside(self, name: str, most: int) -> bytes:
-        """What the plan names: the text that was approved, and weights whose digest the plan's digest holds."""
+        """Return a file that the plan names: the approved code, or weights whose digest the plan's digest holds."""
         if name.endswith(".py"):
             if self.module_text is None:
                 raise DataError("the approval holds no code of the plan's network; approve again.")
@@ -127,7 +127,7 @@ class Approved:
 
     @cached_property
     def objective(self) -> Any:
-        """What is trained. For a network this runs the code that was approved, and no other code can be run."""
+        """The objective to train. For a network this runs the approved code, and no other text as code."""
         network = self.file.network
         return self.file.objective if network is None else network.build()
 

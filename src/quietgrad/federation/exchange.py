@@ -36,7 +36,7 @@ Tell = Callable[[str], None]
 
 
 class Envelope(NamedTuple):
-    """What stands before every message and every reply."""
+    """Header of every message and every reply."""
 
     kind: int
     number: int
@@ -57,14 +57,14 @@ class Envelope(NamedTuple):
 
 
 class Introduction:
-    """A question who is there, and the proof: a signature over a nonce."""
+    """A request for a member's identity, which a signature over a nonce proves."""
 
     def __init__(self) -> None:
         self.frame = Envelope(WHO, 0, os.urandom(16), os.urandom(32)).around(b"")
 
     @staticmethod
     def signed(name: str, frame: Bytes) -> bytes:
-        """What the member of this name signs."""
+        """Return the bytes that the member of this name signs."""
         return b"quietgrad introduction 1\0" + name.encode() + b"\0" + bytes(frame[: _HEAD.size])
 
     def is_by(self, name: str, key: bytes, reply: Bytes) -> bool:

@@ -65,7 +65,7 @@ class Journal:
         self.run = run
 
     def reopen(self, openings: int) -> bool:
-        """Go on, after the ledger knew of so many openings; whether it and the file agree that nothing is missing.
+        """Go on after so many openings in the ledger. Return whether it and the file agree that nothing is missing.
 
         Where they do not, rounds may have been answered that are not here.
         """
@@ -87,7 +87,7 @@ class Journal:
         return self._drawn.get(slot, 0)
 
     def keep_places(self, contents: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        """Records that take part once, or in turn, go by their places: a party that restarts must hold them alike.
+        """Keep the places of records that take part once, or in turn: a restarted party must hold them alike.
 
         In another order a used record would have the place of an unused one: ``DataError``.
         """
@@ -107,7 +107,7 @@ class Journal:
         self._write({"places": self._places})
 
     def end(self) -> None:
-        """The run is closed and paid for: nothing more is answered in it."""
+        """End a run that is closed and paid for. Nothing more is answered in it."""
         if not self.ended:
             self._write({"ended": self.run})
             self.ended = True
@@ -115,14 +115,14 @@ class Journal:
                 _destroy(_key_file(self._file.path))
 
     def unbind(self) -> None:
-        """Nothing was asked in the run: the approval was not used."""
+        """Free the approval from a run in which nothing was asked."""
         if self.last_round >= 0:
             raise LedgerError(f"{self._name}: rounds were answered, so the approval is used.")
         self.discard()
         Journal.__init__(self, self._folder, self._name, self._digest)
 
     def discard(self) -> None:
-        """What came out of the run is safe: remove the journal; nothing more is answered in it."""
+        """Remove the journal of a run whose results are safe. Nothing more is answered in the run."""
         self.ended = True
         if self._file is not None:
             _destroy(_key_file(self._file.path))
@@ -307,7 +307,7 @@ class Approval:
 
     @property
     def _cost(self) -> Cost | None:
-        """What the party's own ledger is charged: the plan as the party's records see it."""
+        """The cost that the party's own ledger is charged: the plan as the party's records see it."""
         plan = self._plan
         event = None if plan.budget is None else plan.party_event(self._place, None)
         return None if plan.budget is None or event is None else Cost.of(event, plan.budget, plan.unit)

@@ -128,7 +128,7 @@ class NetworkSource(BaseObjective):
 
     @property
     def digests(self) -> dict[str, str]:
-        """What the plan's digest says of the files: SHA-256 by name."""
+        """The SHA-256 of each file by name, which the plan's digest covers."""
         found = {self.file: hashlib.sha256(self.text.encode()).hexdigest()}
         if self.start is not None and self.start_file is not None:
             found[self.start_file] = hashlib.sha256(self.start).hexdigest()
@@ -144,7 +144,7 @@ class NetworkSource(BaseObjective):
         }  # fmt: skip
 
     def rows(self) -> list[tuple[str, str]]:
-        """What a member reads before it approves."""
+        """Return the rows that a member reads before it approves."""
         weights = f"made by the file under seed {self.seed}"
         if self.start_file is not None:
             weights = f"{self.start_file}, SHA-256 {self.digests[self.start_file]}"

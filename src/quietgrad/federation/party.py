@@ -367,12 +367,12 @@ class PartyCurator(Member):
         return np.asarray(total, np.float64)
 
     def withdraw(self) -> bool:
-        """The coordinator gave up: if it asked nothing, all is given back and the folder as before; whether so."""
+        """Withdraw after the coordinator gave up. Return whether all is given back, since it asked nothing."""
         self._samplers = {}
         return self.approval.withdraw()
 
     def discard(self) -> None:
-        """What came out of the run is safe: book it, if the coordinator's word did not arrive, and clear away."""
+        """Book a run whose results are safe, if the coordinator's close did not arrive, and remove its journal."""
         if self.approval.in_use and self._journal.run is not None:
             self.approval.close(self._journal.run, "the model came")
         self._last.forget()

@@ -32,7 +32,7 @@ def readable_digest(digest: str) -> str:
 
 
 def pin_of(file: PlanFile) -> str:
-    """What members of a plan read out to each other, and give as ``--pin``."""
+    """Return the pin that members of a plan read out to each other, and give as ``--pin``."""
     budget = file.budget
     promise = "ε=none" if budget is None else f"ε={budget.epsilon!r} δ={budget.delta!r}"
     return f"{promise} n={sum(file.sizes)} {readable_digest(file.digest)}"

@@ -226,7 +226,7 @@ class FederatedPlan(Plan):
         return self.schedule[slot].multiplier(self.noise_multiplier) if self.is_private else 0.0
 
     def terms(self, dimension: int) -> SecureSumConfig:
-        """The agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
+        """Return the agreed terms of secure sums of a length, in units in which the noise has σ = 1."""
         assert self.secure is not None
         settings: dict[str, Any] = {"servers": len(self.servers), "quorum": self.quorum}
         if self.secure == "masks":
@@ -248,7 +248,7 @@ class FederatedPlan(Plan):
         return next((each for each in mechanisms if isinstance(each, BufferedToeplitzNoise)), None)
 
     def scale(self, multiplier: float, bound: float, dimension: int) -> float:
-        """What a party divides its sum by before a secure sum: σ in the query's own units, rounding paid.
+        """Return the divisor of a party's sum before a secure sum: σ in the query's own units, rounding included.
 
         σ = z·(C + k√d·step) with step = σ/units and k parties that may know one person, each of which rounds its
         sum; hence σ = zC/(1 − zk√d/units). Without noise it is C. On a 32-bit ring sums are rounded with a dither,
@@ -281,11 +281,14 @@ class FederatedPlan(Plan):
 
     @property
     def upscaling(self) -> float:
-        """What the sum of the parties of one round is multiplied by, so that it stands for all: m/k."""
+        """The factor m/k by which the sum of one round's parties is multiplied, so that it stands for all."""
         return 1.0 if self.parties_per_round is None else len(self.names) / self.parties_per_round
 
     def event_of(self, counts: Mapping[str, int] | None) -> events.Event:
-        """What ``counts`` askings of each slot released; of all of them, spare rounds too, if ``None``."""
+        """Return the event of ``counts`` releases of each slot, or of all, spare rounds too, if ``None``.
+
+        A run in which some party was never asked counts as a whole one.
+        """
         parts = self._party_events(counts)
         if counts is not None and len(parts) < len(self._party_events(None)):
             return self.event_of(None)
@@ -295,7 +298,7 @@ class FederatedPlan(Plan):
     def party_event(
         self, party: int, counts: Mapping[str, int] | None, *, viewers: bool = False
     ) -> events.Event | None:
-        """What the records of one party gave away; ``None`` if they were never asked.
+        """Return the event of one party's records, or ``None`` if they were never asked.
 
         A coordinator that draws the parties knows whom. Unless it is trusted, the event is the one against it, or
         if ``viewers``, against those who see released models alone.
@@ -333,7 +336,7 @@ class FederatedPlan(Plan):
 
     @cached_property
     def _kinds(self) -> list[tuple[Sampling | None, ...]]:
-        """What sets the parties' events apart: how each draws."""
+        """How each party draws, slot by slot. Parties that draw alike have equal events."""
         drawn = [slot.sampling for slot in self.schedule.slots]
         return [tuple(s.at_party(self.sizes, j) for s in drawn) for j in range(len(self.names))]
 

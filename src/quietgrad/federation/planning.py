@@ -66,12 +66,12 @@ class Party:
 
     @property
     def data(self) -> Any:
-        """What the objective takes."""
+        """The data as the objective takes them."""
         return self.X if self.y is None else (self.X, self.y)
 
     @property
     def held(self) -> Any:
-        """The same, with whose each record is, if that is known."""
+        """The data, with the person of each record if that is known."""
         return self.data if self.person is None else RecordsWithIds(self.data, self.person)
 
     @cached_property
@@ -121,7 +121,7 @@ Weights = str | Sequence[float]
 
 
 def factors(weights: Weights, sizes: tuple[int, ...]) -> tuple[float, ...]:
-    """What party j multiplies its sum by, w_j·n/n_j, so that the average of parties has weights w_j.
+    """Return each party's factor w_j·n/n_j of its sum, so that the average of parties has weights w_j.
 
     >>> factors("size", (30, 10)), factors("equal", (30, 10))
     ((1.0, 1.0), (0.6666666666666666, 2.0))
@@ -329,7 +329,7 @@ def explain(plan: FederatedPlan) -> str:
 
 
 def party_statements(plan: FederatedPlan) -> tuple[str, ...]:
-    """What is to be said beside the ε of a plan whose unit is a party, and whom its parties are drawn by."""
+    """Return statements beside the ε of a plan whose unit is a party: its neighbours, and who draws parties."""
     if plan.unit is not PrivacyUnit.PARTY or plan.budget is None:
         return ()
     found = [

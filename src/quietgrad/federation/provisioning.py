@@ -47,7 +47,7 @@ _PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one member holds; read with :meth:`read`.
+    """Credentials of one member: its identity, all public keys and the authorities. Read them with :meth:`read`.
 
     ``authorities`` are the fingerprints of the authorities that sign for each member; folders of earlier versions
     have one authority for all, and none here.
@@ -276,7 +276,7 @@ def _write_request(home: Path, identity: Identity, body: Mapping[str, str]) -> P
 
 
 def asker(path: Path) -> str:
-    """Whose request a file is; its name does not matter, mail programs change it."""
+    """Return the member's name in a request file. The file's own name does not matter: mail programs change it."""
     try:
         return check_path_name("name", read_json(path, most=_LARGEST_REQUEST)["name"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -389,7 +389,7 @@ def _certificate(
 
 
 def _purpose(name: str) -> x509.ObjectIdentifier:
-    """The coordinator's certificate is good for serving only, all others for calling only."""
+    """Return the purpose of a certificate: the coordinator's is for serving only, all others for calling only."""
     return ExtendedKeyUsageOID.SERVER_AUTH if name == COORDINATOR else ExtendedKeyUsageOID.CLIENT_AUTH
 
 
@@ -401,7 +401,7 @@ def _new_keys(home: Path, name: str, secret: bytes | None) -> tuple[ec.EllipticC
 
 
 def _bound(name: str, body: Mapping[str, str]) -> bytes:
-    """What the identity signs of a request; without a certificate as earlier versions do."""
+    """Return the bytes of a request that the identity signs, without a certificate those of earlier versions."""
     parts = [body[part].encode() for part in ("request", "certificate", "authority") if part in body]
     return b"quietgrad request 1\0" + name.encode() + b"\0" + b"\0".join(parts)
 

@@ -30,7 +30,7 @@ class Pace(Protocol):
     def answer(
         self, train: Callable[[], Floats], coin: Callable[[], bool], zeros: Floats, seconds: float
     ) -> Floats:
-        """What ``train`` returns if the coin says so, else ``zeros``; the coin is drawn after the training."""
+        """Return ``train()`` if the coin says so, else ``zeros``. The coin is drawn after the training."""
         ...
 
     def hold(self) -> None:

@@ -46,7 +46,7 @@ class PartyRecords:
 
     @property
     def held(self) -> Any:
-        """What an objective prepares."""
+        """The records as an objective prepares them."""
         data = (self.X, self.y) if isinstance(self.X, np.ndarray) else _Ragged(self.X, self.y)
         return data if self.person is None else RecordsWithIds(data, self.person)
 
@@ -130,7 +130,7 @@ class RecordFormat:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What ``predict`` needs to read other files like the parties'."""
+        """The facts that ``predict`` needs to read other files like the parties'."""
         return {
             "form": self.form, "shape": list(self.shape), "vocabulary": self.vocabulary, "label": self.label,
             "features": self.features, "classes": None if self.classes is None else len(self.classes),
@@ -151,7 +151,7 @@ class RecordFormat:
         return self._checked(path, X, labels, person)
 
     def options(self) -> dict[str, Any]:
-        """What ``run.json`` says of reading other files like the parties'."""
+        """Return the options that ``run.json`` keeps for reading other files like the parties'."""
         if self.table is not None:
             return self.table.options()
         named = {"label": self.label, "person": self.person, "classes": self.classes and list(self.classes)}

@@ -102,7 +102,7 @@ class Revocations:
             _write(self._folder / LIST, {**before, **new})
 
     def _signed(self, listed: Mapping[str, str]) -> bytes:
-        """What the coordinator signs: the list, and for which federation it is."""
+        """Return the bytes that the coordinator signs: the list, and the members of its federation."""
         members = {name: key.hex() for name, key in self._publics.items()}
         return _DOMAIN + json.dumps([members, dict(listed)], sort_keys=True).encode()
 

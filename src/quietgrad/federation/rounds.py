@@ -157,7 +157,7 @@ class SecureRounds:
         self._ready.clear()
 
     def collect(self, ask: RoundRequest) -> Floats:
-        """As :meth:`PlainRounds.collect`; the sum carries its noise already."""
+        """Return the sum as :meth:`PlainRounds.collect` does. It carries its noise already."""
         try:
             if ask.dim not in self._ready:
                 self._ready[ask.dim] = self._set_up(ask)

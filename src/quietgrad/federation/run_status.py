@@ -99,7 +99,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def status_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a terminal shows of :func:`read_status`; files of earlier versions say less."""
+    """Return the rows that a terminal shows of :func:`read_status`. Files of earlier versions give fewer."""
     shown = {"role": "role", "federation": "federation", "pin": "plan", "line": "rounds", "words": "words",
              "time": "time"}  # fmt: skip
     rows = [(title, str(facts[key])) for key, title in shown.items() if key in facts]

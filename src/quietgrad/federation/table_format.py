@@ -100,7 +100,7 @@ class TableFormat:
         return data
 
     def options(self) -> dict[str, Any]:
-        """What ``run.json`` says of reading other files like the parties', beside the schema."""
+        """Return the options, beside the schema, that ``run.json`` keeps for reading files like the parties'."""
         if self.schema is not None:
             return {} if self.person is None else {"person": self.person}
         named = {"label": self.label, "person": self.person, "classes": self.classes and list(self.classes)}

@@ -52,7 +52,7 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says to the other: a kind, public JSON fields, and arrays.
+    """A message from one side to the other: a kind, public JSON fields, and arrays.
 
     >>> message = Message("sum", {"round": 3}, {"total": np.array([1.0, 2.0])})
     >>> again = decode(encode(message))

@@ -237,11 +237,11 @@ class CanaryQuery:
 
     @property
     def bound(self) -> float:
-        """As the query's."""
+        """The query's own bound."""
         return self.query.bound
 
     def dim(self, records: Records) -> int:
-        """As the query's."""
+        """Return the query's own dimension."""
         return self.query.dim(records)
 
     def sum_into(self, objective: object, batch: Batch, out: OwnVector) -> None:
@@ -305,7 +305,7 @@ class QueryGame(Game):
 
 
 def table_game(n: int, relation: Relation, only: tuple[str, ...] = (), every: int = 1) -> QueryGame:
-    """A small table in the unit ball for methods that need features."""
+    """Build a game on a small table in the unit ball, for methods that need features."""
     X = np.random.default_rng(0).uniform(-0.5, 0.5, (n, 2))
     y = (X[:, 0] > 0).astype(float)
     return QueryGame(n, relation, Logistic(row_bound=1.0), (X, y), only=only, every=every)

@@ -95,7 +95,7 @@ def run_federated(
         raise ValueError("a federation is audited with everyone in every round: make(n) must not sample.")
 
     def heard(pattern: Pattern, which: int | None) -> tuple[Views, float]:
-        """What the federation publishes in one world (``None``: every record silent), and its variance factor."""
+        """Return what one world publishes, or with ``None`` a world of silent records, and its variance factor."""
         first = {None: "silent", 0: "canary", 1: "mirror"}[which]
         gone = which == 1 and budget.relation is Relation.ADD_REMOVE
         others = ("silent", "silent") if which is None else ("against", "aside")

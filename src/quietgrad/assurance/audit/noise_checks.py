@@ -193,7 +193,7 @@ class AnonymousRecords:
         return self.n
 
     def contents(self) -> Iterator[bytes]:
-        """Nothing: every answer is the same whatever they are."""
+        """Yield empty content: every answer is the same whatever the records are."""
         yield b""
 
     fingerprint_parts = contents
@@ -222,7 +222,7 @@ class ConstantQuery:
     value: float = 0.0
 
     def k_norm_bound(self, width: int) -> float:
-        """The same bound: a constant is far from nothing in no norm."""
+        """Return the same bound: no record moves a constant, in any norm."""
         return self.bound
 
     def dim(self, records: object) -> int:
@@ -235,7 +235,7 @@ class ConstantQuery:
 
 
 def _probe(slot: Slot, plan: Plan, rho: float | None = None) -> Probe:
-    """What is asked of a slot, at the noise of the plan, or at noise that spends ρ of a filter."""
+    """Return the probe of a slot, at the noise of the plan or at noise that spends ρ of a filter."""
     assert plan.budget is not None
     relation = plan.budget.relation
     multiplier = slot.multiplier(plan.noise_multiplier) if rho is None else noise_multiplier_for_rho(rho, relation)
@@ -244,7 +244,7 @@ def _probe(slot: Slot, plan: Plan, rho: float | None = None) -> Probe:
 
 
 def listener(slot: Slot, plan: Plan, width: int) -> Listen:
-    """What asks one release of ``slot`` and returns standard normals, if its claim holds."""
+    """Return a function that asks one release of ``slot`` and returns standard normals, if its claim holds."""
     assert plan.budget is not None
     rho, name, relation = rho_of(plan), slot.name, plan.budget.relation
     probe = _probe(slot, plan, rho)

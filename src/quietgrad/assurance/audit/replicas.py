@@ -67,7 +67,7 @@ class RecordingSession:
         return self._session.uniform(f"{label}/{self._number}")
 
     def heard_of(self, chosen: int) -> float:
-        """What a choice shows an observer."""
+        """Return the number that a choice shows an observer."""
         return float(chosen)
 
     def _check_single(self) -> None:
@@ -103,7 +103,7 @@ class RecordingSession:
 
 
 def as_numbers(vector: OwnVector) -> Floats:
-    """A vector, numpy or torch, as float64 numbers of its own."""
+    """Copy a numpy or torch vector into a float64 array."""
     plain = vector if isinstance(vector, np.ndarray) else vector.detach().cpu().numpy()
     return np.array(plain, np.float64)
 
@@ -186,12 +186,12 @@ class Game(ABC):
         """(objective, data) of ``runs`` blocks of world 0 or 1."""
 
     def recording(self, which: int) -> Callable[..., RecordingSession]:
-        """What listens to the session of a run."""
+        """Return a factory of the session that records a run of world ``which``."""
         return RecordingSession
 
 
 class Views(NamedTuple):
-    """What was seen: ``transcript`` (runs, releases·d), ``model`` (runs, d), and the slot of each column.
+    """An observer's views: ``transcript`` (runs, releases·d), ``model`` (runs, d), and the slot of each column.
 
     ``compared`` is false where the models do not hold the canary, so that there is nothing in them to tell apart.
     """
@@ -210,7 +210,7 @@ def central(objective: RecordAdapter, data: object, key: bytes) -> Curator:
 
 @dataclass(frozen=True)
 class Trial:
-    """What all runs of an attack have in common: ``plan`` is one run's plan, which is what is claimed.
+    """Settings that all runs of an attack share. ``plan`` is one run's plan, whose guarantee is the claim.
 
     Without ``seed`` every run has fresh secret noise.
     """
@@ -228,7 +228,7 @@ class Trial:
         return tuple(sorted((r, p) for r, p in laws[0] if p > 0.0)) if len(laws) == 1 else None
 
     def collect(self, which: int, runs: int, *, together: bool = True) -> Views:
-        """What left the session in ``runs`` runs of world ``which``, side by side where they can be.
+        """Collect what leaves the session in ``runs`` runs of world ``which``, made side by side where possible.
 
         A method that stops at a random round R has δ(ε) = E[δ_R(ε)], which holds even if R is published.
         So the auditor draws R for each run, and all runs of one R are made side by side.

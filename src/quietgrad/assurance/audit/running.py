@@ -204,7 +204,7 @@ def attack_divergence(scores: tuple[Floats, Floats], rho: float, what: str, alph
     trials = len(tested[0])
 
     def shown(p: Floats, q: Floats) -> Floats:
-        """What bounds on these rates would show in so many trials."""
+        """Return the divergence that bounds on these rates would show in so many trials."""
         return binary_divergence(p - half_width(p, trials, alpha / 2), q + half_width(q, trials, alpha / 2))
 
     _, event = best_event(taught, shown)

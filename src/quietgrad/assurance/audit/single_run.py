@@ -98,11 +98,11 @@ class PlantedQuery:
 
     @property
     def bound(self) -> float:
-        """As the query's: a record is a model's or a canary, never both."""
+        """The query's own bound. A record is a model's or a canary, never both."""
         return self.query.bound
 
     def dim(self, records: RecordsWithCanaries) -> int:
-        """Sums of the model's size have room for canaries; a loss has none."""
+        """Return the query's dimension, with room for canaries in sums of the model's size."""
         own = self.query.dim(records.inner)
         return own + records.canaries if own == records.inner.dim else own
 

@@ -185,7 +185,7 @@ def check(
 
 
 def _bound_by(document: PrivacyCertificate, findings: list[Finding]) -> tuple[str, ...]:
-    """What holds the claim fast."""
+    """Return what binds the claim: a valid signature, the ledger's head, both or neither."""
     good = {finding.what for finding in findings if finding.ok}
     signer = document.signature["public_key"] if document.signature is not None else ""
     head = (document.body["ledger"] or {}).get("head")
@@ -536,13 +536,13 @@ def _ledger_findings(body: Json, claim: _Claim, file: str | Path | None) -> list
 
 
 def _seq(head: str) -> int:
-    """The number of the line that a head names; 0 if it names none."""
+    """Return the number of the line that a head names, or 0 if it names none."""
     seq = head.partition("-")[0]
     return int(seq) if seq.isdecimal() and len(seq) <= 18 else 0
 
 
 def _chain_problem(entries: tuple[ChainEntry, ...], head: str, *, whole: bool) -> str:
-    """What is wrong with lines copied from a ledger, all of them or one run's; '' if nothing."""
+    """Return the fault in lines copied from a ledger, all of them or one run's, or '' if there is none."""
     last, seq = entries[-1], head.partition("-")[0]
     for before, line in zip((None, *entries), entries, strict=False):
         if type(line.seq) is not int or not isinstance(line.body, dict) or line.hash != line.digest():
@@ -560,7 +560,7 @@ def _chain_problem(entries: tuple[ChainEntry, ...], head: str, *, whole: bool) -
 
 
 def _account_total(book: LedgerState, claim: _Claim) -> str:
-    """What all runs of the account in the ledger cost together."""
+    """Say in words what all runs of the account in the ledger cost together."""
     account = str(claim.privacy.account)
     parts, count = book.counted(account), book.runs(account)
     runs, event = f"{count} run{'' if count == 1 else 's'} of {account!r} in this ledger", compose_events(parts)
@@ -584,7 +584,7 @@ def _model_finding(body: Json, file: str | Path | None) -> Finding:
 def _words(
     document: PrivacyCertificate, claim: _Claim, findings: list[Finding], demanded: str | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What the findings show, and what they do not."""
+    """Return sentences on what the findings show, and on what they do not show."""
     good, privacy = {finding.what for finding in findings if finding.ok}, claim.privacy
     shown, rest = list[str](), list[str]()
     if "proof" in good:

@@ -70,7 +70,7 @@ OURS = "quietgrad"
 
 @dataclass(frozen=True)
 class IndependentProof:
-    """ε by a second derivation, whose code made it, and how; or ``None`` and why not.
+    """ε by a second derivation, the authors of its code and its method, or ``None`` and the reason.
 
     ``authors`` names the code of every part of the proof; it is empty where there is none.
     """
@@ -87,7 +87,7 @@ class IndependentProof:
 
     @property
     def how(self) -> str:
-        """Whose proof it is and by which method.
+        """The authors of the proof and its method, in words.
 
         >>> IndependentProof(1.0, frozenset((OURS, "dp-accounting 0.6.0")), "distributions").how
         'quietgrad itself by a second derivation, composed by dp-accounting 0.6.0, distributions'
@@ -198,7 +198,7 @@ def second_proof(event: Event, *, delta: float, relation: Relation) -> Independe
 
 
 def verifier_proof(event: Event, *, delta: float, relation: Relation) -> IndependentProof | None:
-    """ε by ``quietgrad-verify``, which shares no code with this package; ``None`` if it is not installed."""
+    """Prove ε by ``quietgrad-verify``, which shares no code with ours. Return ``None`` if it is not installed."""
     if find_spec("quietgrad_verify") is None:
         return None
     from quietgrad_verify import NoRule, prove
@@ -214,7 +214,7 @@ def verifier_proof(event: Event, *, delta: float, relation: Relation) -> Indepen
 
 
 def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
-    """The least ε with δ(ε) + (1 + e^ε)·slack ≤ δ, from below; no slack, no search."""
+    """Return the least ε with δ(ε) + (1 + e^ε)·slack ≤ δ, searched from below. Without slack, skip the search."""
     value = epsilon(delta)
     if slack == 0.0:
         return value
@@ -228,7 +228,7 @@ def _with_slack(epsilon: Curve, delta: float, slack: float) -> float:
 
 
 def _curve(core: Event, relation: Relation, delta: float) -> _Proved:
-    """What it proves about one choice of parallel parts, whose code does, and how."""
+    """Return the curve δ ↦ ε of one choice of parallel parts, the authors of its code, and its method."""
     releases, factor = count_releases(core), sensitivity_factor(relation)
     if len(releases) > _MOST_KINDS or sum(releases.values()) > _MOST_RELEASES:
         raise _NoRule(f"more than {_MOST_RELEASES} releases, or {_MOST_KINDS} kinds of them, are not composed here")

@@ -114,7 +114,7 @@ def _model(run: ReportedRun) -> Section:
 
 
 def _data(run: ReportedRun) -> Section:
-    """What was declared about the data; n is public, declared or counted with noise."""
+    """Build the section of declared facts about the data. n is public, declared or counted with noise."""
     result = run.result
     facts = result.details.get("model", {})
     unit = result.privacy.unit.in_words("records")

@@ -201,17 +201,17 @@ class BufferedToeplitzNoise(CorrelatedNoise, kind="correlated"):
         return _worst_move(self.coefficients()[:count], columns) * _ROUNDED_UP
 
     def strategy(self) -> tuple[Floats, range]:
-        """A record in k releases b apart moves the columns 0, b, 2b, … of S."""
+        """Return the first column of S, and the columns 0, b, 2b, … that a record in k releases moves."""
         return self.coefficients(), range(0, self.releases, self.separation)[: self.participations]
 
     @property
     def cohorts(self) -> int:
-        """As many as keep a record's releases apart."""
+        """The number of cohorts, b: a record's releases are then at least b apart."""
         return self.separation
 
     @classmethod
     def example(cls, releases: int) -> BufferedToeplitzNoise:
-        """A record in four releases."""
+        """Return the strategy for a record in four releases."""
         return cls.made(releases, 4, releases // 4)
 
     @property
@@ -342,7 +342,7 @@ class BandedToeplitzNoise(CorrelatedNoise, kind="banded"):
 
     @property
     def cohorts(self) -> int:
-        """As many as there are bands: how many releases a piece of noise is taken back in."""
+        """The number of cohorts, one per band: a window then holds one contribution of a record."""
         return len(self.column)
 
     def coefficients(self) -> Floats:

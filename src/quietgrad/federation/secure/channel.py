@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class FrameType(IntEnum):
-    """What a frame is; a frame of one kind is never accepted as another."""
+    """Kinds of frames. A frame of one kind is never accepted as another."""
 
     ENVELOPE = 1  # masks: party to party, through the server: round key and shares
     PREPARE = 2  # masks: party to server: all envelopes
@@ -225,7 +225,7 @@ class Endpoint:
         return payload
 
     def _read_all(self, frames: Mapping[int, bytes], read: Callable[[int, bytes], T]) -> dict[int, T]:
-        """What the frames of parties hold, by roster number.
+        """Read the frames of parties, and return their contents by roster number.
 
         A party whose frame ``read`` refuses counts as absent and is named in :attr:`left_out`: one malformed frame
         must not end a round that a quorum can finish.

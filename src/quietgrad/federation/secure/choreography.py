@@ -1,4 +1,4 @@
-"""Who says what to whom in a secure sum: one choreography per protocol, whatever carries its frames.
+"""Choreographies of secure sums: who sends what to whom, one per protocol, whatever carries the frames.
 
 A choreography is a generator. It yields a :class:`Step`, a kind of message with the frames for each recipient, and
 is resumed with the replies. A recipient that did not answer is missing among them. Recipients are roster numbers.
@@ -29,7 +29,7 @@ from quietgrad.federation.secure.terms import SecureSumConfig
 
 Frame = bytes | npt.NDArray[Any]
 Frames = Mapping[str, Frame]
-"""What one message carries, by name: ``"frame"`` if it is one frame, else roster numbers or places."""
+"""Frames of one message, by name: ``"frame"`` if it is one frame, else roster numbers or places."""
 NOTHING: Frames = {}
 QUESTION = "ask"
 _NO_TOTAL = "its total is not a finite vector of the agreed length"
@@ -48,7 +48,7 @@ class Step(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What one recipient answered; ``left_out`` are the senders whose frames it could not read, and why."""
+    """One recipient's answer. ``left_out`` names the senders whose frames it could not read, and why."""
 
     frames: Frames = NOTHING
     left_out: Mapping[str, object] = {}

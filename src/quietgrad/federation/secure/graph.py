@@ -61,7 +61,7 @@ class CommunicationGraph:
         return self.neighbours == self.parties - 1
 
     def draw(self, me: int) -> tuple[int, ...]:
-        """A party's own neighbours, uniform and in random order; empty in a complete graph, where they are all."""
+        """Draw a party's own neighbours, uniform and in random order. A complete graph needs none: all are."""
         if self.complete:
             return ()
         others = [j for j in range(self.parties) if j != me]
@@ -93,19 +93,19 @@ class MaskingNeighbours:
 
     @property
     def to(self) -> tuple[int, ...]:
-        """Who receives her envelopes."""
+        """Parties to which she sends envelopes."""
         return tuple(sorted({*self.holders, *self.partners}))
 
     @property
     def source(self) -> tuple[int, ...]:
-        """Who sends her envelopes."""
+        """Parties that send envelopes to her."""
         return tuple(sorted({*self.dealers, *self.partners}))
 
 
 def masking_neighbours(
     graph: CommunicationGraph, picks: Mapping[int, tuple[int, ...]]
 ) -> dict[int, MaskingNeighbours]:
-    """The neighbourhoods among those whose ``picks`` are known: right for a party all of whose neighbours are.
+    """Return the neighbourhoods of parties with known ``picks``, right where all neighbours of one are known.
 
     >>> graph = CommunicationGraph(4, neighbours=2, partners=1, near=0, threshold=2, failure=0.0, lost=0.0)
     >>> masking_neighbours(graph, {0: (1, 2), 1: (3, 0), 2: (1, 0), 3: (0, 2)})[1]

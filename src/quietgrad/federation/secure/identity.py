@@ -159,7 +159,7 @@ def is_signed(key: bytes, signature: bytes, message: bytes) -> bool:
 
 
 def in_round(domain: bytes, context: bytes, t: int, body: bytes) -> bytes:
-    """What is signed of a statement in round t: it counts in no other run, round or place."""
+    """Return the bytes to sign for a statement in round t. They count in no other run, round or place."""
     return domain + context + t.to_bytes(8, "big") + body
 
 
@@ -221,7 +221,7 @@ class SurvivorAttestation(NamedTuple):
 
     @staticmethod
     def pack(witness: SurvivorAttestation | None) -> bytes:
-        """As bytes of a fixed length; all zeros if there was no earlier round."""
+        """Pack an attestation into bytes of a fixed length, all zeros if there was no earlier round."""
         if witness is None:
             return bytes(WITNESS_BYTES)
         return (witness.round + 1).to_bytes(8, "big") + witness.context + witness.digest + witness.signature

@@ -52,7 +52,7 @@ SEALED_BYTES = _ENVELOPE + FRAME_OVERHEAD
 
 @dataclass
 class _PartyRound:
-    """What a party keeps of one round, from prepare to reveal."""
+    """A party's state of one round, from prepare to reveal."""
 
     key: X25519PrivateKey
     self_mask: bytes
@@ -256,7 +256,7 @@ _NO_PAIR = bytes(PAIR_BYTES)
 
 @dataclass
 class _ServerRound:
-    """What the server keeps of one round."""
+    """The server's state of one round."""
 
     members: tuple[int, ...]
     statements: dict[int, ShareCommitments]
@@ -304,7 +304,7 @@ class MaskingServer(Endpoint):
         return masking_neighbours(self.terms.graph, self._picks_of)
 
     def introductions(self) -> dict[int, list[bytes]]:
-        """Whose hellos each party needs: those of her neighbours, and the server's."""
+        """Return the hellos that each party needs: the server's, and those of her neighbours."""
         needed = {i: sorted({*near.to, *near.source}) for i, near in self._near.items()}
         return {i: [self.hello, *(self._hellos[j] for j in others)] for i, others in needed.items()}
 
@@ -444,7 +444,7 @@ class MaskingServer(Endpoint):
     def _lost_masks(
         self, state: _ServerRound, dropped: int, key: X25519PrivateKey
     ) -> list[tuple[SecureStream, int]]:
-        """What takes off the pair masks with a dropped party from the survivors' vectors."""
+        """Return the streams and signs that take a dropped party's pair masks off the survivors' vectors."""
         packed, lost = pack_members(state.members, self.terms.parties), []
         for i in set(self._near[dropped].partners) & set(state.survivors):
             stream = pair_mask(self, self.roster.names[i], key, state.statements[i].public, packed)

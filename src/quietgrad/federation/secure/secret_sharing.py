@@ -98,7 +98,7 @@ def pair_hash(key_share: bytes, self_share: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class ShareCommitments:
-    """What a dealer signs: her round key, the hash of her self-mask, and the hashes of all shares by rank."""
+    """Commitments of a dealer: her round key, the hash of her self-mask, and the hashes of all shares by rank."""
 
     public: bytes
     self_hash: bytes

@@ -304,7 +304,7 @@ class SecureSumConfig:
         return self.dimension * (distance + rounded_gaussian_distance(self.noise_units)) + graph
 
     def _fractions(self, correlated: BufferedToeplitzNoise) -> float:
-        """What rounding every share on its own adds, per coordinate and release.
+        """Bound the distance that rounding every share on its own adds, per coordinate and release.
 
         One honest server rounds once, which is post-processing. Of h honest parties' shares v_j with sum V, the
         rounded ones add up to rint(V − Σ_{j<h} f_j), f_j the fractions: post-processing too if these were uniform

@@ -83,7 +83,7 @@ class TlsServer(Calls):
                 _end(seat, seat.connection)
 
     def send(self, frames: Mapping[str, Bytes], seconds: float) -> dict[str, Bytes | Away]:
-        """As every transport; a member revoked meanwhile is disconnected, and refused when it calls again."""
+        """Send as every transport does. Disconnect members revoked meanwhile: a new call of theirs is refused."""
         for name in revoked(self._keys):
             seat = self._seats.get(name)
             if seat is not None and seat.connection is not None:
