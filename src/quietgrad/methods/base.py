@@ -1,4 +1,4 @@
-"""What every algorithm is, and the loop that first-order ones share.
+"""The protocol of all algorithms, and the loop that first-order ones share.
 
 An algorithm is a frozen, public configuration. It plans its releases from a public n, starts a state, and takes
 steps through a session until ``state.done``. State is plain data, so that a run can be saved and resumed.
@@ -30,7 +30,7 @@ Output = Literal["last", "average", "ema", "random"]
 @kept_state
 @dataclass(slots=True)
 class State:
-    """Where a run stands; every field is a vector, a number, a text or an :class:`Estimate`.
+    """State of a run. Every field is a vector, a number, a text or an :class:`Estimate`.
 
     ``velocity`` and ``second`` are momentum buffers, ``average`` the running average that may be returned,
     ``stop_at`` a random round drawn before the first release. ``extra`` is an algorithm's own state; ``memo`` holds
@@ -60,7 +60,7 @@ class Algorithm(HasSchedule, Protocol):
 
     @property
     def needs_means(self) -> bool:
-        """Whether it asks what is bounded for a mean of all of a person's records only."""
+        """Whether some query has a bound only if a person counts with the mean of all their records."""
         return False
 
     def init(self, x0: Vector) -> State:
@@ -72,19 +72,22 @@ class Algorithm(HasSchedule, Protocol):
         ...
 
     def output(self, state: State) -> Vector:
-        """What is returned of a run that is over."""
+        """Return the parameters of a finished run."""
         return state.params
 
     def check_run(self, objective: Objective, plan: Plan, x0: Vector) -> None:
-        """Raise if settings, loss and start do not go together; before anything is reserved."""
+        """Raise if settings, loss and start do not fit together. This runs before anything is reserved."""
         return
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """By slot, every query that a run may ask, and what may vary in it; nothing if others cannot approve it."""
+        """Yield every query that a run may ask, with its slot and the fields that may vary.
+
+        Yield nothing if other parties cannot approve the run beforehand.
+        """
         return iter(())
 
     def notes(self, plan: Plan) -> tuple[str, ...]:
-        """What a statement of a run of ``plan`` says besides its ε."""
+        """Return the notes that the privacy statement of a run of ``plan`` adds to its ε."""
         return ()
 
 

@@ -147,7 +147,7 @@ def allocate_range_estimation(
     whole: bool = False,
     whole_target: bool = False,
 ) -> RangeEstimation:
-    """What is known of the ranges of a table, and the releases that find the rest, by what n and ε can pay."""
+    """Return a table's declared ranges and the releases that estimate the others, as far as n and ε allow."""
     mu = budget_mu(budget)
     target_share = 0.0
     if regression and (target_bounds is None or counts):

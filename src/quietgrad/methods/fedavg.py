@@ -121,11 +121,11 @@ class FedAvg(Algorithm):
 
     @property
     def share(self) -> float:
-        """What of the squared bound tells of the clip: nothing of a fixed one."""
+        """Part of the squared bound that is spent on the clip's quantile. It is 0 with a fixed clip."""
         return 0.0 if self.clip_quantile is None else self.clip_share
 
     def query(self, params: Vector, clip: float) -> LocalUpdateQuery:
-        """What a round asks."""
+        """Return the query of one round."""
         return LocalUpdateQuery(params, self.local_steps, self.local_rate, self.local_batch_size, clip, self.share)
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
@@ -162,7 +162,7 @@ class FedAvg(Algorithm):
         return state
 
     def _next_clip(self, clip: float, mean: float) -> float:
-        """The clip moved towards the quantile, within its public range; ``mean`` is of ±bit over parties."""
+        """Move the clip towards the quantile, within its public range. ``mean`` is that of ±bit over parties."""
         assert self.clip_quantile is not None
         bit = clip * math.sqrt(self.clip_share / (1.0 - self.clip_share))
         within = 0.5 + 0.5 * mean / bit
@@ -191,7 +191,7 @@ class FedAvg(Algorithm):
 
 
 def record_statement(plan: Plan) -> str:
-    """What the run guarantees one record of a unit, in words.
+    """State in words the guarantee for one record of a unit.
 
     One record can turn a clipped update round, which moves the sum by 2C under the same coin, as replacing all that
     the unit holds does. So the record's ε is that of replacing the unit: more than the unit's under add-remove.

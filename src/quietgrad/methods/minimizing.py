@@ -298,7 +298,7 @@ def resume(
 
 
 def counting(objective: object) -> dict[str, Any] | None:
-    """How people with several records count, as a folder keeps it; ``None`` by record."""
+    """Return how people with several records count, as a folder keeps it. ``None`` if the unit is a record."""
     if not isinstance(objective, UserLevelObjective):
         return None
     unit = {} if objective.unit is PrivacyUnit.PERSON else {"unit": str(objective.unit)}
@@ -319,7 +319,7 @@ COUNTED = "a person counts with "
 
 
 def how_people_count(objective: object, algorithm: Algorithm | None = None) -> tuple[str, ...]:
-    """What a statement says of people with several records, or of parties."""
+    """Return the notes of a privacy statement on how people with several records, or parties, count."""
     if not isinstance(objective, UserLevelObjective):
         return ()
     if algorithm is not None and algorithm.by_party:
@@ -332,7 +332,7 @@ def how_people_count(objective: object, algorithm: Algorithm | None = None) -> t
 
 
 def check_people(algorithm: Algorithm, objective: object) -> None:
-    """Raise, before anything is reserved, if the method asks what is bounded only for a mean of all records."""
+    """Raise, before anything is reserved, if the method needs the mean of all records and the rule differs."""
     if not isinstance(objective, UserLevelObjective) or not algorithm.needs_means:
         return
     if not objective.rule.is_mean_of_all:

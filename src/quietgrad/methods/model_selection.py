@@ -130,7 +130,7 @@ class ModelSelection(Algorithm):
         self._settle(plan_preview(objective, plan), len(x0))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """What the oracle asks, and the test of so many points."""
+        """Yield the oracle's queries and, with ``search="hessians"``, the test of all candidates."""
         yield from self.oracle.asks(x0, session)
         if self.search == "hessians":
             yield "select", Asked(self._tests([x0] * self.candidates, session))

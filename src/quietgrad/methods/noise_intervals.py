@@ -32,8 +32,10 @@ class NoiseLaw:
     width: int | None = None
 
     def half_width(self, first: float, second: float = 0.0, miss: float = 0.05) -> float:
-        """The most that |a·e₁ + b·e₂| is but with probability ``miss``, for the noise of two numbers of one
-        block."""
+        """Return the bound that |a·e₁ + b·e₂| exceeds with probability ``miss``.
+
+        e₁ and e₂ are the noise of two numbers of one block.
+        """
         high, low = max(abs(first), abs(second)), min(abs(first), abs(second))
         if high == 0.0:
             return 0.0
@@ -44,11 +46,11 @@ class NoiseLaw:
         return self.scale * high * _cube_quantile(self.width, low / high, miss)
 
     def edge_widths(self, bins: int, share: float, miss: float = 0.05) -> Floats:
-        """What the sums that :func:`quantile_interval` tests are off by at most but with probability ``miss``."""
+        """Return by edge the error that a test of :func:`quantile_interval` exceeds with probability ``miss``."""
         return self.scale * _edge_widths(self.width is None, bins, share, miss)
 
     def share_widths(self, levels: int, miss: float = 0.05) -> Floats:
-        """The same of cᵢ − p·Σc over the counts of ``levels`` cells, at equally spaced p from 0 to 1."""
+        """Return such errors of cᵢ − p·Σc over the counts of ``levels`` cells, at equally spaced p from 0 to 1."""
         return self.scale * _share_widths(self.width is None, levels, miss)
 
 
@@ -63,7 +65,7 @@ def _share_widths(gaussian: bool, levels: int, miss: float) -> Floats:
 
 
 def _widths(gaussian: bool, weights: Floats, miss: float) -> Floats:
-    """By row of ``weights``, what |Σ wᵢ·eᵢ| of noise of scale 1 exceeds with probability ``miss``."""
+    """Return by row of ``weights`` what |Σ wᵢ·eᵢ| exceeds with probability ``miss``, for noise of scale 1."""
     if gaussian:
         return np.asarray(np.sqrt((weights**2).sum(axis=1)) * _normal_quantile(miss))
     drawn = np.abs(weights @ _laplace_draws(weights.shape[1]))

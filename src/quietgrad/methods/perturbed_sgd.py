@@ -134,7 +134,7 @@ def practical(
 def check_tolerance(
     n: int, alpha: float, rho: float, smoothness: float, objective: Objective, curvature: float | None = None
 ) -> float:
-    """√(ρα); raise unless it is below the curvature that matters, for else the point of a saddle would pass.
+    """Return √(ρα). Raise unless it is below the curvature that matters, for else a saddle point would pass.
 
     That curvature is ``curvature`` if given, or the most negative that the risk can have, or β, which bounds it. A
     convex risk has no saddle, so every α is fine.
@@ -159,7 +159,9 @@ def check_tolerance(
 
 
 class SmallGradient(NamedTuple):
-    """What a small estimate says: where ‖ĝ‖ ≤ 3χ, ‖∇F‖ ≤ α, in all estimates of a run with probability 1 − ω/2.
+    """Size χ of a small estimate, and the bound α on the gradient that it implies.
+
+    With probability 1 − ω/2, all estimates of a run with ‖ĝ‖ ≤ 3χ have ‖∇F‖ ≤ α.
 
     >>> threshold = SmallGradient.of(EstimateError(sampling=0.1, noise=0.0), dim=5, failure=0.1)
     >>> threshold.chi, round(threshold.alpha, 3)
@@ -302,7 +304,7 @@ class PerturbedSGD(Algorithm):
         self._settle(plan_preview(objective, plan), len(x0))
 
     def asks(self, x0: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """What the oracle asks."""
+        """Return the oracle's queries."""
         return self.oracle.asks(x0, session)
 
     def init(self, x0: Vector) -> State:

@@ -23,7 +23,7 @@ PAYS, LOSES = 10.0, 0.1
 
 @dataclass(frozen=True)
 class Regime:
-    """Where a problem lies, and what to use there.
+    """The ratio G/(M·path) of a problem, and the method that it recommends.
 
     Args:
         lipschitz: G, the bound on one record's gradient (the clip).
@@ -51,7 +51,7 @@ class Regime:
 
     @property
     def advice(self) -> str:
-        """What to use, in one line."""
+        """Recommended method, in one line."""
         use = f"dp-spider with path={self.path:g} (split {split_for(self.ratio):.2g})"
         if self.ratio >= PAYS:
             return f"differences pay where curvature bends the walk; use {use}"

@@ -113,7 +113,7 @@ class Result:
 
 
 def digest_of(folder: Path) -> str:
-    """What tells the result in ``folder`` from any other that may take its place."""
+    """Return the SHA-256 of ``result.json`` in ``folder``. It differs for another result in the same place."""
     return hashlib.sha256(read_bytes(folder / "result.json")).hexdigest()
 
 
@@ -156,7 +156,7 @@ def load(folder: str | Path) -> Result:
 
 
 def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
-    """What refutes a saved result: its own events, its schedule, the options of its run, its ledger."""
+    """Return the contradictions of a saved result with its events, schedule, run options and ledger."""
     privacy, stated = result.privacy, result.privacy.epsilon
     problems = [note.removeprefix(f"{REFUTED}: ") for note in privacy.refuted]
     if not problems and (problem := contradiction(privacy)) is not None:
@@ -189,7 +189,10 @@ def problems_of(result: Result, folder: Path, ledger: Path | None) -> list[str]:
 
 
 def _against_options(privacy: Privacy, folder: Path, unit: PrivacyUnit | None = None) -> list[str]:
-    """``run.json`` holds what was asked for before the run; a party's copy of a federation's result has none."""
+    """Return the contradictions of a privacy statement with ``run.json``, the options of the run.
+
+    A party's copy of a federation's result has no such file.
+    """
     try:
         asked = read_json(folder / "run.json")
         epsilon, delta, relation = asked["epsilon"], asked["delta"], asked["relation"]
@@ -212,7 +215,7 @@ def _against_options(privacy: Privacy, folder: Path, unit: PrivacyUnit | None = 
 def unpaid(
     privacy: Privacy, run: str | None, held: Sequence[ReservationState], name: str, *, of_a_party: bool = False
 ) -> list[str]:
-    """What the reservations in a ledger called ``name`` say against a statement.
+    """Return how the reservations in a ledger called ``name`` contradict a privacy statement.
 
     A party's ledger keeps an account of its own naming (``of_a_party``).
     """
@@ -280,7 +283,7 @@ def payer_of(folder: Path) -> Account:
 
 
 def over(folder: str | Path) -> Result | None:
-    """The result of a run that had come to its end, and was killed while it cleared away; ``None`` if it had not.
+    """Return the result of a run that was killed after its end, while it cleared away, or ``None``.
 
     A run without its key goes on nowhere. What is left of it is cleared away, and its result is what any saved
     result is: a claim, that is held against its own releases and its ledger.

@@ -1,4 +1,4 @@
-"""What the papers' theorems say of a run, as numbers: with the noise that is added, and no constant left open.
+"""Bounds by the papers' theorems as numbers, with the noise that a run adds and with explicit constants.
 
 A theorem's O(·) hides constants; the inequality that its proof ends with does not, and that is what is evaluated
 here, with the step, the clip and the noise of the plan. Where a printed proof is loose or wrong the line that
@@ -45,7 +45,7 @@ class Always(NamedTuple):
 
 @dataclass(frozen=True)
 class Bound:
-    """What a theorem says of one quantity: a limit in expectation or with a probability, or only a rate.
+    """A theorem's bound on one quantity: a limit in expectation or with a probability, or only a rate.
 
     Args:
         theorem: paper and theorem.
@@ -87,7 +87,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Known:
-    """What is public about a run besides its plan."""
+    """Public facts about a run: its plan, the constants of its loss, and the caller's bounds."""
 
     constants: LossConstants
     plan: Plan
@@ -122,7 +122,7 @@ def bounds(
     failure: float = 0.05,
     sharpness: tuple[float, float] | None = None,
 ) -> tuple[Bound, ...]:
-    """All that a theorem of the papers says of this run; nothing for a method, or a risk, that none is about.
+    """Return the bounds of all theorems on this run. There are none for a method or a risk without a theorem.
 
     Args:
         initial_gap: F(θ⁰) − min F at most. distance: ‖θ⁰ − θ̂‖ and ‖θ*‖ at most. Both are public guesses.
@@ -260,7 +260,7 @@ def _recursive(algorithm: DPSRM, known: Known) -> Iterator[Bound]:
 
 
 def _spider(algorithm: DPSpider, known: Known) -> Iterator[Bound]:
-    """What :mod:`quietgrad.methods.dp_spider` proves of runs that ask all records: its inequalities (4) and (5)."""
+    """Yield inequalities (4) and (5) of :mod:`quietgrad.methods.dp_spider`, for runs that ask all records."""
     lipschitz, record, beta = known.constants.needed("lipschitz", "record_smoothness", "smoothness")
     gap, steps = known.initial_gap, algorithm.steps
     rates = {algorithm.rate()(k, steps) for k in (0, steps - 1)}

@@ -200,7 +200,10 @@ class WhitenedGD(Algorithm):
         return Schedule((*slots, gradients))
 
     def asks(self, x0: OwnVector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """What is asked without estimating ranges and without standard errors, which need one curator."""
+        """Yield the queries of a run without range estimates and standard errors, which need one curator.
+
+        Yield nothing for a run that also releases a best constant or the lengths of centred rows.
+        """
         if self.look is not None or self.inference_share or self.constant_share or self.centred_share:
             return
         relation = relation_of(session)
@@ -250,7 +253,7 @@ class WhitenedGD(Algorithm):
         return state
 
     def _finish(self, state: State, session: Session, whitening: Whitening) -> None:
-        """Take the Newton step if it was bought; keep raw parameters and what the result tells besides."""
+        """Take the Newton step if it was bought. Keep raw parameters and the details of the result."""
         frame, extra = box_of(state.extra), state.extra
         if self.inference_share:
             inner, covariance, raised = newton_step(

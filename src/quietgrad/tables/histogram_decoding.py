@@ -78,7 +78,7 @@ def windows(counts: Floats, sigma: float, alarm: float = _FALSE_ALARM) -> Window
 
 @dataclass(frozen=True)
 class MagnitudeEstimate:
-    """What a histogram of magnitudes shows of each feature.
+    """Limits of each feature, read from a histogram of magnitudes.
 
     ``reach`` is an upper limit of |x|; ``seen`` whether it is the feature's own or one for all; ``offsets`` are
     features of one sign that keep within three octaves, with the interval [low, high] to refine.
@@ -238,7 +238,7 @@ def read_norms(counts: Floats, sigma: float, edges: Floats, share: float = 0.99)
 
 @dataclass(frozen=True)
 class Counts:
-    """What a histogram of magnitudes shows of targets that are counts.
+    """Limit, mean and spread of targets that are counts, read from a histogram of magnitudes.
 
     ``most`` is a limit of them, ``mean`` about their mean, and 99.5 % differ from it by at most ``spread`` means.
     """

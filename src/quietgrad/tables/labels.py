@@ -81,7 +81,7 @@ class ClassLabels:
         return tuple(self._by_text)
 
     def encode(self, labels: Sequence[Any] | npt.NDArray[Any]) -> Codes:
-        """The code of each label in this order; −1 for a label of no class."""
+        """Return the code of each label in this order, −1 for a label of no class."""
         given = np.asarray(labels)
         if given.dtype.kind in "biuf" and self._by_number:
             codes = np.full(len(given), -1, dtype=np.int64)
@@ -94,7 +94,7 @@ class ClassLabels:
         return np.fromiter(map(self._code, _listed(given)), np.int64, len(given))
 
     def encode_known(self, labels: Sequence[Any] | npt.NDArray[Any]) -> Codes:
-        """As :meth:`encode`, but a label of no class counts as the first class.
+        """Encode labels like :meth:`encode`, but count a label of no class as the first class.
 
         It is a rule for every record by itself. A refusal would tell that there is a record with such a label.
         """
@@ -105,7 +105,7 @@ class ClassLabels:
         return np.asarray(self.values[np.asarray(codes, dtype=np.int64)])
 
     def agree(self, first: npt.NDArray[Any], second: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Whether two labels of each record are of one class; a label of no class agrees with none."""
+        """Return by record whether its two labels are of one class. A label of no class agrees with none."""
         codes = self.encode(first)
         return np.asarray((codes >= 0) & (codes == self.encode(second)))
 

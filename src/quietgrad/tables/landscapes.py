@@ -118,7 +118,7 @@ class StrictSaddle(BaseObjective):
 
     @property
     def radius(self) -> float:
-        """Of a ball around the domain."""
+        """Radius of a ball around 0 that contains the domain."""
         return math.hypot(_REACH * math.sqrt(self.descending), 0.5) * self._depth
 
     @property
@@ -151,7 +151,7 @@ class StrictSaddle(BaseObjective):
         )
 
     def negative_curvature(self) -> float:
-        """That of its saddle, which a statement about curvature has to tell from none."""
+        """Return the curvature of the saddle, which a statement about curvature has to tell from none."""
         return self.curvature
 
     def check_domain(self, params: Floats) -> None:

@@ -67,7 +67,7 @@ _UNCLIPPED = ClippingRule.gradient(math.inf)
 
 @dataclass(frozen=True, kw_only=True)
 class LinearObjective(BaseObjective, ABC):
-    """What the losses of :mod:`quietgrad.tables.losses` share.
+    """Base class of the losses in :mod:`quietgrad.tables.losses`.
 
     Parameters are the flattened (features [+ 1], outputs) weight matrix, the intercept row last.
 
@@ -183,7 +183,7 @@ class LinearObjective(BaseObjective, ABC):
         )
 
     def negative_curvature(self) -> float | None:
-        """Of a convex loss only the regulariser's, whatever the rows."""
+        """Return the regulariser's negative curvature if the loss is convex, whatever the rows."""
         return self.regularizer.weak_convexity if self.convex else super().negative_curvature()
 
     # --- records --------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class LinearObjective(BaseObjective, ABC):
         return table
 
     def _coded(self, y: Targets) -> npt.NDArray[Any]:
-        """The targets as the kernels read them, if they are what the task says."""
+        """Return the targets as the kernels read them. Raise if they do not fit the task."""
         if self.task == "regression":
             return np.ascontiguousarray(y, dtype=np.float64)
         classes = max(self.outputs, 2)
@@ -285,7 +285,7 @@ class LinearObjective(BaseObjective, ABC):
         return self._weighed(self.residuals(at.scores(block), block.y), block)
 
     def record_weights(self, block: Block) -> Floats:
-        """What each record of a block counts: the weight of its class times its own."""
+        """Return the weight of each record in a block: that of its class times its own."""
         return self._weighed(np.ones(len(block.y)), block)
 
     def local_updates(
@@ -385,7 +385,7 @@ class LinearObjective(BaseObjective, ABC):
         return scores[:, 0] if self.outputs == 1 else scores
 
     def predict(self, data: object, params: Floats) -> npt.NDArray[Any]:
-        """What the model says of each record: a class code, or a number for a regression."""
+        """Predict the class code of each record, or its target in a regression."""
         scores = self.decision(data, params)
         if self.task == "regression":
             return scores

@@ -96,7 +96,7 @@ def call_id_function(person: Callable[[int], object], records: int) -> list[Any]
 
 
 def kind_of(ids: object) -> str:
-    """What ids are: the same people have ids of the same kind wherever they are met.
+    """Return the kind of the ids. All data about the same people must have ids of one kind.
 
     >>> kind_of([1, 2]), kind_of(["1", "2"])
     ('number', 'text')
@@ -119,7 +119,7 @@ def hashed_ids(ids: object, key: bytes) -> set[bytes]:
 
 
 def _plain(value: str | bytes) -> Any:
-    """What two spellings of one id have in common: no spaces around or doubled, nothing invisible, one form."""
+    """Normalise the spelling of an id: its spaces, its invisible characters and its Unicode form."""
     if isinstance(value, bytes):
         return b" ".join(value.split())
     if not value.isascii():

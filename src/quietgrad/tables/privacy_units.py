@@ -46,7 +46,7 @@ Combine = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class PersonRule:
-    """How a person's records count in a sum; made from what the user gave, and refused there if it cannot be.
+    """Rule for how a person's records count in a sum. An invalid rule raises when it is built.
 
     Args:
         combine: the ``"mean"`` of a person's contributions, so that every person counts once, or their ``"sum"``.
@@ -119,11 +119,11 @@ class WeightedRows(NamedTuple):
     shares: Floats | None
 
     def of(self, which: slice | Indices) -> Any:
-        """What the rows at ``which``, positions or a slice, count: an array, or 1."""
+        """Return the weights of the rows at ``which``, positions or a slice: an array, or 1."""
         return 1.0 if self.shares is None else self.shares[which]
 
     def blocks(self) -> Iterator[tuple[Any, Any]]:
-        """The rows' raw features, a few MB at a time, and what each row counts: an array, or 1."""
+        """Yield the rows' raw features, a few MB at a time, and their weights: an array, or 1."""
         for which, block in self.records.blocks(self.indices):
             yield block, self.of(which)
 
@@ -418,7 +418,7 @@ class UserLevelObjective(BaseObjective):
 
     @property
     def silent_batches(self) -> bool:
-        """As the loss's; a release that chooses records needs its secret, and so is not one that draws nothing."""
+        """Whether the loss's batches are silent and no release chooses records, which needs its secret."""
         return bool(self.loss.silent_batches) and self.rule.records_per_person is None
 
     def prepare(self, data: object) -> UserLevelRecords:
@@ -458,12 +458,12 @@ class UserLevelObjective(BaseObjective):
         return LossConstants(math.inf, None, None, None, None, known.strong_convexity, weak)
 
     def negative_curvature(self) -> float | None:
-        """As the loss for a mean; a sum may curve more."""
+        """Return the loss's own for a mean. For a sum, which may curve more, return ``None`` unless it is 0."""
         known: float | None = self.loss.negative_curvature()
         return known if self.rule.combine == "mean" or known == 0.0 else None
 
     def check_domain(self, params: OwnVector) -> None:
-        """As the loss."""
+        """Raise if the loss's constants do not hold at ``params``."""
         self.loss.check_domain(params)
 
     def add(self, batch: Batch, points: Sequence[OwnVector], rule: ClippingRule, out: OwnVector) -> None:

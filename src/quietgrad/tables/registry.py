@@ -114,7 +114,9 @@ def _stated(name: str, loss: LinearObjective, penalty: str | None) -> dict[str, 
 
 
 def facts_of(objective: object) -> dict[str, Any] | None:
-    """What :func:`from_facts` makes the same objective of, as JSON values; ``None`` if it is none of ours by name.
+    """Return JSON values from which :func:`from_facts` rebuilds the objective, or ``None`` if it cannot.
+
+    For a user-level objective they describe its loss.
 
     >>> from quietgrad.objectives import L2, Logistic
     >>> facts_of(Logistic(regularizer=L2(0.1)))["regularizer"], facts_of("anything else")

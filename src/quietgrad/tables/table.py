@@ -260,7 +260,7 @@ class Table:
 
     @property
     def _arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """What holds the features: the matrix, or pointers, indices and values of a sparse one."""
+        """Arrays that hold the features: the matrix, or pointers, indices and values of a sparse one."""
         return (self.X.indptr, self.X.indices, self.X.data) if self.is_sparse else (self.X,)
 
     def contents(self) -> Iterator[bytes | memoryview]:
@@ -284,7 +284,7 @@ class Table:
 
     @cached_property
     def packed(self) -> Packed:
-        """What the compiled kernels read: rows, y, norms, factors, shift, scale, intercept.
+        """Arguments of the compiled kernels: rows, y, norms, factors, shift, scale, intercept.
 
         Read-only views throughout: one compiled version then serves every caller's arrays.
         """
@@ -294,7 +294,7 @@ class Table:
         return (tuple(frozen(a) for a in self._arrays), *per_row, float(self.intercept))
 
     def view(self, by: object, make: Callable[[], Table]) -> Table:
-        """The same rows as the public map ``by`` shows them, made once and kept until another map is asked for."""
+        """Return the rows as the public map ``by`` shows them. They are kept until another map is asked for."""
         if self._view is None or self._view[0] is not by:
             self._view = by, make()
         return self._view[1]
@@ -304,7 +304,7 @@ class Table:
         self._view = by, seen
 
     def shown(self, by: object) -> Table:
-        """What the public map ``by``, the last that was asked for, shows."""
+        """Return the table as the public map ``by`` shows it, which is the last map that was asked for."""
         assert self._view is not None
         assert self._view[0] is by
         return self._view[1]

@@ -164,7 +164,7 @@ class OperationCost:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found; printed, it is a table."""
+    """Report of :func:`explain`. It prints as a table, or as the reason why there is none."""
 
     parts: tuple[OperationCost, ...]
     records: int = 0
@@ -182,7 +182,7 @@ class Explanation:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What would make it faster, in sentences."""
+        """Sentences on what would make the sums faster."""
         said = []
         for part in self.fallbacks:
             if part.how == _ALONE:

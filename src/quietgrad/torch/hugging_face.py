@@ -55,7 +55,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class _Samples:
-    """What the Trainer takes for its data loader: an epoch of samples that cannot be read."""
+    """Data loader for the Trainer: an epoch of samples that cannot be read."""
 
     def __init__(self, loop: PrivateLoop) -> None:
         self._loop, self._length = loop, loop.epoch_length
@@ -269,7 +269,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         Trainer.log(self, told, *args, **kwargs)  # a trainer between the two would add what it computed of records
 
     def _charged(self) -> float:
-        """ε of the steps so far, while more may follow; of a training that ends, what it is charged."""
+        """Return the ε of the steps so far while more may follow, or the ε that a finished training is charged."""
         loop = self._loop
         if not self.is_in_train and not loop.paused:  # the Trainer's last line is written after its last step
             charged = loop.close().epsilon
@@ -287,7 +287,7 @@ class DPTrainer(Trainer):  # type: ignore[misc]
         return told | {key: _MINUTE * math.ceil(value / _MINUTE) for key, value in runtimes.items()}
 
     def epsilon(self, delta: float) -> float:
-        """What this trainer's trainings have cost so far; an account of a ledger knows what others spent."""
+        """Return the ε of this trainer's trainings so far. A ledger's account also holds what others spent."""
         return epsilon_of([*self._earlier, self._loop], delta)
 
     @property

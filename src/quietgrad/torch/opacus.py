@@ -232,7 +232,7 @@ def _clipping(bound: object, clipping: str | Clipping, module: nn.Module) -> tup
 
 
 class Accountant:
-    """What the loops of an engine have cost, as far as they have come."""
+    """Accountant of an engine's loops, for the samples so far."""
 
     def __init__(self) -> None:
         self.loops: list[HandleLoop] = []

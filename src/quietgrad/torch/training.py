@@ -270,7 +270,7 @@ def _together(run: _Training, algorithm: Algorithm, terms: Terms, callback: Call
 
 
 class _Training:
-    """What :func:`fit` and :func:`resume` share: the model as an objective, its data, and what watches the run."""
+    """Common part of :func:`fit` and :func:`resume`: the model as an objective, its data, and its callbacks."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, train_set: object, algorithm: Algorithm, *,
@@ -297,7 +297,7 @@ class _Training:
             self.examples = self.objective.prepare(data)
 
     def train(self, run: Callable[[Callback], Result]) -> Result:
-        """Run it, tell who watches, and leave the parameters in the model."""
+        """Train the model, call the callbacks, and leave the parameters in the model."""
         if slow := self.module_objective.engine.fallbacks:
             more = f" (and {len(slow) - 1} more)" if len(slow) > 1 else ""
             log.warning(

@@ -1,4 +1,4 @@
-"""What every oracle is: public settings, slots to plan for, and a small state carried from step to step."""
+"""The protocol of all oracles: public settings, slots to plan for, and a small state carried between steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class Oracle(Protocol):
         return None
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """By slot, every query that may be asked, and what may vary in it; nothing if others cannot approve it."""
+        """Yield every query that may be asked, with its slot and the fields that may vary.
+
+        Yield nothing if other parties cannot approve the run beforehand.
+        """
         return iter(())
 
 
@@ -99,9 +102,7 @@ def read_noise(given: object) -> Mechanism:
 
 
 def plan_preview(objective: Objective, plan: Plan) -> Any:
-    """What a session of ``plan`` will say about itself: enough to derive settings, nothing that could be
-    released.
-    """
+    """Build a stand-in for a session of ``plan``. Settings can be derived from it, but it releases nothing."""
     return SimpleNamespace(
         plan=plan,
         objective=objective,

@@ -47,7 +47,7 @@ from quietgrad.core.sampling.schemes import MeanError, Risk
 
 @dataclass(frozen=True)
 class EstimateError:
-    """What separates an estimate from the gradient.
+    """Bounds on the error of a gradient estimate.
 
     Args:
         sampling: σ of paper 003, a bound on √E‖·‖² of the sampling error.
@@ -76,7 +76,7 @@ class EstimateError:
         return math.hypot(self.sampling, self.noise * math.sqrt(dim))
 
     def bound(self, dim: int, failure: float, chains: int | None = None) -> float:
-        """What ‖ĝ − ∇F‖ stays below in all estimates of a run, with probability 1 − ``failure``.
+        """Return a bound on ‖ĝ − ∇F‖ that holds in all estimates of a run with probability 1 − ``failure``.
 
         Half of ``failure`` is for the noise and half for the sampling error; see the module's text.
         """
@@ -113,7 +113,7 @@ class Part(NamedTuple):
 
 
 def chain_error(parts: tuple[Part, ...], *, chains: int) -> EstimateError:
-    """The error of a chain from its parts, the full query first; ``chains`` is how many full queries a run may ask.
+    """Return a chain's error from its parts, the full query first. A run may ask ``chains`` full queries.
 
     Noises of different multipliers add like those of one: a chain's variance is the sum of its parts'.
     """

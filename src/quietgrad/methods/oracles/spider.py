@@ -90,7 +90,7 @@ def relative_noise(*parts: tuple[float, int, float]) -> list[float]:
 
 
 class SpiderOracle(Oracle):
-    """What both forms share; they differ in when a full gradient is due, and in their samples."""
+    """Base class of both SPIDER oracles. They differ in when a full gradient is due, and in their samples."""
 
     clip: float | None
     smoothness: float | None
@@ -133,7 +133,7 @@ class SpiderOracle(Oracle):
             )
 
     def asks(self, params: Vector, session: Session) -> Iterator[tuple[str, Asked]]:
-        """A full query with its clip; differences with the clip that the step gives."""
+        """Yield the full query with its clip, and differences with the clip that the step gives."""
         yield "o1", Asked(GradientQuery(params, self.lipschitz(session)))
         if any(slot.name == "o2" for slot in session.plan.schedule.slots):
             most = self._difference_bound(LARGEST_CLIP)

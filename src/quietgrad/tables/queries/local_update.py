@@ -148,7 +148,7 @@ class LocalUpdateQuery:
 
     @property
     def bit(self) -> float:
-        """What a unit adds to the last coordinate if its update is within the clip, and takes away if not."""
+        """Number that a unit adds to the last coordinate if its update is within the clip, and subtracts if not."""
         return self.clip * math.sqrt(self.share / (1.0 - self.share))
 
     @property
@@ -200,5 +200,5 @@ class LocalUpdateQuery:
 
 
 def _limit(clip: float, *, single: bool) -> float:
-    """What updates are cut to; float32 ones leave room for how clients that train together round each other."""
+    """Return the norm that updates are clipped to: C less a margin for rounding, which is wider in float32."""
     return clip / (1.0 + 2e-5) if single else rounding_safe_clip(clip)

@@ -1,4 +1,4 @@
-"""What all private loops share: the plan, the session, the samples handed out, and the gradient released.
+"""Base of all private loops: the plan, the session, the samples handed out, and the gradient released.
 
 A loop draws one sample after the other, each counted when it is handed out. It releases the noisy sum of clipped
 contributions of one sample, which becomes the parameters' gradient. What the loop does with that is free.
@@ -53,7 +53,7 @@ _OPEN_END = 10**9  # steps of such a loop
 
 @dataclass(frozen=True, kw_only=True)
 class LoopTerms:
-    """What is settled before a loop begins: its samples, its length, its noise or its budget, and who pays.
+    """Settings that are fixed before a loop begins: its samples, length, noise or budget, and account.
 
     It has a budget, or a noise multiplier. Without ``epochs`` and ``steps`` it has no end.
     """
@@ -125,7 +125,7 @@ class LoopTerms:
         return LoopReleases(((steps, self.batch_size, 1.0),), said, self.sampling)
 
     def run_terms(self) -> Terms:
-        """Who pays, and the public facts; of several processes one pays.
+        """Return the run's terms: the account that pays, and the public facts. Of several processes one pays.
 
         A ledger reserves beforehand what a loop may spend, so one without an end is counted in this process alone.
         n is the declared number, else counted privately with about 1 % of ε. A noise multiplier has no ε to take
@@ -208,7 +208,7 @@ class Loop:
         return self.plan.condition
 
     def rest_on_code(self) -> None:
-        """From now on ε rests on the loop's own code: the ledger notes it before anything more is released."""
+        """Make ε conditional on the loop's own code. The ledger notes it before anything more is released."""
         if self.condition is None:
             config = {**self.plan.config, "condition": CONDITION}
             self._session.charge.set_condition(CONDITION)
@@ -231,7 +231,10 @@ class Loop:
 
     @property
     def event(self) -> Event | None:
-        """What they are accounted as; ``None`` before the first. A plan that rests on a private count is whole."""
+        """Event that the samples in :attr:`used` are accounted as, or ``None`` before the first one.
+
+        A plan with ``whole_only``, such as one that rests on a private count, is accounted as a whole.
+        """
         if self._times > 1:
             return composed([self.plan.total, *[self.plan.event] * (self._times - 1)])
         if self.plan.whole_only:
@@ -246,7 +249,7 @@ class Loop:
 
     @property
     def privacy(self) -> Privacy:
-        """What is proved of the samples so far; of a loop that was closed, of what it was charged."""
+        """Privacy statement of the samples so far. For a closed loop, it states what the loop was charged."""
         plan, counts = self.plan, {self._slot: self.used}
         if plan.budget is None:  # nothing is charged, and nothing is proved
             return privacy_statement(self._session, SessionCost(None, counts, "", False), self.account, ())
@@ -352,7 +355,7 @@ class Loop:
         return False
 
     def _refuse_other_parameters(self) -> None:
-        """The engine trains the parameters it was made for, and no others would get a gradient."""
+        """Raise unless the trainable parameters are those the engine was made for. Others would get no gradient."""
         now = [name for name, param in self.parameters().items() if param.requires_grad]
         if now != list(self.engine.names):
             changed = sorted(set(now) ^ set(self.engine.names))[0]
@@ -363,7 +366,7 @@ class Loop:
 
 
 def _here(tensor: Any) -> Tensor:
-    """What this process holds of a tensor."""
+    """Return the part of a tensor that this process holds."""
     held: Tensor = tensor.to_local() if is_shard(tensor) else tensor
     return held
 

@@ -52,17 +52,17 @@ def is_leader() -> bool:
 
 
 def broadcast_loop_key() -> bytes | None:
-    """A key of samples that all processes share; alone a curator makes its own."""
+    """Return a key of samples that all processes share, or ``None`` for one process, whose curator makes it."""
     return _told(fresh_key()) if is_distributed() else None
 
 
 def broadcast_from_leader(make: Callable[[], Made]) -> Made:
-    """What the leading process makes, on all of them."""
+    """Run ``make`` on the leading process, and return what it makes on all processes."""
     return _told(make() if is_leader() else None) if is_distributed() else make()
 
 
 def any_of_us(here: bool, device: torch.device) -> bool:
-    """Whether something is so on any process."""
+    """Return whether ``here`` is true on any process."""
     said = torch.tensor(float(here), device=device)
     with _while_all_are_there():
         dist.all_reduce(said)
@@ -104,7 +104,7 @@ def _while_all_are_there() -> Iterator[None]:
 
 
 def all_or_none(make: Callable[[], Made], why: str) -> Made:
-    """What ``make`` makes, if it does so on every process; else all raise."""
+    """Return what ``make`` makes if it succeeds on every process. Otherwise raise on all of them."""
     failed: BaseException | None = None
     try:
         made = make()

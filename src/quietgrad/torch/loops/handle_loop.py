@@ -107,7 +107,7 @@ class HandleLoop(Loop):
         self._two: dict[Any, list[torch.Size] | None] = {}
 
     def rest_on_code(self) -> None:
-        """As any loop's; one that began with a criterion warns."""
+        """Make ε conditional on the loop's own code. Warn if the loop was made with a criterion."""
         if self.condition is None and self._warns:
             warnings.warn(
                 "a private batch, an output or a loss was read or changed: from here on its ε is conditional, and "
@@ -137,7 +137,7 @@ class HandleLoop(Loop):
             yield piece.handles(self._record_form())
 
     def _record_form(self) -> PyTree:
-        """What collate_fn makes of a record, with zeros for its values, (1, …)."""
+        """Return a collated record, (1, …), with zeros for its values."""
         if self._form is None:
             with preserved():
                 (first,) = self._examples.read(RecordSeeds(bytes(32), np.array([0])))

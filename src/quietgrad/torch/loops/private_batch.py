@@ -100,7 +100,7 @@ class Sample:
         return len(self.keys.indices)
 
     def handles(self, form: PyTree) -> Any:
-        """What the collate function makes of a record like ``form``, with a handle in the place of each tensor."""
+        """Return the structure of ``form``, a collated record, with a handle in the place of each tensor."""
         made = [
             Handle.written(self, Leaf(place), like, partial(self._column, place))
             for place, like in enumerate(tensors_of(form))
@@ -129,7 +129,7 @@ class Sample:
         return {value.shape[2:] for value in values if value.dim() > 1}
 
     def nodes(self, tensors: Sequence[Tensor]) -> list[Node]:
-        """What a program has in the places of tensors that were given to the model or the criterion."""
+        """Return the program nodes that stand for tensors given to the model or the criterion."""
         self.refuse_others(tensors)
         return [tensor._node if isinstance(tensor, Handle) else Public(tensor.detach()) for tensor in tensors]
 
@@ -278,7 +278,7 @@ class Handle(Tensor):
 
     @classmethod
     def written(cls, sample: Sample, node: Node, form: Tensor, compute: Callable[[], Handle]) -> Self:
-        """A handle of what ``node`` is for each record; ``compute`` gives one with values."""
+        """Build a handle for the value of ``node`` in each record. ``compute`` gives one with values."""
         new = cls._new(sample, form)
         new._node, new._compute = node, compute
         return new
@@ -315,7 +315,7 @@ class Handle(Tensor):
         return made
 
     def _answer(self, func: Called, args: Args, kwargs: Kwargs) -> Any:
-        """What is known without looking at records, or ``NotImplemented``."""
+        """Answer a call without reading records, or return ``NotImplemented``."""
         like = self._form if self._made is None else self._made
         if func in _QUESTIONS:
             return func(like)
@@ -381,7 +381,7 @@ class LossHandle(Handle):
         return super()._answer(func, args, kwargs)
 
     def _copied(self, func: Called) -> LossHandle:
-        """The loss detached, or again: what is made to be shown later is read then."""
+        """Copy the loss by ``func``. A loss that is not computed yet is copied when it is read."""
 
         def copied() -> LossHandle:
             parts = [RecordBlock(part.rows, func(part.values)) for part in self.parts]

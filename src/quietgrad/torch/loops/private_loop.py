@@ -57,7 +57,7 @@ Parameters = Mapping[str, nn.Parameter]
 
 
 def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run | None:
-    """The loop that was interrupted and is kept in ``folder``; ``None`` if a new one begins."""
+    """Return the interrupted loop that is kept in ``folder``, or ``None`` if a new one begins."""
     if folder is None:
         return None
     if terms.adds_no_noise:
@@ -79,7 +79,7 @@ def _kept_run(folder: str | Path | None, terms: LoopTerms, every: float) -> Run 
 
 
 class _Standing(NamedTuple):
-    """What the other processes must know of a run that the leader goes on with."""
+    """State of a run that the leader resumes, as the other processes need it."""
 
     plan: Plan
     used: dict[str, int]
@@ -96,7 +96,7 @@ def _found(folder: str | Path | None, terms: LoopTerms, every: float) -> Run | N
 
 
 def _leaders_run(kept: Run | None) -> _Standing | None:
-    """What the leader's kept run is, on all processes; ``None`` if a new one begins."""
+    """Return the state of the leader's kept run on all processes, or ``None`` if a new run begins."""
 
     def standing() -> _Standing | None:
         if kept is None or not kept.resumed:
@@ -383,7 +383,7 @@ class PrivateLoop(Loop):
         return "the loop was paused: make it again with the same folder." if self.paused else super().refusal()
 
     def close(self, *, data_dependent: bool = True) -> Privacy:
-        """As any loop's; one that is kept saves its result."""
+        """End the loop and say what it costs. A loop with a folder also saves its result."""
         if self.paused:  # another process may have gone on, and only that one knows what it released
             raise BudgetError(self.refusal())
         if self.handed_out < self.plan.schedule.releases:

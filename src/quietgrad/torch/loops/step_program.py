@@ -183,7 +183,7 @@ def _find_public(node: Node | ModelCall, public: dict[int, Public]) -> None:
 
 
 class _Values:
-    """What the nodes of a program are for one record; the model is called once for each call of the loop."""
+    """Values of a program's nodes for one record. The model runs once for each call that the loop made."""
 
     def __init__(self, module: nn.Module, record: Sequence[Tensor], public: Mapping[int, Tensor]) -> None:
         self._module, self._record, self._public = module, record, public

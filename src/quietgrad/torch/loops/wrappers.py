@@ -65,7 +65,7 @@ class PrivateModule(nn.Module):
         return self._module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output; recorded for the next step when training."""
+        """Return the module's output. In training it is recorded for the next step."""
         # Asked here and not in a function of its own: a compiler that cannot take this one runs it as it is.
         if torch.compiler.is_compiling() or callable(_CALLBACK()):
             raise ValueError(_COMPILED)
@@ -92,7 +92,7 @@ class PrivateModule(nn.Module):
         return self._module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state into the module, whatever made it: what it cost is in the account of who was trained on."""
+        """Load a state into the module, whatever made it. Its cost is in the account of its own training data."""
         _refuse_assign(args, kwargs)
         return self._module.load_state_dict(*args, **kwargs)
 
@@ -160,7 +160,7 @@ def private_in_place(module: nn.Module, loop: HandleLoop) -> nn.Module:
 
 
 def _called(module: nn.Module, loop: HandleLoop, args: Args, kwargs: Kwargs) -> Any:
-    """What the module is for the arguments: plain, recorded for the step, or with parameters as constants."""
+    """Call the module: plainly, recorded for the step, or with its parameters as constants."""
     if not torch.is_grad_enabled():
         return module(*plain(args), **plain(kwargs))
     if module.training and loop.sample is not None:
@@ -197,7 +197,7 @@ def _refuse_backward(_: Tensor) -> None:
 
 
 class PrivateOptimizer(Optimizer):
-    """What a private loop adds to an optimizer: it stays of its own class, and schedulers work on it."""
+    """Mixin of a private optimizer. The optimizer stays an instance of its class, and schedulers work on it."""
 
     _loop: HandleLoop
     _opt_called: bool
@@ -407,7 +407,7 @@ class BatchMemoryManager:
 
 
 class LoaderContents(NamedTuple):
-    """What a loader asks for: its records, and how many of them are in a sample on average."""
+    """A loader, its records, the average size of a sample, and ``drop_last``."""
 
     loader: DataLoader[object]
     data: Any
@@ -416,7 +416,7 @@ class LoaderContents(NamedTuple):
 
 
 def read_loader(loader: DataLoader[object] | PrivateLoader, n_public: int | None) -> LoaderContents:
-    """What the loader asks for, if all it wants is to go through its data set, or through a part of it.
+    """Return the contents of a loader that goes once through its data set, or through a part of it.
 
     A loader that an earlier loop's was made of is the same again. On several processes a ``DistributedSampler``
     deals the records out by rank, so a sample is as large as the batches of all ranks.

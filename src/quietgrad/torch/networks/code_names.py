@@ -23,7 +23,7 @@ _BARE = ("builtins", "abc", "typing", "torch", "numpy", "quietgrad")
 
 @dataclass(frozen=True)
 class CodeNames:
-    """What code may reach."""
+    """Names by which code may reach objects."""
 
     globals: frozenset[str]
     attributes: frozenset[str]  # and texts, which may name one

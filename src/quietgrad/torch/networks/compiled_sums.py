@@ -69,7 +69,7 @@ def correlate(grads: Tensor, inputs: Tensor, length: int, shifts: Array, out: Te
 
 
 def unfold(images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """What a filter sees at each position, (n, positions, channels·entries), in float64.
+    """Return the patch that a filter sees at each position, (n, positions, channels·entries), in float64.
 
     >>> unfold(torch.arange(6.0).view(1, 1, 2, 3), (2, 2), (1, 1), (1, 1))
     tensor([[[0., 1., 3., 4.],

@@ -69,7 +69,7 @@ class Sentry:
         return True
 
     def allow(self, method: Method) -> None:
-        """From now on the method is watched, and may be called."""
+        """Allow calls of the method, which is watched from now on."""
         self._allowed.add(method)
 
     def forbids(self, method: Method) -> bool:
@@ -77,7 +77,7 @@ class Sentry:
 
     @contextmanager
     def on_duty(self) -> Iterator[None]:
-        """While a program runs, whatever thread it uses."""
+        """Guard constructors while a program runs, whatever thread it uses."""
         _ON_DUTY.append(self)
         place = len(_ON_DUTY) - 1
         try:
@@ -91,7 +91,7 @@ class Sentry:
 
 
 def unguarded(method: Method) -> Any:
-    """What the class itself defines under that name."""
+    """Return what the class itself defines under the method's name."""
     return _ORIGINALS[method][0] if method in _ORIGINALS else vars(method[0])[method[1]]
 
 

@@ -223,7 +223,7 @@ class Names:
 
 
 class ClassBody(Names):
-    """Everything that a class defines; what a program adds to it goes."""
+    """Everything that a class defines. What a program adds to it is removed."""
 
     __slots__ = ("_class",)
 
@@ -269,7 +269,7 @@ def contents(cell: CellType) -> Any:
 
 
 class Slots:
-    """What an object keeps in slots, by the descriptors of its classes."""
+    """The slots of an object, by the descriptors of its classes."""
 
     __slots__ = ("_held", "_members", "_values")
 

@@ -321,7 +321,7 @@ class PerExampleEngine:
         return passes
 
     def _blank(self, known: ProgramProfile, leaves: Mapping[str, Tensor], record: PyTree) -> Any:
-        """What stands in for the outputs of a record that the model failed on: zeros, without a way back."""
+        """Return zeros, without a graph, in the place of the outputs of a record that the model failed on."""
         keys = RecordSeeds(bytes(32), np.arange(1))
         for fill in (torch.zeros_like, torch.ones_like):  # a record of the same shape; a length of zero fails too
             (made,) = known.program.passes(self._call, leaves, mapped(record, fill), keys)
@@ -359,7 +359,7 @@ class PerExampleEngine:
         return self.module(*record[0], **record[1])
 
     def on_device(self, record: PyTree) -> Any:
-        """A record where the module is, in float32 at least."""
+        """Return a record on the module's device, in float32 at least."""
 
         def moved(tensor: Tensor) -> Tensor:
             return tensor.to(self.device, torch.float32) if _is_half(tensor) else tensor.to(self.device)
@@ -385,7 +385,7 @@ class PerExampleEngine:
         return found
 
     def _known(self, record: PyTree, calls: bool = False) -> ProgramProfile:
-        """What is known of the program in the layers' present modes, found out on synthetic records."""
+        """Return the profile of the program in the layers' present modes, made on synthetic records."""
         key = (calls, *(layer.training for layer in self._layers))
         if key not in self.programs:
             refuse_mixing_layers(self.module)
@@ -418,7 +418,7 @@ def _is_half(value: Tensor) -> bool:
 def _weights(
     rule: ClippingRule, mix: GradientTerms, precision: torch.dtype, groups: ParameterGroups | None
 ) -> Weights:
-    """What a rule of the library gives each family of vectors by their norms."""
+    """Return the function that gives each family of vectors its weights by their norms, as ``rule`` says."""
     shares = None if groups is None else torch.tensor(groups.shares, dtype=torch.float64)
 
     def clipped(norms: Tensor, clip: float) -> Tensor:

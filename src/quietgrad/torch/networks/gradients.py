@@ -150,7 +150,7 @@ def add_clipped(
 
 
 class _Gathered:
-    """What the sites of a pass contribute to one bucket of units, or to all records."""
+    """Contributions of a pass's sites to one bucket of units, or to all records."""
 
     def __init__(self, bucket: SizeBucket | None) -> None:
         self.bucket = bucket
@@ -189,7 +189,7 @@ class Collector:
         self._gathered = [_Gathered(each) for each in ([None] if self._units is None else self._units.buckets)]
 
     def begin(self, sites: Sequence[TapSite], first: bool = False) -> None:
-        """The way back of a pass begins: ``first`` if it is that of the previous point."""
+        """Begin the backward pass of ``sites``: with ``first``, that of the previous point."""
         keys = [site.key for site in sites]
         if self.mix.change and not first and keys != self._keys:
             raise OtherPath
@@ -200,7 +200,7 @@ class Collector:
         self._clusters = _clustered([cover for site in sites for cover in site.covers])
 
     def arrived(self, site: TapSite) -> None:
-        """A gradient is there: what a kernel makes of it frees its memory at once."""
+        """Take the gradient that arrived at a site with a kernel, which frees its memory at once."""
         if site.kernel is not None and id(site) in self._order:
             self._take(site)
 
@@ -338,7 +338,7 @@ def recorded(
 
 
 def _placed(content: Content, rows: Rows, count: int) -> Content:
-    """What a pass left of the records at ``rows``, with a row for every record: zero for the others."""
+    """Return the content with a row for every record: that of a pass at ``rows``, and zero for the others."""
     if np.array_equal(rows, np.arange(count)):
         return content
 
@@ -357,7 +357,7 @@ _RECORDS = 3
 
 
 class ProgramProfile:
-    """What is known of a program in one mode of a module's layers."""
+    """Profile of a program in one mode of a module's layers."""
 
     def __init__(self, module: nn.Module, slices: Mapping[str, slice], loss: object = None) -> None:
         self.program = RecordProgram(module, slices, loss)

@@ -49,7 +49,7 @@ class Kernel(Protocol):
     def remember(
         self, before: LayerCall, mix: GradientTerms, space: Workspace, wanted: Container[str]
     ) -> LayerCall | StoredGradients:
-        """What to keep of the previous point: per-record vectors where there is room, or the record itself."""
+        """Return what to keep of the previous point: per-record vectors where there is room, or the call itself."""
         ...
 
     def contributions(
@@ -155,7 +155,7 @@ class _EmbeddingKernel:
 
 @lru_cache(maxsize=1024)
 def linear_kernel(outputs: int, inputs: int, swapped: bool = False) -> Kernel:
-    """Of x Wᵀ, or ``swapped`` of x W: the weight's rows are then the inputs'."""
+    """Return the kernel of x Wᵀ, or with ``swapped`` of x W, where the weight's rows are the inputs'."""
     return _OuterKernel(LinearLayerMap(*((inputs, outputs) if swapped else (outputs, inputs))), swapped)
 
 
@@ -164,7 +164,7 @@ def convolution_kernel(
     weight: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...],
     groups: int,
 ) -> Kernel:  # fmt: skip
-    """Of a convolution; ``padding`` as F.pad takes it."""
+    """Return the kernel of a convolution. ``padding`` has the form that F.pad takes."""
     return _OuterKernel(Convolution(weight, stride, padding, dilation, groups))
 
 
@@ -253,7 +253,7 @@ class TiedGradients:
 
 
 def kernel_vectors(kernel: Kernel, record: LayerCall, wanted: Container[str]) -> dict[str, Tensor]:
-    """What a kernel makes of one point, written out: (records, size) by role."""
+    """Write out the vectors that a kernel makes of one point: (records, size) by role."""
     nothing = Workspace(0.0, torch.empty(0, dtype=record.output_grad.dtype))
     pieces = kernel.contributions(record, None, GradientTerms(gradient=True, change=False), nothing, wanted)
     return {role: piece.written(slice(None))[0] for role, piece in pieces}

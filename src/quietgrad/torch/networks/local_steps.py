@@ -51,14 +51,14 @@ def local_updates(
 
 
 class _Trainer:
-    """Trains clients of one release from θ."""
+    """Trainer of the clients of one release, from θ."""
 
     def __init__(self, objective: ModuleObjective, params: Tensor, training: LocalTraining) -> None:
         self.engine, self.training, self.theta = objective.engine, training, params.detach()
         self.objective = objective
 
     def clients_at_once(self) -> int:
-        """As many as the memory for parameters, gradients and their updates holds."""
+        """Return how many clients train together, by the memory for parameters, gradients and their updates."""
         numbers = 6 * self.engine.dim
         return max(1, min(_CLIENTS, int(self.engine.memory_budget // (numbers * 4))))
 

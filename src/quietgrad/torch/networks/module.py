@@ -192,7 +192,7 @@ class ModuleObjective(BaseObjective):
         return float(losses.clip(0.0, bound).sum())
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The module in evaluation mode; afterwards each layer as it was."""
+        """Return a context in which the module is in evaluation mode. Each layer's mode is restored afterwards."""
         return modes_kept(self.module, training=False)
 
     def risk(self, records: Examples, params: Tensor) -> float:
@@ -279,7 +279,10 @@ class CompensatedSum:
 
     @contextmanager
     def term(self) -> Iterator[Tensor]:
-        """What the next term is to be added to: the sum itself the first time, since most samples are one pass."""
+        """Yield the vector to which the next term is added.
+
+        The first time it is the sum itself, since most samples are one pass.
+        """
         if not self._begun:
             self._begun = True
             yield self._high

@@ -64,7 +64,7 @@ Made = TypeVar("Made")
 
 @dataclass(eq=False)
 class Pass:
-    """What became of some records: their outputs, (n, …), and the sites where parameters met them.
+    """A pass of some records: their outputs, (n, …), and the sites where parameters met them.
 
     ``rows`` are positions among the records that were asked for.
     """
@@ -82,7 +82,7 @@ class BeginAgain(Exception):
 
 
 def in_passes(left: Rows, run: Callable[[Rows], Made | Rows]) -> Iterator[tuple[Rows, Made]]:
-    """Rows of each pass and what came of it; ``run`` may say which of its rows, fewer each time, to begin with."""
+    """Yield the rows and the result of each pass. ``run`` may return fewer of its rows to begin with instead."""
     while len(left):
         rows = left
         made = run(rows)
@@ -332,7 +332,7 @@ class RecordProgram:
         return True
 
     def _refusal(self, error: BaseException) -> QuietgradError:
-        """What is said of an exception, without a word of what a record holds."""
+        """Return the error to raise for an exception, without a word of what a record holds."""
         if isinstance(error, QuietgradError):
             return error
         return DataError(
@@ -364,7 +364,7 @@ class RecordProgram:
             yield
 
     def _stand_in_for(self, buffer: Tensor) -> Tensor:
-        """What programs see of a buffer, in float32 at least: whatever they write into it is forgotten."""
+        """Return a copy of a buffer for programs, in float32 at least. Whatever they write into it is forgotten."""
         return buffer.float() if buffer.dtype in (torch.bfloat16, torch.float16) else self._copied(buffer)
 
 

@@ -229,7 +229,7 @@ def _embedding_bag(
     norm_type: float = 2.0, scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False,
     per_sample_weights: Tensor | None = None, include_last_offset: bool = False, padding_idx: int | None = None,
 ) -> Any:  # fmt: skip
-    """Of the embeddings themselves: a bag is a sum over the rows it names."""
+    """Compute bags from the embeddings themselves. A bag is a sum or a mean over the rows it names."""
     if max_norm is not None or mode not in ("sum", "mean"):
         return NotImplemented
     with taps:
@@ -423,7 +423,7 @@ def _dropout(taps: Taps, input: Tensor, p: float = 0.5, training: bool = True, i
 
 
 def _multi_head_attention(taps: Taps, *args: Any, **kwargs: Any) -> Any:
-    """As torch does it, with its projections seen one by one: they are linear layers."""
+    """Run torch's attention with its projections seen one by one, as linear layers."""
     with replaced(F, {"has_torch_function": lambda *_: False}), taps:  # run, instead of shown as one operation
         return F.multi_head_attention_forward(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""What a program could keep between records, put back before each of its passes.
+"""State that a program could keep between records, restored before each of its passes.
 
 A model and a loss are ordinary Python: they can write into an attribute, a list, a global, a closure, a class or an
 array, and the next record would see it. :class:`ProgramState` finds everything that the program can reach and keeps
@@ -200,7 +200,7 @@ class ProgramState:
             )
 
     def _restore(self) -> bool:
-        """Put everything back; whether there may have been something to put back."""
+        """Restore everything, and return whether something may have changed."""
         careful, changed = self._destructors, False
         for clear in self._caches:
             clear()
@@ -256,7 +256,7 @@ def _no_garbage_left(destructors: bool) -> Iterator[None]:
 
 
 class _TensorFace:
-    """What a tensor is of its memory, and what else hangs on it; its numbers are those of a :class:`_Memory`."""
+    """A tensor's view of its memory, its gradient and its flags. A :class:`_Memory` holds the numbers."""
 
     def __init__(self, tensor: Tensor, memory: _Memory | None) -> None:
         self._tensor, self._alias, self._memory = tensor, tensor.detach(), memory
@@ -281,7 +281,7 @@ class _TensorFace:
 
 
 class _Memory:
-    """The memory of one tensor or of several; a copy of it costs nothing until somebody writes.
+    """The memory of one tensor or of several. A copy of it costs nothing until the first write.
 
     torch's copy-on-write: after ``_lazy_clone`` both have the same address until one is written to, by whatever way
     torch has for that (in place, through ``.data``, through ``numpy()``); that one then gets memory of its own.

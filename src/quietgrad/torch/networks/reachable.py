@@ -1,4 +1,4 @@
-"""What a program can reach: the objects in which it could keep something, by its code and by what it holds.
+"""Objects in which a program could keep something, reached by its code and by what it holds.
 
 Followed are the attributes of modules and objects, the items of containers, the closures and defaults of functions,
 the globals that their code names, the classes that the user wrote and, by the names in the code, the attributes of
@@ -77,7 +77,7 @@ _AT_THE_END = frozenset({"__del__", "weakref", "_weakref"})
 
 @dataclass
 class Found:
-    """What a program can reach, by how it is put back."""
+    """Objects that a program can reach, by how they are restored."""
 
     containers: list[Container] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)

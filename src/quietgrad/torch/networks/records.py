@@ -286,7 +286,7 @@ def _numbers_to_tensors(batch: PyTree) -> Any:
 
 
 def _constants(value: PyTree) -> Any:
-    """What of a record is no tensor: records that differ there, in a type or in a bit, are not run together.
+    """Return the parts of a record that are no tensors. Records that differ there, in a type or a bit, run apart.
 
     ``1 == True == 1.0`` and ``0.0 == -0.0``, and an object's own ``==`` may leave something out.
     """

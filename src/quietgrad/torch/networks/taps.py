@@ -95,7 +95,7 @@ class TapSite:
         return self.operation, self.names, self.kernel, tuple((s.start, s.stop) for s in self.covers)
 
     def receive(self, grad: Tensor) -> None:
-        """The gradient at the output; a second one, of another loss, adds up."""
+        """Take the gradient at the output. A second one, of another loss, is added to it."""
         grad = grad.detach()
         if self.arrange is not None:
             grad = self.arrange(grad)
@@ -104,7 +104,7 @@ class TapSite:
             self.arrived(self)
 
     def content(self, dtype: torch.dtype) -> LayerCall | Vectors | None:
-        """What came of it, in the precision given; ``None`` if no gradient arrived."""
+        """Return the layer call, or the records' vectors, in ``dtype``. ``None`` if no gradient arrived."""
         if self.grad is None:
             return None
         if self.kernel is not None:

@@ -1,4 +1,4 @@
-"""What a user gives: the loss of one record in two forms, and modules that cannot be trained privately.
+"""The user's loss of one record in two forms, and modules that cannot be trained privately.
 
 loss(output, target)      of a model's output for a batch of one, record = (x, …, y) or a dictionary with labels
 loss(model, *record)      with the model itself; loss(model, **record) or loss(model, record) of dictionaries
@@ -107,7 +107,7 @@ class RecordLoss:
 
 @contextmanager
 def modes_kept(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """The module in one mode; afterwards each layer as it was.
+    """Put the module into one mode, and restore each layer's mode afterwards.
 
     A module that is in training mode stays as it is: a layer in evaluation mode is frozen on purpose.
     """
@@ -168,13 +168,13 @@ def refuse_shards(params: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_mixing_layers(module: nn.Module) -> None:
-    """Raise ValueError for a layer whose output for one example depends on the others."""
+    """Raise ValueError for a layer that mixes examples, or that changes its own buffers or weights in a pass."""
     for error in mixing_layers(module):
         raise error
 
 
 def mixing_layers(module: nn.Module) -> Iterator[ValueError]:
-    """What is to be said of each layer whose output for one example depends on the others."""
+    """Yield an error for each layer that mixes examples, or that changes its own buffers or weights in a pass."""
     for name, layer in module.named_modules():
         where = f"layer {name!r} ({type(layer).__name__})"
         power_iteration = isinstance(layer, _SpectralNorm) or any(
