@@ -72,7 +72,7 @@ OURS = "quietgrad"
 class IndependentProof:
     """ε by a second derivation, the authors of its code and its method, or ``None`` and the reason.
 
-    ``authors`` names the code of every part of the proof; it is empty where there is none.
+    ``authors`` names the code of every part of the proof, or of the attempt where no finite ε was found.
     """
 
     epsilon: float | None
