@@ -44,8 +44,8 @@ timed(lambda: qg.calibrate(epsilon=1.2, delta=1e-5, n=60000, batch_size=next(siz
                            sampling="poisson", relation="add-remove"), 20)
 """,
     "secure Gaussian noise, 10⁶ numbers": """
-from quietgrad.core.noise.grid import NoiseStream
-from quietgrad.core.noise.rng import fresh_key
+from quietgrad.privacy.noise import NoiseStream
+from quietgrad.privacy.rng import fresh_key
 stream = NoiseStream(fresh_key(), "noise")
 rounds = iter(range(100))
 timed(lambda: stream.normal(next(rounds), 1_000_000), 20)

@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 _ROOMS = {
     # earlier package: {room now: modules, "old:new" where the name changed too}
@@ -67,19 +70,23 @@ MOVED = dict(_pairs())
 """Where a module that had the first name is now."""
 
 
-class MovedFinder(MetaPathFinder, Loader):
-    """Finds a module under the name that it had before it moved.
+class MovedFinder:
+    """A finder and loader of modules under the names that they had before they moved.
 
-    It is asked first: an ordinary finder would read the file a second time, under the old name."""
+    It is asked first: an ordinary finder would read the file a second time, under the old name. It has the methods
+    of the classes of ``importlib.abc`` and is none of them: importing that module takes as long as this package.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in _EMPTY_PACKAGES:
-            return ModuleSpec(fullname, self, is_package=True)
+            return ModuleSpec(fullname, cast("Loader", self), is_package=True)
         parent, _, name = fullname.rpartition(".")
         if fullname in MOVED or MOVED.get(parent) is not None:
-            return ModuleSpec(fullname, self, loader_state=MOVED.get(fullname) or f"{MOVED[parent]}.{name}")
+            return ModuleSpec(
+                fullname, cast("Loader", self), loader_state=MOVED.get(fullname) or f"{MOVED[parent]}.{name}"
+            )
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
