@@ -168,6 +168,8 @@ def read_clipping(given: object) -> Clipping:
     >>> read_clipping(PerLayer({"": 1.0}, "automatic").config()) == PerLayer({"": 1.0}, "automatic")
     True
     """
+    if isinstance(given, str) and given == FLAT.kind:  # asked for in every step
+        return FLAT
     if isinstance(given, Clipping):
         return given
     fields = dict(given) if isinstance(given, Mapping) else {"kind": given}
