@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from operator import itemgetter
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +55,9 @@ class ModuleObjective(BaseObjective):
     >>> result.params.shape
     torch.Size([8])
     """
+
+    trains_apart: ClassVar[bool] = True
+    """Each client of a federation trains alone (:mod:`quietgrad.torch.networks.local_steps`)."""
 
     def __init__(
         self,
@@ -173,7 +177,7 @@ class ModuleObjective(BaseObjective):
     def local_updates(
         self, batch: ReleaseBatch, clients: GroupIndex, params: Tensor, training: LocalTraining
     ) -> Iterator[Tensor]:
-        """θ_local − θ of clients that train on their own records, some at a time; one row each.
+        """θ_local − θ of clients that train on their own records, one after the other; one row each.
 
         Local training is ordinary SGD: module and loss are called with batches of one client's records.
         """
