@@ -265,10 +265,10 @@ def test_each_scheme_knows_its_event_its_divisor_and_its_json(
         (lambda: FixedSize(10, 11), "batch_size=11: must be ≤ n=10"),
         (lambda: FixedSize(0, 1), "n=0"),
         (lambda: FixedSize(10, 2.5), "batch_size=2.5"),  # type: ignore[arg-type]
-        (lambda: FixedSize(10, 2).sampler(11, stream()), "11 records: FixedSize was declared for n=10"),
+        (lambda: FixedSize(10, 2).sampler(11, stream()), "FixedSize was declared for n=10"),
         (lambda: SinglePass(10, 11), "batch_size=11"),
         (lambda: SinglePass(10, 1, "both"), "relation='both'"),  # type: ignore[arg-type]
-        (lambda: SinglePass(10).sampler(9, stream()), "9 records: SinglePass was declared for n=10"),
+        (lambda: SinglePass(10).sampler(9, stream()), "SinglePass was declared for n=10"),
         (lambda: Poisson(0.5).sampler(2**31, stream()), "records: must be between"),
         (lambda: from_json({"sampling": "shuffle"}), "must be one of"),
         (lambda: from_json({"sampling": "poisson"}), "must be one of"),

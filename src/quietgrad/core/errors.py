@@ -64,7 +64,7 @@ class QuietgradError(Exception):
 
 
 class SettingError(QuietgradError, ValueError):
-    """A setting has a value that it may not have; nothing was reserved and nothing was spent."""
+    """A setting has a value that it may not have. At most a private count of the records was paid for before."""
 
     code = "QG-SETTING"
 

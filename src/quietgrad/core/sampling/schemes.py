@@ -219,7 +219,9 @@ def check_records(scheme: Sampling, n_records: int, n: int) -> None:
     """Raise ValueError unless a scheme that was declared for n records is given as many."""
     if n_records != n:
         name = type(scheme).__name__
-        raise SettingError(f"{n_records} records: {name} was declared for {{n}}. Declare the true n.", n=n)
+        raise SettingError(
+            f"{name} was declared for {{n}}, and the data hold another number. Declare the true n.", n=n
+        )
 
 
 @dataclass(frozen=True)
